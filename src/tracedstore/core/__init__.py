@@ -1,0 +1,1 @@
+"""What one call was, and how it is recorded. Knows no signal and no exporter."""

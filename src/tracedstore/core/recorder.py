@@ -1,0 +1,188 @@
+"""Write down how a call went: always into a cell, and to observers if it is notable.
+
+The cell is all that a call normally pays for. Only a call that is slow, fails,
+retries, keeps losing, or is let through by the span budget becomes an `Operation`
+that observers are told about.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+from tracedstore.core.budget import Budget, nothing
+from tracedstore.core.clock import SYSTEM_CLOCK, Clock
+from tracedstore.core.errors import error_type, is_ordinary_answer
+from tracedstore.core.keys import KeyFamilies, shown
+from tracedstore.core.observer import Failures, Observers
+from tracedstore.core.operation import Attempts, Operation
+from tracedstore.core.tally import (
+    BOUNDS,
+    BUCKETS,
+    BYTES,
+    NANOSECONDS,
+    RETRIES,
+    SWAPS_LOST,
+    SWAPS_WON,
+    Call,
+    Cell,
+    Probe,
+    SeriesTable,
+    Tallies,
+    ThreadTally,
+)
+
+RECORDING = "recording"
+
+
+class Recorder:
+    """What the stores of one process record into, and by which rules.
+
+    Attributes:
+        on: Calls are recorded; off, they are only forwarded.
+        ticks: The clock of the fast path.
+        slow_ns: From how long on a call is told of, whatever else it is.
+        contended_after: Lost compare-and-sets in a row that are told of.
+        budget: Which ordinary calls are told of.
+        tallies: What was counted, by thread.
+        series: The label sets that appeared.
+        families: The key families that appeared.
+        failures: The telemetry that broke.
+        observers: Who is told.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self.clock = SYSTEM_CLOCK
+        self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
+        self.slow_ns = 10_000_000
+        self.contended_after = 5
+        self.budget: Budget = nothing()
+        self.tallies = Tallies()
+        self.series = SeriesTable()
+        self.families = KeyFamilies()
+        self.failures = Failures()
+        self.observers = Observers(self.failures)
+
+    def use_clock(self, clock: Clock) -> None:
+        """Take the time from another clock."""
+        self.clock = clock
+        self.ticks = clock.ticks
+
+    def forget(self) -> None:
+        """Start counting from nothing, as a forked child must.
+
+        The parent's calls are not the child's, and neither are the threads that
+        were in them.
+        """
+        self.tallies = Tallies(self.tallies.on_first_call)
+        self.families.forget()
+        self.failures.forget()
+
+    def broke(self, error: Exception) -> None:
+        """Stop recording: the recording itself raised, so it cannot be trusted."""
+        self.on = False
+        self.failures.add(RECORDING, error)
+
+    def finished(self, tally: ThreadTally, call: Call, result: Any) -> None:
+        """Write down a call that returned."""
+        try:
+            method, state, args, started = call
+            now = self.ticks()
+            duration = now - started
+            cell = tally.cells[state.series[method.index]]
+            cell[BUCKETS + bisect_left(BOUNDS, duration)] += 1
+            cell[NANOSECONDS] += duration
+            size = 0
+            if method.size is not None:
+                size = method.size(args, result)
+                cell[BYTES] += size
+            swapped = _count_swap(cell, call, result) if method.swaps else None
+            attempts = _count_attempts(cell, state.probe) if state.probe else None
+            budget = self.budget
+            if (
+                now >= budget.opens_at
+                or duration >= self.slow_ns
+                or (swapped is False and state.losses_in_a_row >= self.contended_after)
+                or (attempts is not None and attempts.swaps_lost)
+            ):
+                self._tell(
+                    tally,
+                    call,
+                    now,
+                    value_bytes=size,
+                    swapped=swapped,
+                    attempts=attempts,
+                )
+            elif budget.counting:
+                tally.without_span += 1
+        except Exception as error:
+            self.broke(error)
+
+    def failed(self, tally: ThreadTally, call: Call, error: BaseException) -> None:
+        """Write down a call that raised."""
+        try:
+            method, state, _, started = call
+            now = self.ticks()
+            duration = now - started
+            name = error_type(error)
+            cell = tally.cells[self.series.of(state.identity.kind, method, name)]
+            cell[BUCKETS + bisect_left(BOUNDS, duration)] += 1
+            cell[NANOSECONDS] += duration
+            attempts = _count_attempts(cell, state.probe) if state.probe else None
+            if not is_ordinary_answer(name):
+                self._tell(
+                    tally, call, now, error=error, error_type=name, attempts=attempts
+                )
+        except Exception as recording_error:
+            self.broke(recording_error)
+
+    def _tell(self, tally: ThreadTally, call: Call, now: int, **facts: Any) -> None:
+        method, state, args, started = call
+        admitted = now >= self.budget.opens_at
+        if admitted:
+            self.budget.spend(now)
+        keys, key_count = method.keys_of(args)
+        keys_shown = shown(keys)
+        duration = now - started
+        self.observers.tell(
+            Operation(
+                method=method,
+                store=state.identity,
+                keys=keys_shown,
+                key_count=key_count,
+                family=self.families.of_all(keys_shown),
+                started_ns=self.clock.wall() - duration,
+                duration_ns=duration,
+                losses_in_a_row=state.losses_in_a_row,
+                thread_id=tally.thread_id,
+                in_flight=sum(other[1] is state for _, other in self.tallies.calls()),
+                slow=duration >= self.slow_ns,
+                admitted=admitted,
+                **facts,
+            )
+        )
+
+
+def _count_swap(cell: Cell, call: Call, result: Any) -> bool:
+    # A missing key answers with the *expected* value, so only "is it what I wanted"
+    # tells who won.
+    _, state, args, _ = call
+    desired = args[2] if len(args) > 2 else None  # noqa: PLR2004 - key, expected, desired
+    if isinstance(desired, str):
+        desired = desired.encode("utf-8", "surrogatepass")
+    swapped = bool(result == desired)
+    if swapped:
+        cell[SWAPS_WON] += 1
+        state.losses_in_a_row = 0
+    else:
+        cell[SWAPS_LOST] += 1
+        state.losses_in_a_row += 1
+    return swapped
+
+
+def _count_attempts(cell: Cell, probe: Probe) -> Attempts:
+    attempts = probe.stop()
+    cell[SWAPS_WON] += attempts.swaps_won
+    cell[SWAPS_LOST] += attempts.swaps_lost
+    cell[RETRIES] += attempts.swaps_lost
+    return attempts

@@ -1,0 +1,204 @@
+"""The recording seam: a Store that forwards every call and records how it went.
+
+This base is pure Python, on torch's Store trampoline. What it records into (`tally`,
+through `recorder`) is plain enough that a C++ base with the same interface can
+replace it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import Store
+
+from tracedstore.core.errors import TIMEOUT
+from tracedstore.core.identity import StoreIdentity
+from tracedstore.core.operation import METHODS, Method
+from tracedstore.core.recorder import Recorder
+from tracedstore.core.tally import StoreState
+
+# The C++ half of every wrapper has a timeout of its own, which a PrefixStore above
+# it and torch's C++ set without Python being told. This reads that one.
+_own_timeout: Callable[[Store], timedelta] = vars(Store)["timeout"].fget
+
+# Answered by the store object itself, without going to a server or a file.
+_ANSWERED_ON_THE_SPOT = ("has_extended_api", "set_timeout")
+
+
+def methods_of(store_class: type[Store]) -> dict[str, Method]:
+    """Number the operations that a Store class has.
+
+    A torch older than the table has fewer of them; one that is newer may have more,
+    which are forwarded and timed all the same, only without keys.
+    """
+    names = [
+        name
+        for name in dir(store_class)
+        if not name.startswith("_")
+        and name not in _ANSWERED_ON_THE_SPOT
+        and callable(getattr(store_class, name))
+    ]
+    known = [method for method in METHODS if method.name in names]
+    unknown = [
+        Method(name=name, parameters=(), keys="none")
+        for name in names
+        if name not in {method.name for method in METHODS}
+    ]
+    return {
+        method.name: replace(method, index=index)
+        for index, method in enumerate(known + unknown)
+    }
+
+
+class RecordingStore(Store):
+    """A Store that forwards every method to another one and records how it went.
+
+    Results, exceptions, blocking and timeouts are the inner store's. Nothing here
+    holds a lock while the inner store works.
+    """
+
+    # The only attribute of its own; see StoreState.
+    _traced: StoreState
+
+    def __init__(
+        self, inner: Store, identity: StoreIdentity, recorder: Recorder
+    ) -> None:
+        super().__init__()
+        state = StoreState(inner, identity, recorder)
+        # Asking for a label set is what exports it, as zero until something happens.
+        state.series = tuple(
+            recorder.series.of(identity.kind, method) for method in RECORDED.values()
+        )
+        for method in RECORDED.values():
+            if method.blocks:
+                recorder.series.of(identity.kind, method, TIMEOUT)
+        object.__setattr__(self, "_traced", state)
+        _take_timeout(self, state.timeout)
+
+    def set_timeout(self, timeout: timedelta, /) -> None:
+        """Set the inner store's timeout, and what torch's C++ takes for it."""
+        self._traced.inner.set_timeout(timeout)
+        _take_timeout(self, timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The inner store's timeout."""
+        _pass_on_timeout(self)
+        timeout: timedelta = self._traced.inner.timeout
+        return timeout
+
+    def has_extended_api(self) -> bool:
+        """Tell whether the inner store has append, multi_get and multi_set."""
+        extended: bool = self._traced.inner.has_extended_api()
+        return extended
+
+    if TYPE_CHECKING:
+        # Forwarded like all the others (below); torch's stubs do not have these.
+        def append(self, key: str, value: str | bytes, /) -> None: ...
+        def multi_set(
+            self, keys: list[str], values: Sequence[str | bytes], /
+        ) -> None: ...
+        def barrier(
+            self, key: str, world_size: int, timeout: timedelta | None = None
+        ) -> None: ...
+        def clone(self) -> Store: ...
+
+
+def _take_timeout(store: RecordingStore, timeout: timedelta) -> None:
+    """Let torch's C++ see the timeout that the inner store has."""
+    Store.set_timeout(store, timeout)
+    # Read back, because C++ keeps whole milliseconds.
+    store._traced.timeout = _own_timeout(store)  # noqa: SLF001 - a function of the class, kept off its surface
+
+
+def _pass_on_timeout(store: RecordingStore) -> None:
+    """Give the inner store the timeout that torch's C++ set on the wrapper."""
+    state = store._traced  # noqa: SLF001 - likewise
+    timeout = _own_timeout(store)
+    if timeout != state.timeout:
+        state.timeout = timeout
+        state.inner.set_timeout(timeout)
+
+
+def _forwarder(method: Method, via: Callable[..., Any] | None = None) -> Any:
+    """Make the method that forwards a call and records it.
+
+    Args:
+        method: What is called.
+        via: Call this with the inner store, instead of its own method of that name.
+    """
+    name = method.name
+    # A clone inherits the timeout; everything that blocks ends by it.
+    needs_timeout = method.blocks or name == "clone"
+
+    def forward(self: RecordingStore, *args: Any, **kwargs: Any) -> Any:
+        state = self._traced
+        if needs_timeout:
+            _pass_on_timeout(self)
+        # Asked for on every call: what the inner store has is its own affair, and
+        # what it lacks fails here as it does there.
+        inner = getattr(state.inner, name) if via is None else partial(via, state.inner)
+        recorder = state.recorder
+        if not recorder.on:
+            return inner(*args, **kwargs)
+        try:
+            tally = recorder.tallies[get_ident()]
+            calls = tally.calls
+            depth = len(calls)
+            # Told already by a traced store above the PrefixStore above this one.
+            told = depth and calls[-1][1].bottom is state
+            if state.probe is not None:
+                state.probe.start()
+            named = method.positional(args, kwargs) if kwargs else args
+            call = (method, state, named, recorder.ticks())
+        except Exception as error:
+            recorder.broke(error)
+            return inner(*args, **kwargs)
+        if told:
+            return inner(*args, **kwargs)
+        # From here on the call shows as in flight, and must not stay there: an
+        # interrupt may come between any two lines.
+        try:
+            calls.append(call)
+            result = inner(*args, **kwargs)
+        except BaseException as error:
+            del calls[depth:]
+            recorder.failed(tally, call, error)
+            raise
+        del calls[depth:]
+        recorder.finished(tally, call, result)
+        return result
+
+    forward.__name__ = name
+    forward.__qualname__ = f"{RecordingStore.__name__}.{name}"
+    forward.__doc__ = f"Forward ``{name}`` to the inner store and record it."
+    return forward
+
+
+def _own_property(name: str) -> property:
+    return property(lambda self: getattr(self._traced.inner, name))
+
+
+# Every operation of this torch's Store, numbered.
+RECORDED = methods_of(Store)
+
+for _method in RECORDED.values():
+    setattr(RecordingStore, _method.name, _forwarder(_method))
+# torch's C++ looks for these two under its own spelling. Going through the base
+# class reaches the inner store the way C++ would.
+for _spelling, _method_name in (
+    ("deleteKey", "delete_key"),
+    ("getNumKeys", "num_keys"),
+):
+    setattr(
+        RecordingStore,
+        _spelling,
+        _forwarder(RECORDED[_method_name], via=getattr(Store, _method_name)),
+    )
+# Properties that a newer Store may have are the inner store's too.
+for _name, _attribute in vars(Store).items():
+    if isinstance(_attribute, property) and _name != "timeout":
+        setattr(RecordingStore, _name, _own_property(_name))

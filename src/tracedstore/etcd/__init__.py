@@ -1,0 +1,1 @@
+"""What happens inside torch's EtcdStore, which only its client can tell."""

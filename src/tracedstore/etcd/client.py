@@ -1,0 +1,109 @@
+"""Count what happens inside one call of torch's EtcdStore.
+
+``EtcdStore.add`` repeats its compare-and-set until it wins, and ``get`` and ``wait``
+loop over watches, all of it inside one call. The store makes every request through
+the client it was given, so that is where they are counted.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+import etcd
+from torch.distributed import Store
+
+from tracedstore.core.operation import Attempts
+
+_REQUESTS = frozenset(
+    {"delete", "get", "read", "set", "test_and_set", "update", "watch", "write"}
+)
+_OWN = ("_client", "_counts")
+
+
+def is_etcd_store(store: Store) -> bool:
+    """Tell whether a store is torch's EtcdStore, without importing that."""
+    module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
+    return module is not None and isinstance(store, module.EtcdStore)
+
+
+def count_requests_of(store: Store) -> "CountingClient":
+    """Put a counting client before the one of an EtcdStore, once."""
+    client = store.client  # type: ignore[attr-defined]
+    if type(client) is not CountingClient:
+        client = CountingClient(client)
+        store.client = client  # type: ignore[attr-defined]
+    return client
+
+
+class _Counts:
+    __slots__ = ("requests", "swaps_lost", "swaps_won", "watch_timeouts")
+
+    def __init__(self) -> None:
+        self.requests = self.swaps_won = self.swaps_lost = self.watch_timeouts = 0
+
+
+class CountingClient:
+    """Looks and behaves like the client it stands before, and counts its requests.
+
+    Requests of a thread that is in no traced call (a rendezvous backend may share
+    the client) are passed on uncounted.
+    """
+
+    def __init__(self, client: Any) -> None:
+        object.__setattr__(self, "_client", client)
+        object.__setattr__(self, "_counts", {})
+
+    def start(self) -> None:
+        """Begin to count for this thread."""
+        self._counts[get_ident()] = _Counts()
+
+    def stop(self) -> Attempts:
+        """End counting for this thread, and give the counts."""
+        counts = self._counts.pop(get_ident())
+        return Attempts(
+            requests=counts.requests,
+            swaps_won=counts.swaps_won,
+            swaps_lost=counts.swaps_lost,
+            watch_timeouts=counts.watch_timeouts,
+        )
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._client)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._client, name)
+        counts = self._counts.get(get_ident())
+        if counts is None or name not in _REQUESTS:
+            return attribute
+        return _counted(name, attribute, counts)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._client, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._client)
+
+
+def _counted(
+    name: str, request: Callable[..., Any], counts: _Counts
+) -> Callable[..., Any]:
+    swaps = name == "test_and_set"
+
+    @wraps(request)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts.requests += 1
+        try:
+            answer = request(*args, **kwargs)
+        except etcd.EtcdCompareFailed:
+            counts.swaps_lost += swaps
+            raise
+        except etcd.EtcdWatchTimedOut:
+            counts.watch_timeouts += 1
+            raise
+        counts.swaps_won += swaps
+        return answer
+
+    return counted

@@ -1,0 +1,1 @@
+"""How telemetry leaves the process: settings, set-up and shutdown."""

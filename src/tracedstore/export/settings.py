@@ -1,0 +1,125 @@
+"""Every setting, in one typed place: keyword of ``configure()``, else environment.
+
+A value that cannot be used is an error that says which setting, which value, and
+what is accepted.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from tracedstore.core.errors import ConfigurationError
+
+PREFIX: Final = "TRACEDSTORE_"
+
+
+def _choice(*accepted: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        text = str(value).strip().lower()
+        if text not in accepted:
+            raise ValueError(f"one of {', '.join(accepted)}")
+        return text
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    accepted = "a number of seconds, 0 or more"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(accepted) from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(accepted)
+    return number
+
+
+def _rate(value: Any) -> float:
+    try:
+        return _seconds(value)
+    except ValueError:
+        raise ValueError("a number per second, 0 or more") from None
+
+
+def _count(least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        accepted = f"a whole number, {least} or more"
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            raise ValueError(accepted) from None
+        if number < least:
+            raise ValueError(accepted)
+        return number
+
+    return parse
+
+
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("0", "false", "no", "off", "")
+
+
+def _switch(value: Any) -> bool:
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError("true or false (also 1, yes, on; 0, no, off)")
+    return text in _TRUE
+
+
+def _setting(default: Any, parse: Callable[[Any], Any]) -> Any:
+    return field(default=default, metadata={"parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What can be set; each is ``TRACEDSTORE_`` and its name in capitals, too.
+
+    Attributes:
+        disabled: Record nothing; wrapped stores only forward.
+        spans: ``budget``: notable calls and as many others as the budget allows;
+            ``notable``: slow, failed and retried calls only; ``all``; ``off``.
+        span_rate: Spans a second for ordinary calls.
+        span_burst: How many of those at once.
+        slow_after: Seconds from which a call is slow.
+        stall_after: Seconds after which a call in flight is reported; 0 for never.
+        contended_after: Compare-and-sets lost in a row that are reported.
+        log_format: How events look where the application has not configured
+            structlog: ``auto`` (text on a terminal, else JSON), ``json``,
+            ``console``; ``off`` for no events at all.
+        tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
+            variables, unless the application has one.
+    """
+
+    disabled: bool = _setting(False, _switch)
+    spans: str = _setting("budget", _choice("budget", "notable", "all", "off"))
+    span_rate: float = _setting(20.0, _rate)
+    span_burst: int = _setting(200, _count(1))
+    slow_after: float = _setting(0.010, _seconds)
+    stall_after: float = _setting(30.0, _seconds)
+    contended_after: int = _setting(5, _count(1))
+    log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
+    tracing: bool = _setting(False, _switch)
+
+    @classmethod
+    def load(
+        cls, given: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+    ) -> "Settings":
+        """Take what is given, the environment for the rest, defaults for the last."""
+        values = {}
+        for setting in fields(cls):
+            variable = PREFIX + setting.name.upper()
+            if given.get(setting.name) is not None:
+                name, value = setting.name, given[setting.name]
+            elif variable in environ:
+                name, value = variable, environ[variable]
+            else:
+                continue
+            try:
+                values[setting.name] = setting.metadata["parse"](value)
+            except ValueError as accepted:
+                raise ConfigurationError(
+                    f"{name} is {value!r}; accepted is {accepted}"
+                ) from None
+        return cls(**values)

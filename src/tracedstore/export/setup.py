@@ -1,0 +1,262 @@
+"""Switch the telemetry of a process on, change it, and end it."""
+
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
+from opentelemetry.trace import TracerProvider
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from tracedstore.core.budget import Budget, Unlimited, nothing
+from tracedstore.core.clock import SYSTEM_CLOCK, Clock
+from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core.observer import Observer
+from tracedstore.core.recorder import Recorder
+from tracedstore.export.settings import Settings
+from tracedstore.export.tracing import set_up_provider
+from tracedstore.signals import inflight, names
+from tracedstore.signals.events import Events
+from tracedstore.signals.metrics import Metrics
+from tracedstore.signals.spans import Spans, process_attributes
+
+# What every store of this process records into. It does nothing by itself: no
+# thread, no registration, no clock read until the first call of a wrapped store.
+RECORDER: Final = Recorder()
+
+
+class _Telemetry:
+    """What is switched on in this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: CollectorRegistry,
+        provider: TracerProvider | None,
+        clock: Clock,
+        more_observers: Iterable[Observer],
+    ) -> None:
+        identity = ProcessIdentity.from_environment(os.environ)
+        self.provider = provider
+        self.own_provider: SDKTracerProvider | None = None
+        if settings.tracing and provider is None:
+            self.own_provider = set_up_provider(process_attributes(identity))
+        never = float("inf")
+        self._registry = registry
+        self._spans = Spans(
+            RECORDER, identity, provider, count_the_rest=settings.spans == "budget"
+        )
+        self._metrics = Metrics(RECORDER, lambda: self._spans.suppressed_by_caller)
+        self._events = Events(
+            RECORDER,
+            identity,
+            log_format=settings.log_format,
+            blocked_after=settings.stall_after or never,
+            contended_after=settings.contended_after,
+        )
+        self._watch = (
+            inflight.StallWatch(RECORDER, self._events.emit, settings.stall_after)
+            if settings.stall_after
+            else None
+        )
+        self._observers: tuple[Observer, ...] = (
+            *([self._spans] if settings.spans != "off" else []),
+            self._metrics,
+            self._events,
+            *more_observers,
+        )
+        self._clock = clock
+        self._settings = settings
+
+    def start(self) -> None:
+        """Switch on."""
+        settings = self._settings
+        RECORDER.use_clock(self._clock)
+        RECORDER.slow_ns = int(settings.slow_after * 1e9)
+        RECORDER.contended_after = settings.contended_after
+        RECORDER.budget = _budget(settings)
+        RECORDER.failures.forget()
+        RECORDER.failures.report = self._events.report_failure
+        RECORDER.observers.set(self._observers)
+        if self._watch is not None:
+            # The watch starts with the first call, here and in a forked child.
+            RECORDER.tallies.on_first_call = self._watch.ensure_running
+            if RECORDER.tallies:
+                self._watch.ensure_running()
+        try:
+            self._registry.register(self._metrics)
+        except Exception as error:
+            RECORDER.failures.add(self._metrics.name, error)
+        RECORDER.on = not settings.disabled
+
+    def stop(self, timeout: float) -> None:
+        """Switch off; what was counted stays counted."""
+        RECORDER.on = False
+        RECORDER.tallies.on_first_call = None
+        RECORDER.observers.set(())
+        if self._watch is not None:
+            self._watch.stop(timeout)
+        with suppress(KeyError):  # it is not there if registering failed
+            self._registry.unregister(self._metrics)
+
+    def after_fork(self) -> None:
+        """Be the child's: nothing counted, nothing in flight, no thread."""
+        self._spans.suppressed_by_caller = 0
+        self._metrics.forget()
+        self._events.after_fork()
+        if self._watch is not None:
+            self._watch.after_fork()
+        RECORDER.forget()
+
+
+_telemetry: _Telemetry | None = None
+_lock = threading.RLock()
+_fork_hook_set = False
+
+
+def configure(
+    *,
+    registry: CollectorRegistry | None = None,
+    tracer_provider: TracerProvider | None = None,
+    observers: Iterable[Observer] = (),
+    clock: Clock = SYSTEM_CLOCK,
+    disabled: bool | None = None,
+    spans: str | None = None,
+    span_rate: float | None = None,
+    span_burst: int | None = None,
+    slow_after: float | None = None,
+    stall_after: float | None = None,
+    contended_after: int | None = None,
+    log_format: str | None = None,
+    tracing: bool | None = None,
+) -> None:
+    """Set up the telemetry of this process, or set it up anew.
+
+    Calling it is optional: the first `wrap` does, with nothing but the environment.
+    A setting that is not given is taken from its ``TRACEDSTORE_*`` variable; see
+    `tracedstore.Settings` for what each means. Stores wrapped before follow.
+
+    Args:
+        registry: Where Prometheus finds the metrics, instead of prometheus_client's
+            default registry.
+        tracer_provider: Where spans go, instead of OpenTelemetry's global provider.
+        observers: More observers, told of the same calls as our own.
+        clock: Where time is taken from; for tests.
+        disabled: Record nothing; wrapped stores only forward.
+        spans: Which calls get a span: ``budget``, ``notable``, ``all`` or ``off``.
+        span_rate: Spans a second for ordinary calls.
+        span_burst: How many of those at once.
+        slow_after: Seconds from which a call is slow.
+        stall_after: Seconds after which a call in flight is reported; 0 for never.
+        contended_after: Compare-and-sets lost in a row that are reported.
+        log_format: ``auto``, ``json``, ``console`` or ``off``.
+        tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
+            variables, unless the application has one.
+
+    Raises:
+        ConfigurationError: A setting has a value that cannot be used. What was set
+            up before stays.
+    """
+    global _telemetry  # noqa: PLW0603 - one telemetry a process
+    settings = Settings.load(
+        {
+            "disabled": disabled,
+            "spans": spans,
+            "span_rate": span_rate,
+            "span_burst": span_burst,
+            "slow_after": slow_after,
+            "stall_after": stall_after,
+            "contended_after": contended_after,
+            "log_format": log_format,
+            "tracing": tracing,
+        }
+    )
+    with _lock:
+        replacement = _Telemetry(
+            settings,
+            REGISTRY if registry is None else registry,
+            tracer_provider,
+            clock,
+            observers,
+        )
+        if _telemetry is not None:
+            _telemetry.stop(timeout=1.0)
+            replacement.own_provider = (
+                replacement.own_provider or _telemetry.own_provider
+            )
+        _telemetry = replacement
+        _follow_forks()
+        replacement.start()
+
+
+def ensure_configured() -> None:
+    """Set up the telemetry from the environment, unless it is set up."""
+    with _lock:
+        if _telemetry is None:
+            configure()
+
+
+def shutdown(timeout: float = 5.0) -> None:
+    """Flush and end the telemetry of this process, in bounded time.
+
+    Wrapped stores go on working and are not recorded any more. `configure` and
+    `wrap` switch it on again.
+
+    Args:
+        timeout: Seconds after which to return, flushed or not.
+    """
+    global _telemetry
+    with _lock:
+        ended, _telemetry = _telemetry, None
+        if ended is None:
+            return
+        ended.stop(timeout)
+    # Exporters are known to take their own time, whatever they are told.
+    flushing = threading.Thread(
+        target=_flush, args=(ended, timeout), name="tracedstore-flush", daemon=True
+    )
+    flushing.start()
+    flushing.join(timeout)
+
+
+def in_flight() -> list[inflight.InFlight]:
+    """List the Store calls of this process that have not returned, oldest first."""
+    return inflight.in_flight(RECORDER)
+
+
+def _flush(ended: _Telemetry, timeout: float) -> None:
+    provider = ended.own_provider or ended.provider or trace.get_tracer_provider()
+    try:
+        # The API has no force_flush, the SDK's provider does.
+        force_flush = getattr(provider, "force_flush", None)
+        if force_flush is not None:
+            force_flush(int(timeout * 1000))
+        if ended.own_provider is not None:
+            ended.own_provider.shutdown()
+    except Exception as error:
+        RECORDER.failures.add(names.SPANS, error)
+
+
+def _budget(settings: Settings) -> Budget:
+    if settings.spans == "all":
+        return Unlimited()
+    if settings.spans == "budget":
+        return Budget(settings.span_rate, settings.span_burst)
+    return nothing()
+
+
+def _follow_forks() -> None:
+    global _fork_hook_set  # noqa: PLW0603 - hooks cannot be taken back
+    if not _fork_hook_set:
+        os.register_at_fork(after_in_child=_after_fork)
+        _fork_hook_set = True
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603 - the parent's other threads may hold it
+    _lock = threading.RLock()
+    if _telemetry is not None:
+        _telemetry.after_fork()

@@ -1,0 +1,207 @@
+"""The Prometheus collector: turns the tallies into metric families at a scrape.
+
+Calls never touch prometheus_client, which would cost more than a call to a HashStore
+does; they add to the tallies, and this adds those up when somebody asks.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+import torch
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from tracedstore._version import __version__
+from tracedstore.core.operation import Operation
+from tracedstore.core.recorder import Recorder
+from tracedstore.core.tally import (
+    BOUNDS,
+    BUCKETS,
+    BYTES,
+    NANOSECONDS,
+    OPERATION_BOUNDS,
+    RETRIES,
+    SWAPS_LOST,
+    SWAPS_WON,
+    WAIT_BOUNDS,
+    Cell,
+    Series,
+)
+from tracedstore.signals import names
+
+# Where the compare-and-sets inside one call are known; elsewhere only calls that are
+# compare-and-sets themselves have the metric.
+_REPEATS_SWAPS = frozenset({("etcd_store", "add")})
+
+Sums = Mapping[Series, Cell]
+
+
+class Metrics(Collector):
+    """Exports what was counted, and remembers a trace for each histogram bucket."""
+
+    name = names.METRICS_OBSERVER
+
+    def __init__(
+        self, recorder: Recorder, suppressed_by_caller: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._recorder = recorder
+        self._suppressed_by_caller = suppressed_by_caller
+        self._exemplars: dict[tuple[Series, int], Exemplar] = {}
+
+    def observe(self, operation: Operation) -> None:
+        """Remember the trace of a call as the exemplar of its bucket."""
+        if not operation.trace_id:
+            return
+        series = self._recorder.series.of(
+            operation.store.kind, operation.method, operation.error_type
+        )
+        bucket = bisect_left(BOUNDS, operation.duration_ns)
+        self._exemplars[series, bucket] = Exemplar(
+            {"trace_id": operation.trace_id, "span_id": operation.span_id},
+            operation.seconds,
+            (operation.started_ns + operation.duration_ns) / 1e9,
+        )
+
+    def forget(self) -> None:
+        """Drop what is the parent's, as a forked child must."""
+        self._exemplars = {}
+
+    def describe(self) -> Iterator[Family]:
+        """Name the families, so that registering does not collect."""
+        return (_EMPTY[metric.type](metric) for metric in names.METRICS)
+
+    def collect(self) -> Iterator[Family]:
+        """Give all families; a failure here must not take the application's with it."""
+        failures = self._recorder.failures
+        if not failures.has(self.name):
+            try:
+                yield from list(self._collect())
+            except Exception as error:
+                failures.add(self.name, error)
+        counts = failures.counts()
+        family = _counter(names.TELEMETRY_FAILURES)
+        for observer in dict.fromkeys((*names.OBSERVERS, *counts)):
+            family.add_metric([observer], counts.get(observer, 0))
+        yield family
+
+    def _collect(self) -> Iterator[Family]:
+        sums = self._recorder.tallies.sums()
+        every = self._recorder.series.all()
+        yield self._histogram(names.OPERATION_DURATION, OPERATION_BOUNDS, every, sums)
+        blocking = [series for series in every if series.method.blocks]
+        yield self._histogram(names.WAIT_DURATION, WAIT_BOUNDS, blocking, sums)
+        yield from _counters(every, sums)
+        yield from self._in_flight(every)
+        suppressed = _counter(names.SPANS_SUPPRESSED)
+        over_budget = self._recorder.tallies.without_span()
+        suppressed.add_metric([names.OVER_BUDGET], over_budget)
+        suppressed.add_metric(
+            [names.SUPPRESSED_BY_CALLER], self._suppressed_by_caller()
+        )
+        yield suppressed
+        build = _gauge(names.BUILD_INFO)
+        build.add_metric([__version__, torch.__version__, "python"], 1)
+        yield build
+
+    def _histogram(
+        self,
+        metric: names.Metric,
+        bounds: tuple[int, ...],
+        every: Iterable[Series],
+        sums: Sums,
+    ) -> Family:
+        family = _histogram(metric)
+        for series in every:
+            cell = sums[series]
+            cumulative = list(accumulate(cell[BUCKETS:]))
+            ends = [*(BOUNDS.index(bound) for bound in bounds), len(BOUNDS)]
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            start = 0
+            for end in ends:
+                le = str(BOUNDS[end] / 1e9) if end < len(BOUNDS) else "+Inf"
+                exemplar = self._exemplar(series, range(start, end + 1))
+                count = cumulative[end]
+                buckets.append((le, count, exemplar) if exemplar else (le, count))
+                start = end + 1
+            labels = [series.store, series.method.name, series.error_type]
+            family.add_metric(labels, buckets, cell[NANOSECONDS] / 1e9)
+        return family
+
+    def _exemplar(self, series: Series, buckets: range) -> Exemplar | None:
+        # A bucket of the export is several of ours: the slowest call speaks for it.
+        for bucket in reversed(buckets):
+            exemplar = self._exemplars.get((series, bucket))
+            if exemplar is not None:
+                return exemplar
+        return None
+
+    def _in_flight(self, every: Iterable[Series]) -> Iterator[Family]:
+        calls = [call for _, call in self._recorder.tallies.calls()]
+        where = [(call[1].identity.kind, call[0].name) for call in calls]
+        counts = Counter(where)
+        in_flight = _gauge(names.IN_FLIGHT)
+        for labels in dict.fromkeys((s.store, s.method.name) for s in every):
+            in_flight.add_metric(labels, counts[labels])
+        yield in_flight
+        oldest = _gauge(names.OLDEST_START)
+        # They come oldest first, and reversed the oldest is the last to be written.
+        starts = {
+            labels: call[3]
+            for labels, call in zip(reversed(where), reversed(calls), strict=True)
+        }
+        for labels, started in starts.items():
+            oldest.add_metric(labels, self._recorder.clock.wall_of(started) / 1e9)
+        yield oldest
+
+
+def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
+    attempts = _counter(names.CAS_ATTEMPTS)
+    retries = _counter(names.CAS_RETRIES)
+    value_bytes = _counter(names.VALUE_BYTES)
+    totals: dict[tuple[str, str], list[int]] = {}
+    for series in every:
+        # These have no error_type: a call that failed moved bytes and lost
+        # compare-and-sets just the same.
+        labels = (series.store, series.method.name)
+        total = totals.setdefault(labels, [0] * BUCKETS)
+        for position in range(BUCKETS):
+            total[position] += sums[series][position]
+    methods = {series.method.name: series.method for series in every}
+    for labels, total in totals.items():
+        method = methods[labels[1]]
+        repeats = labels in _REPEATS_SWAPS
+        if method.swaps or repeats:
+            attempts.add_metric((*labels, names.WON), total[SWAPS_WON])
+            attempts.add_metric((*labels, names.LOST), total[SWAPS_LOST])
+        if repeats:
+            retries.add_metric(labels, total[RETRIES])
+        if method.size is not None:
+            value_bytes.add_metric(labels, total[BYTES])
+    yield from (attempts, retries, value_bytes)
+
+
+def _histogram(metric: names.Metric) -> HistogramMetricFamily:
+    return HistogramMetricFamily(metric.family, metric.help, labels=metric.labels)
+
+
+def _counter(metric: names.Metric) -> CounterMetricFamily:
+    return CounterMetricFamily(metric.family, metric.help, labels=metric.labels)
+
+
+def _gauge(metric: names.Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.family, metric.help, labels=metric.labels)
+
+
+_EMPTY: Mapping[str, Callable[[names.Metric], Family]] = {
+    "histogram": _histogram,
+    "counter": _counter,
+    "gauge": _gauge,
+}

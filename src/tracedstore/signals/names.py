@@ -1,0 +1,162 @@
+"""Every metric, attribute and event name, in one place.
+
+These names are an interface: dashboards, alerts and people's queries hold on to them.
+The tables in README.md and docs/ are tested against this module.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+SCOPE: Final = "tracedstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A Prometheus metric family, under the name it has in the exposition."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def family(self) -> str:
+        """The name as prometheus_client wants it, which adds ``_total`` itself."""
+        return self.name.removesuffix("_total")
+
+
+_CALL = ("store", "operation")
+_ENDED = (*_CALL, "error_type")
+
+OPERATION_DURATION = Metric(
+    "tracedstore_operation_duration_seconds",
+    "histogram",
+    _ENDED,
+    "How long Store calls took, waits included.",
+)
+WAIT_DURATION = Metric(
+    "tracedstore_wait_duration_seconds",
+    "histogram",
+    _ENDED,
+    "How long Store calls that may block (get, multi_get, wait, queue_pop, barrier)"
+    " took.",
+)
+CAS_ATTEMPTS = Metric(
+    "tracedstore_cas_attempts_total",
+    "counter",
+    (*_CALL, "result"),
+    "Compare-and-sets, by whether they were won or lost to another writer.",
+)
+CAS_RETRIES = Metric(
+    "tracedstore_cas_retries_total",
+    "counter",
+    _CALL,
+    "Compare-and-sets repeated inside one call.",
+)
+VALUE_BYTES = Metric(
+    "tracedstore_value_bytes_total",
+    "counter",
+    _CALL,
+    "Bytes of value written and read.",
+)
+IN_FLIGHT = Metric(
+    "tracedstore_operations_in_flight",
+    "gauge",
+    _CALL,
+    "Store calls that have not returned yet.",
+)
+OLDEST_START = Metric(
+    "tracedstore_oldest_operation_start_timestamp_seconds",
+    "gauge",
+    _CALL,
+    "When the oldest Store call in flight began; absent while there is none.",
+)
+SPANS_SUPPRESSED = Metric(
+    "tracedstore_spans_suppressed_total",
+    "counter",
+    ("reason",),
+    "Store calls that got no span: over the budget, or suppressed by the caller.",
+)
+TELEMETRY_FAILURES = Metric(
+    "tracedstore_telemetry_failures_total",
+    "counter",
+    ("observer",),
+    "Failures of the telemetry itself; what failed is switched off.",
+)
+BUILD_INFO = Metric(
+    "tracedstore_build_info",
+    "gauge",
+    ("version", "torch", "core"),
+    "Always 1; the labels say what runs.",
+)
+
+METRICS: Final = (
+    OPERATION_DURATION,
+    WAIT_DURATION,
+    CAS_ATTEMPTS,
+    CAS_RETRIES,
+    VALUE_BYTES,
+    IN_FLIGHT,
+    OLDEST_START,
+    SPANS_SUPPRESSED,
+    TELEMETRY_FAILURES,
+    BUILD_INFO,
+)
+
+WON: Final = "won"
+LOST: Final = "lost"
+
+# Why a call got no span.
+OVER_BUDGET: Final = "budget"
+SUPPRESSED_BY_CALLER: Final = "suppressed"
+
+# The parts of the telemetry that can fail, as the `observer` label has them. Their
+# order is the one in which they are told of a call: spans first, because the others
+# refer to the span.
+RECORDING: Final = "recording"
+SPANS: Final = "spans"
+METRICS_OBSERVER: Final = "metrics"
+EVENTS: Final = "events"
+INFLIGHT: Final = "inflight"
+OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT)
+
+# Span attributes of our own; those of OpenTelemetry come from its own package.
+KEY: Final = "tracedstore.key"
+KEYS: Final = "tracedstore.keys"
+KEY_COUNT: Final = "tracedstore.key.count"
+VALUE_SIZE: Final = "tracedstore.value.size"
+CAS_SWAPPED: Final = "tracedstore.cas.swapped"
+CAS_RETRY_COUNT: Final = "tracedstore.cas.retries"
+ETCD_REQUESTS: Final = "tracedstore.etcd.requests"
+ETCD_WATCH_TIMEOUTS: Final = "tracedstore.etcd.watch_timeouts"
+RUN_ID: Final = "tracedstore.run_id"
+RANK: Final = "tracedstore.rank"
+LOCAL_RANK: Final = "tracedstore.local_rank"
+WORLD_SIZE: Final = "tracedstore.world_size"
+ATTRIBUTES: Final = (
+    KEY,
+    KEYS,
+    KEY_COUNT,
+    VALUE_SIZE,
+    CAS_SWAPPED,
+    CAS_RETRY_COUNT,
+    ETCD_REQUESTS,
+    ETCD_WATCH_TIMEOUTS,
+    RUN_ID,
+    RANK,
+    LOCAL_RANK,
+    WORLD_SIZE,
+)
+
+OPERATION_SLOW: Final = "store.operation.slow"
+OPERATION_FAILED: Final = "store.operation.failed"
+OPERATION_STALLED: Final = "store.operation.stalled"
+CAS_CONTENDED: Final = "store.cas.contended"
+TELEMETRY_DISABLED: Final = "telemetry.disabled"
+EVENT_NAMES: Final = (
+    OPERATION_SLOW,
+    OPERATION_FAILED,
+    OPERATION_STALLED,
+    CAS_CONTENDED,
+    TELEMETRY_DISABLED,
+)

@@ -1,0 +1,122 @@
+"""TracedStore and wrap(): a Store that behaves like the one it wraps, and tells."""
+
+from types import TracebackType
+from typing import Any, NoReturn, Self, final
+
+from torch.distributed import Store
+
+from tracedstore.core.identity import bottom_of, identify
+from tracedstore.core.recording import RecordingStore
+from tracedstore.etcd.client import count_requests_of, is_etcd_store
+from tracedstore.export.setup import RECORDER, ensure_configured
+
+# torch's C++ holds only the C++ half of a Python store. When the last Python
+# reference goes, the methods go with it, and the next call from C++ dies of an
+# INTERNAL ASSERT; init_process_group(store=wrap(...)) is all it takes. So every
+# wrapper is kept here until it is closed. Keyed by identity: pybind objects are
+# hashable, but an inner store might define __eq__.
+_kept_alive: dict[int, "TracedStore"] = {}
+
+
+def wrap(store: Store) -> "TracedStore":
+    """Wrap any Store, so that its calls show in metrics, spans and events.
+
+    The result is a Store that torch takes everywhere, and behaves like the bare one:
+    same results, exceptions, timeouts and blocking. Wrapping a TracedStore gives that
+    same one back.
+
+    It stays alive until `TracedStore.close`, because torch's C++ may still use it
+    after the last Python reference is gone.
+
+    Args:
+        store: What to wrap: TCPStore, FileStore, HashStore, PrefixStore, EtcdStore
+            or any other subclass of ``torch.distributed.Store``.
+
+    Raises:
+        TypeError: It is no Store.
+        ConfigurationError: This is the first use, and a ``TRACEDSTORE_*`` variable
+            has a value that cannot be used.
+    """
+    if isinstance(store, TracedStore):
+        return store
+    if not isinstance(store, Store):
+        raise TypeError(
+            f"wrap() takes a torch.distributed.Store, not {type(store).__name__};"
+            " subclass Store, which torch's own functions insist on too"
+        )
+    ensure_configured()
+    return TracedStore(store)
+
+
+@final
+class TracedStore(RecordingStore):
+    """A Store that tells what is done with it; made by `wrap`.
+
+    Everything else, attributes included, is the wrapped store's.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, identify(store), RECORDER)
+        if is_etcd_store(store):
+            self._traced.probe = count_requests_of(store)
+        bottom = bottom_of(store)
+        if isinstance(bottom, TracedStore):
+            self._traced.bottom = bottom._traced  # noqa: SLF001 - of the same class
+        _kept_alive[id(self)] = self
+
+    def clone(self) -> "TracedStore":
+        """Clone the wrapped store; the clone is traced, and kept alive likewise.
+
+        torch's C++ clones stores (``split_group``) and keeps no Python reference,
+        so a clone is released when the store it came from is closed.
+        """
+        inner = self._traced.inner
+        cloned = super().clone()
+        # HashStore's clone is the store itself.
+        if cloned is inner:
+            return self
+        clone = TracedStore(cloned)
+        self._traced.clones.add(clone)
+        return clone
+
+    def close(self) -> None:
+        """Let go of the store, and of its clones: they no longer outlive their users.
+
+        From here on they live as long as somebody in Python refers to them, like any
+        store. Do not close a store that a process group still uses.
+        """
+        _kept_alive.pop(id(self), None)
+        for clone in list(self._traced.clones):
+            clone.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what this class does not have: host, port, path, client, ...
+        if name == "_traced":  # before __init__ is through
+            raise AttributeError(name)
+        return getattr(self._traced.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._traced.inner, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._traced.inner)})
+
+    def __repr__(self) -> str:
+        return f"TracedStore({self._traced.inner!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cannot pickle a TracedStore: a store is a live connection; create and"
+            " wrap one in each process instead"
+        )
