@@ -1,5 +1,6 @@
 """TracedStore and wrap(): a Store that behaves like the one it wraps, and tells."""
 
+import sys
 from types import TracebackType
 from typing import Any, NoReturn, Self, final
 
@@ -7,7 +8,7 @@ from torch.distributed import Store
 
 from tracedstore.core.identity import bottom_of, identify
 from tracedstore.core.recording import RecordingStore
-from tracedstore.etcd.client import count_requests_of, is_etcd_store
+from tracedstore.core.tally import Probe
 from tracedstore.export.setup import RECORDER, ensure_configured
 
 # torch's C++ holds only the C++ half of a Python store. When the last Python
@@ -57,8 +58,7 @@ class TracedStore(RecordingStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, identify(store), RECORDER)
-        if is_etcd_store(store):
-            self._traced.probe = count_requests_of(store)
+        self._traced.probe = _probe(store)
         bottom = bottom_of(store)
         if isinstance(bottom, TracedStore):
             self._traced.bottom = bottom._traced  # noqa: SLF001 - of the same class
@@ -120,3 +120,13 @@ class TracedStore(RecordingStore):
             "cannot pickle a TracedStore: a store is a live connection; create and"
             " wrap one in each process instead"
         )
+
+
+def _probe(store: Store) -> Probe | None:
+    """Look inside an EtcdStore; where there is none, etcd is not even imported."""
+    module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
+    if module is None or not isinstance(store, module.EtcdStore):
+        return None
+    from tracedstore.etcd.client import count_requests_of  # noqa: PLC0415 - see above
+
+    return count_requests_of(store)

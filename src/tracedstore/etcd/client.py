@@ -5,35 +5,25 @@ loop over watches, all of it inside one call. The store makes every request thro
 the client it was given, so that is where they are counted.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
 from typing import Any
 
 import etcd
-from torch.distributed import Store
 
 from tracedstore.core.operation import Attempts
 
 _REQUESTS = frozenset(
     {"delete", "get", "read", "set", "test_and_set", "update", "watch", "write"}
 )
-_OWN = ("_client", "_counts")
 
 
-def is_etcd_store(store: Store) -> bool:
-    """Tell whether a store is torch's EtcdStore, without importing that."""
-    module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
-    return module is not None and isinstance(store, module.EtcdStore)
-
-
-def count_requests_of(store: Store) -> "CountingClient":
+def count_requests_of(store: Any) -> "CountingClient":
     """Put a counting client before the one of an EtcdStore, once."""
-    client = store.client  # type: ignore[attr-defined]
-    if type(client) is not CountingClient:
-        client = CountingClient(client)
-        store.client = client  # type: ignore[attr-defined]
+    if type(store.client) is not CountingClient:
+        store.client = CountingClient(store.client)
+    client: CountingClient = store.client
     return client
 
 

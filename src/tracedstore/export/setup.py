@@ -4,10 +4,9 @@ import os
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -17,11 +16,13 @@ from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import Recorder
 from tracedstore.export.settings import Settings
-from tracedstore.export.tracing import set_up_provider
 from tracedstore.signals import inflight, names
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import Metrics
 from tracedstore.signals.spans import Spans, process_attributes
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
 
 # What every store of this process records into. It does nothing by itself: no
 # thread, no registration, no clock read until the first call of a wrapped store.
@@ -43,6 +44,9 @@ class _Telemetry:
         self.provider = provider
         self.own_provider: SDKTracerProvider | None = None
         if settings.tracing and provider is None:
+            # The SDK is loaded only where it is asked for.
+            from tracedstore.export.tracing import set_up_provider  # noqa: PLC0415
+
             self.own_provider = set_up_provider(process_attributes(identity))
         never = float("inf")
         self._registry = registry

@@ -1,0 +1,101 @@
+"""Fixtures for all tests: a clean telemetry each, and real servers."""
+
+import io
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
+
+import tracedstore
+from support.etcd import EtcdServer
+from tracedstore import store as store_module
+from tracedstore.export import setup
+
+
+@pytest.fixture(autouse=True)
+def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing that a test counted, wrapped or configured reaches another one."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    structlog.reset_defaults()
+    yield
+    tracedstore.shutdown(timeout=1)
+    setup.RECORDER.forget()
+    setup.RECORDER.series.__init__()  # type: ignore[misc]
+    for kept in list(store_module._kept_alive.values()):
+        kept.close()
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    """A Prometheus registry of the test's own."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def spans() -> InMemorySpanExporter:
+    """Where the spans of `provider` end up."""
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(spans: InMemorySpanExporter) -> Iterator[TracerProvider]:
+    """A TracerProvider of the test's own."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    yield provider
+    provider.shutdown()
+
+
+@pytest.fixture
+def stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What goes to standard error, where events go by default."""
+    captured = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", captured)
+    return captured
+
+
+@pytest.fixture
+def events(stderr: io.StringIO) -> Callable[[], list[dict[str, Any]]]:
+    """The JSON events written so far."""
+
+    def read() -> list[dict[str, Any]]:
+        lines = stderr.getvalue().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """A real etcd, for the whole session."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.stop()
+
+
+_prefixes = itertools.count()
+
+
+@pytest.fixture
+def etcd_store(etcd_server: EtcdServer) -> Callable[[Path], Store]:
+    """Make an EtcdStore under a prefix that no other test uses."""
+
+    def make(_folder: Path) -> Store:
+        store: Store = EtcdStore(etcd_server.client(), f"/test/{next(_prefixes)}")
+        return store
+
+    return make
