@@ -1,9 +1,7 @@
 """Fixtures for all tests: a clean telemetry each, and real servers."""
 
-import io
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,19 +58,12 @@ def provider(spans: InMemorySpanExporter) -> Iterator[TracerProvider]:
 
 
 @pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What goes to standard error, where events go by default."""
-    captured = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", captured)
-    return captured
-
-
-@pytest.fixture
-def events(stderr: io.StringIO) -> Callable[[], list[dict[str, Any]]]:
-    """The JSON events written so far."""
+def events(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, Any]]]:
+    """The JSON events that this test wrote so far, to standard error."""
+    lines: list[str] = []
 
     def read() -> list[dict[str, Any]]:
-        lines = stderr.getvalue().splitlines()
+        lines.extend(capsys.readouterr().err.splitlines())
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     return read
