@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
+from tracedstore.core.tally import SeriesTable
 from tracedstore.export import setup
 
 
@@ -30,7 +31,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     tracedstore.shutdown(timeout=1)
     setup.RECORDER.forget()
-    setup.RECORDER.series.__init__()  # type: ignore[misc]
+    setup.RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):
         kept.close()
     structlog.reset_defaults()

@@ -57,11 +57,15 @@ class TracedStore(RecordingStore):
     """
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store, identify(store), RECORDER)
-        self._traced.probe = _probe(store)
         bottom = bottom_of(store)
         if isinstance(bottom, TracedStore):
-            self._traced.bottom = bottom._traced  # noqa: SLF001 - of the same class
+            # PrefixStores over a traced store: one of the two records a call.
+            below = bottom._traced  # noqa: SLF001 - of the same class
+            super().__init__(store, below.identity, RECORDER)
+            self._traced.bottom, self._traced.probe = below, below.probe
+        else:
+            super().__init__(store, identify(bottom), RECORDER)
+            self._traced.probe = _probe(bottom)
         _kept_alive[id(self)] = self
 
     def clone(self) -> "TracedStore":

@@ -32,6 +32,11 @@ class StoreIdentity:
     namespace: str = ""
     in_process: bool = False
 
+    @property
+    def server(self) -> str:
+        """Where it is, for people: host:port, or a path."""
+        return self.address if self.port is None else f"{self.address}:{self.port}"
+
 
 def bottom_of(store: Store) -> Store:
     """Peel PrefixStores off a store, down to what holds the data."""
@@ -41,12 +46,11 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def identify(store: Store) -> StoreIdentity:
-    """Tell what a store is from what it says about itself.
+def identify(bottom: Store) -> StoreIdentity:
+    """Tell what a store, peeled of its PrefixStores, says about itself.
 
     The prefix of a PrefixStore cannot be read from Python, so it is not told.
     """
-    bottom = bottom_of(store)
     kind = _snake_case(type(bottom).__name__)
     is_etcd = kind == "etcd_store"
     client = getattr(bottom, "client", None) if is_etcd else None

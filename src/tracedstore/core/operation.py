@@ -54,6 +54,8 @@ class Method:
 
 def size_of(value: Any) -> int:
     """Give the bytes a value takes in the store, 0 where that cannot be told."""
+    if type(value) is bytes:  # what it nearly always is
+        return len(value)
     if isinstance(value, (bytes, bytearray)):
         return len(value)
     if isinstance(value, str):

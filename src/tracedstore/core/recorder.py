@@ -18,7 +18,6 @@ from tracedstore.core.operation import Attempts, Operation
 from tracedstore.core.tally import (
     BOUNDS,
     BUCKETS,
-    BYTES,
     NANOSECONDS,
     RETRIES,
     SWAPS_LOST,
@@ -83,40 +82,30 @@ class Recorder:
         self.on = False
         self.failures.add(RECORDING, error)
 
-    def finished(self, tally: ThreadTally, call: Call, result: Any) -> None:
-        """Write down a call that returned."""
-        try:
-            method, state, args, started = call
-            now = self.ticks()
-            duration = now - started
-            cell = tally.cells[state.series[method.index]]
-            cell[BUCKETS + bisect_left(BOUNDS, duration)] += 1
-            cell[NANOSECONDS] += duration
-            size = 0
-            if method.size is not None:
-                size = method.size(args, result)
-                cell[BYTES] += size
-            swapped = _count_swap(cell, call, result) if method.swaps else None
-            attempts = _count_attempts(cell, state.probe) if state.probe else None
-            budget = self.budget
-            if (
-                now >= budget.opens_at
-                or duration >= self.slow_ns
-                or (swapped is False and state.losses_in_a_row >= self.contended_after)
-                or (attempts is not None and attempts.swaps_lost)
-            ):
-                self._tell(
-                    tally,
-                    call,
-                    now,
-                    value_bytes=size,
-                    swapped=swapped,
-                    attempts=attempts,
-                )
-            elif budget.counting:
-                tally.without_span += 1
-        except Exception as error:
-            self.broke(error)
+    def returned(
+        self, tally: ThreadTally, call: Call, now: int, cell: Cell, result: Any
+    ) -> None:
+        """Write down what is special about a call that returned; tell if notable."""
+        method, state, args, started = call
+        swapped = _count_swap(cell, call, result) if method.swaps else None
+        attempts = _count_attempts(cell, state.probe) if state.probe else None
+        if (
+            now >= self.budget.opens_at
+            or now - started >= self.slow_ns
+            or (swapped is False and state.losses_in_a_row >= self.contended_after)
+            or (attempts is not None and attempts.swaps_lost)
+        ):
+            size = method.size(args, result) if method.size is not None else 0
+            self._tell(
+                tally,
+                call,
+                now,
+                value_bytes=size,
+                swapped=swapped,
+                attempts=attempts,
+            )
+        elif self.budget.counting:
+            tally.without_span += 1
 
     def failed(self, tally: ThreadTally, call: Call, error: BaseException) -> None:
         """Write down a call that raised."""

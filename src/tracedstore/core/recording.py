@@ -5,6 +5,7 @@ through `recorder`) is plain enough that a C++ base with the same interface can
 replace it.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from tracedstore.core.errors import TIMEOUT
 from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import METHODS, Method
 from tracedstore.core.recorder import Recorder
-from tracedstore.core.tally import StoreState
+from tracedstore.core.tally import BOUNDS, BUCKETS, BYTES, NANOSECONDS, StoreState
 
 # The C++ half of every wrapper has a timeout of its own, which a PrefixStore above
 # it and torch's C++ set without Python being told. This reads that one.
@@ -123,20 +124,22 @@ def _pass_on_timeout(store: RecordingStore) -> None:
         state.inner.set_timeout(timeout)
 
 
-def _forwarder(method: Method, via: Callable[..., Any] | None = None) -> Any:
+def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
+    method: Method, via: Callable[..., Any] | None = None
+) -> Any:
     """Make the method that forwards a call and records it.
 
     Args:
         method: What is called.
         via: Call this with the inner store, instead of its own method of that name.
     """
-    name = method.name
+    name, index, size, swaps = method.name, method.index, method.size, method.swaps
     # A clone inherits the timeout; everything that blocks ends by it.
     needs_timeout = method.blocks or name == "clone"
 
-    def forward(self: RecordingStore, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: RecordingStore, *args: Any, **kwargs: Any) -> Any:  # noqa: C901
         state = self._traced
-        if needs_timeout:
+        if needs_timeout and _own_timeout(self) != state.timeout:
             _pass_on_timeout(self)
         # Asked for on every call: what the inner store has is its own affair, and
         # what it lacks fails here as it does there.
@@ -148,19 +151,21 @@ def _forwarder(method: Method, via: Callable[..., Any] | None = None) -> Any:
             tally = recorder.tallies[get_ident()]
             calls = tally.calls
             depth = len(calls)
-            # Told already by a traced store above the PrefixStore above this one.
-            told = depth and calls[-1][1].bottom is state
-            if state.probe is not None:
-                state.probe.start()
+            # Recorded already by a traced store above the PrefixStore above this one.
+            recorded = depth and calls[-1][1].bottom is state
+            probe = state.probe
+            if probe is not None and not recorded:
+                probe.start()
             named = method.positional(args, kwargs) if kwargs else args
-            call = (method, state, named, recorder.ticks())
+            started = recorder.ticks()
         except Exception as error:
             recorder.broke(error)
             return inner(*args, **kwargs)
-        if told:
+        if recorded:
             return inner(*args, **kwargs)
         # From here on the call shows as in flight, and must not stay there: an
         # interrupt may come between any two lines.
+        call = (method, state, named, started)
         try:
             calls.append(call)
             result = inner(*args, **kwargs)
@@ -169,7 +174,25 @@ def _forwarder(method: Method, via: Callable[..., Any] | None = None) -> Any:
             recorder.failed(tally, call, error)
             raise
         del calls[depth:]
-        recorder.finished(tally, call, result)
+        try:
+            now = recorder.ticks()
+            duration = now - started
+            cell = tally.cells[state.series[index]]
+            cell[BUCKETS + bisect_left(BOUNDS, duration)] += 1
+            cell[NANOSECONDS] += duration
+            if size is not None:
+                cell[BYTES] += size(named, result)
+            if (
+                now >= recorder.budget.opens_at
+                or duration >= recorder.slow_ns
+                or swaps
+                or probe is not None
+            ):
+                recorder.returned(tally, call, now, cell, result)
+            elif recorder.budget.counting:
+                tally.without_span += 1
+        except Exception as error:
+            recorder.broke(error)
         return result
 
     forward.__name__ = name

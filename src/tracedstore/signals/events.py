@@ -119,7 +119,7 @@ class Events:
             event,
             operation=operation.method.name,
             store=store.kind,
-            server=_server(operation),
+            server=store.server,
             key=operation.keys[0] if operation.keys else "",
             key_count=operation.key_count,
             key_family=operation.family,
@@ -173,11 +173,6 @@ def _what_and_when_first(
     return {key: event.pop(key) for key in ("timestamp", "level", "event")} | dict(
         event
     )
-
-
-def _server(operation: Operation) -> str:
-    store = operation.store
-    return store.address if store.port is None else f"{store.address}:{store.port}"
 
 
 def _current_trace() -> dict[str, str]:

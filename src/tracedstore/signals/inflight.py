@@ -26,6 +26,7 @@ class InFlight:
     Attributes:
         operation: The Store method.
         store: The kind of store.
+        server: Where that is.
         key: Its key, or the first of its keys, printable.
         key_count: How many keys it has.
         key_family: The family its keys share, or "".
@@ -36,6 +37,7 @@ class InFlight:
 
     operation: str
     store: str
+    server: str
     key: str
     key_count: int
     key_family: str
@@ -67,6 +69,7 @@ def _described(
     return InFlight(
         operation=method.name,
         store=state.identity.kind,
+        server=state.identity.server,
         key=keys_shown[0] if keys_shown else "",
         key_count=key_count,
         key_family=recorder.families.of_all(keys_shown),
@@ -89,9 +92,9 @@ class StallWatch:
         self._recorder = recorder
         self._emit = emit
         self._after_ns = int(after * 1e9)
-        # When to report a call next. The call itself is kept, so that its id is not
-        # given to another one meanwhile.
-        self._due: dict[int, tuple[Call, int]] = {}
+        # When to report a call again that was reported. The call itself is kept
+        # with it, so that its id is not given to another one meanwhile.
+        self._again: dict[int, tuple[Call, int]] = {}
         self._starting = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -120,7 +123,7 @@ class StallWatch:
         self._starting = threading.Lock()
         self._stopped = threading.Event()
         self._thread = None
-        self._due = {}
+        self._again = {}
 
     def stop(self, timeout: float) -> None:
         """End the watch, waiting no longer than a time for a report under way."""
@@ -139,11 +142,9 @@ class StallWatch:
         """Report what is due, and give the seconds until something can be again."""
         now = self._recorder.ticks()
         calls = self._recorder.tallies.calls()
-        self._due = {
-            id(call): self._due.get(id(call), (call, call[3] + self._after_ns))
-            for _, call in calls
-        }
-        due = [found for found in calls if self._due[id(found[1])][1] <= now]
+        reported = {id(call) for _, call in calls} & self._again.keys()
+        self._again = {found: self._again[found] for found in reported}
+        due = [found for found in calls if self._due(found[1]) <= now]
         names_by_id = thread_names() if due else {}
         for thread_id, call in due[:_MOST_REPORTED_AT_ONCE]:
             described = _described(self._recorder, names_by_id, thread_id, call, now)
@@ -151,6 +152,7 @@ class StallWatch:
                 names.OPERATION_STALLED,
                 operation=described.operation,
                 store=described.store,
+                server=described.server,
                 key=described.key,
                 key_count=described.key_count,
                 key_family=described.key_family,
@@ -160,7 +162,10 @@ class StallWatch:
             )
         for _, call in due:
             # Doubling from its start: after 30 s, then at 60 s, 120 s, ...
-            self._due[id(call)] = (call, call[3] + 2 * (now - call[3]))
-        next_call_due = now + self._after_ns
-        soonest = min((when for _, when in self._due.values()), default=next_call_due)
-        return (min(soonest, next_call_due) - now) / 1e9
+            self._again[id(call)] = (call, call[3] + 2 * (now - call[3]))
+        next_dues = [self._due(call) for _, call in calls]
+        return (min([*next_dues, now + self._after_ns]) - now) / 1e9
+
+    def _due(self, call: Call) -> int:
+        _, due = self._again.get(id(call), (call, call[3] + self._after_ns))
+        return due

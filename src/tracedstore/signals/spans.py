@@ -67,7 +67,7 @@ class Spans:
             return
         summary = _summary(operation)
         span = tracer.start_span(
-            summary or _name(operation),
+            summary or f"{operation.method.name} {operation.store.server}".rstrip(),
             kind=SpanKind.INTERNAL if operation.store.in_process else SpanKind.CLIENT,
             attributes=self._attributes(operation, summary),
             start_time=operation.started_ns,
@@ -130,13 +130,6 @@ def _summary(operation: Operation) -> str:
     if operation.family in ("", OTHER_FAMILIES):
         return ""
     return f"{operation.method.name} {operation.family}"
-
-
-def _name(operation: Operation) -> str:
-    store = operation.store
-    if store.address and store.port is not None:
-        return f"{operation.method.name} {store.address}:{store.port}"
-    return operation.method.name
 
 
 def _where(store: StoreIdentity) -> dict[str, AttributeValue]:

@@ -1,0 +1,276 @@
+"""What tracing costs: bare, traced, and a span per call, interleaved in one run.
+
+Every round times a batch of each variant in turn, so that whatever else the machine
+does hits all of them alike. A ratio is the median over the rounds of that round's
+ratio; a cost is the median of the differences. Exits with 1 where a bar is missed.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contrib_style import SpanPerCallStore
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from prometheus_client import CollectorRegistry
+from torch.distributed import Store
+
+import tracedstore
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "get": lambda store: store.get("key"),
+    "set": lambda store: store.set("key", "value"),
+    "add": lambda store: store.add("counter", 1),
+    "check": lambda store: store.check(["key"]),
+    "compare_set": lambda store: store.compare_set("swapped", "a", "a"),
+    "wait": lambda store: store.wait(["key"]),
+    "multi_get": lambda store: store.multi_get(["key", "swapped"]),
+}
+# Calls of TCPStore that wait for its server to answer: DESIGN's first row.
+BARRED_OPERATIONS = ("get", "add", "check", "compare_set", "wait")
+MOST_TRACED_TO_BARE = 1.10
+MOST_COST_TO_SPAN_PER_CALL = 0.10
+THREADS, CALLS_EACH = 16, 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation on one store."""
+
+    store: str
+    operation: str
+    bare_us: float
+    traced_ratio: float
+    traced_cost_us: float
+    span_per_call_ratio: float
+    span_per_call_cost_us: float
+
+    @property
+    def cost_ratio(self) -> float:
+        """What tracing adds, over what a span per call adds."""
+        return self.traced_cost_us / self.span_per_call_cost_us
+
+
+class _Nowhere(SpanExporter):
+    def export(self, spans: Any) -> SpanExportResult:  # noqa: ARG002
+        return SpanExportResult.SUCCESS
+
+
+def _stores(folder: Path) -> dict[str, Store]:
+    return {
+        "TCPStore": dist.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+        ),
+        "FileStore": dist.FileStore(str(folder / "store"), -1),
+        "HashStore": dist.HashStore(),
+    }
+
+
+def _time(call: Callable[[Any], Any], store: Store, calls: int) -> float:
+    started = time.perf_counter_ns()
+    for _ in range(calls):
+        call(store)
+    return (time.perf_counter_ns() - started) / calls
+
+
+def _measure(
+    name: str,
+    operation: str,
+    variants: dict[str, Store],
+    rounds: int,
+    batch_seconds: float,
+) -> Row:
+    call = OPERATIONS[operation]
+    once = max(_time(call, variants["bare"], 20), 100.0)
+    calls = max(20, int(batch_seconds * 1e9 / once))
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for turn in range(rounds):
+        # Each round starts with another variant: the first after a change of caches
+        # is at a disadvantage.
+        order = list(variants)
+        order = order[turn % len(order) :] + order[: turn % len(order)]
+        for variant in order:
+            times[variant].append(_time(call, variants[variant], calls))
+
+    def ratio(variant: str) -> float:
+        return statistics.median(
+            other / bare
+            for other, bare in zip(times[variant], times["bare"], strict=True)
+        )
+
+    def cost(variant: str) -> float:
+        return (
+            statistics.median(
+                other - bare
+                for other, bare in zip(times[variant], times["bare"], strict=True)
+            )
+            / 1e3
+        )
+
+    return Row(
+        store=name,
+        operation=operation,
+        bare_us=statistics.median(times["bare"]) / 1e3,
+        traced_ratio=ratio("traced"),
+        traced_cost_us=cost("traced"),
+        span_per_call_ratio=ratio("span per call"),
+        span_per_call_cost_us=cost("span per call"),
+    )
+
+
+def _count_exactly() -> int:
+    """Count the calls that the metric has after many threads made many."""
+    registry = CollectorRegistry()
+    tracedstore.configure(registry=registry, log_format="off")
+
+    class CountedStore(dist.HashStore):
+        """A kind of its own, so that nothing else is counted with it."""
+
+    store = tracedstore.wrap(CountedStore())
+    store.set("key", "value")
+
+    def work() -> None:
+        for _ in range(CALLS_EACH):
+            store.get("key")
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counted = registry.get_sample_value(
+        "tracedstore_operation_duration_seconds_count",
+        {"store": "counted_store", "operation": "get", "error_type": ""},
+    )
+    return int(counted or 0)
+
+
+def _print(rows: list[Row]) -> None:
+    print(
+        f"{'store':<24}{'operation':<13}{'bare':>9}{'traced':>9}{'adds':>9}"
+        f"{'span/call':>11}{'adds':>9}{'cost':>7}"
+    )
+    for row in rows:
+        print(
+            f"{row.store:<24}{row.operation:<13}{row.bare_us:>7.2f}us"
+            f"{row.traced_ratio:>8.3f}x{row.traced_cost_us:>7.2f}us"
+            f"{row.span_per_call_ratio:>10.2f}x{row.span_per_call_cost_us:>7.2f}us"
+            f"{row.cost_ratio:>7.3f}"
+        )
+
+
+def _bars(rows: list[Row], counted: int) -> dict[str, tuple[float, float, bool]]:
+    barred = [
+        row
+        for row in rows
+        if row.store == "TCPStore" and row.operation in BARRED_OPERATIONS
+    ]
+    worst = max(row.traced_ratio for row in barred)
+    cost = statistics.median(row.cost_ratio for row in rows)
+    return {
+        "TCPStore traced / bare, worst of " + ", ".join(BARRED_OPERATIONS): (
+            worst,
+            MOST_TRACED_TO_BARE,
+            worst <= MOST_TRACED_TO_BARE,
+        ),
+        "cost added / cost a span per call adds, median": (
+            cost,
+            MOST_COST_TO_SPAN_PER_CALL,
+            cost <= MOST_COST_TO_SPAN_PER_CALL,
+        ),
+        f"calls counted of {THREADS} threads x {CALLS_EACH}": (
+            counted,
+            THREADS * CALLS_EACH,
+            counted == THREADS * CALLS_EACH,
+        ),
+    }
+
+
+def main() -> int:
+    """Run the benchmark, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--batch-seconds", type=float, default=0.02)
+    options = parser.parse_args()
+
+    # A span per call fills the exporter's queue faster than it is emptied, which the
+    # SDK warns of; that it drops spans only flatters it.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(_Nowhere()))
+    tracer = provider.get_tracer("contrib")
+    tracedstore.configure(
+        registry=CollectorRegistry(), tracer_provider=provider, log_format="off"
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, bare in _stores(Path(folder)).items():
+            variants: dict[str, Store] = {
+                "bare": bare,
+                "traced": tracedstore.wrap(bare),
+                "span per call": SpanPerCallStore(bare, tracer),
+            }
+            under_prefix: dict[str, Store] = {
+                variant: dist.PrefixStore("prefix", store)
+                for variant, store in variants.items()
+            }
+            for title, stores in (
+                (name, variants),
+                (f"PrefixStore({name})", under_prefix),
+            ):
+                for store in stores.values():
+                    store.set("key", "value")
+                    store.set("swapped", "a")
+                for operation in OPERATIONS:
+                    row = _measure(
+                        title,
+                        operation,
+                        stores,
+                        options.rounds,
+                        options.batch_seconds,
+                    )
+                    rows.append(row)
+    counted = _count_exactly()
+    _print(rows)
+    bars = _bars(rows, counted)
+    for what, (value, bar, held) in bars.items():
+        print(f"{'ok  ' if held else 'MISS'} {what}: {value:g} (bar {bar:g})")
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        results = {
+            "versions": {
+                "tracedstore": tracedstore.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "cores": os.cpu_count(),
+            "rows": [asdict(row) for row in rows],
+            "bars": {
+                what: {"value": value, "bar": bar, "held": held}
+                for what, (value, bar, held) in bars.items()
+            },
+        }
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+    return 0 if all(held for _, _, held in bars.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

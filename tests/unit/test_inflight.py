@@ -1,0 +1,215 @@
+"""What is blocked now is visible now."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+import tracedstore
+from tracedstore.export.setup import RECORDER
+from tracedstore.signals.inflight import StallWatch
+from tracedstore.testing import FakeClock, FlakyStore
+
+
+class Blocked:
+    """Calls that stay blocked until they are released, on a clock that stands still."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.clock = FakeClock()
+        self.events: list[dict[str, Any]] = []
+        tracedstore.configure(
+            registry=registry,
+            clock=self.clock.clock,
+            log_format="off",
+            stall_after=0,
+            spans="off",
+        )
+        self.watch = StallWatch(RECORDER, self._emit, after=30)
+        self.flaky = FlakyStore()
+        self.store = tracedstore.wrap(self.flaky)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    @contextmanager
+    def call(self, *keys: str, name: str = "waiter") -> Iterator[None]:
+        """Be in a wait for these keys, in another thread."""
+        entered, release = threading.Event(), threading.Event()
+
+        def block() -> None:
+            entered.set()
+            assert release.wait(20)
+
+        self.flaky.set("unused", "")
+        for key in keys:
+            self.flaky.set(key, "there")
+        self.flaky.before("wait", block)
+        thread = threading.Thread(target=self.store.wait, args=(list(keys),), name=name)
+        thread.start()
+        assert entered.wait(20)
+        try:
+            yield
+        finally:
+            release.set()
+            thread.join(20)
+
+
+@pytest.fixture
+def blocked(registry: CollectorRegistry) -> Blocked:
+    """One in each test."""
+    return Blocked(registry)
+
+
+class TestInFlight:
+    """The table of calls in flight."""
+
+    def test_what_is_told(self, blocked: Blocked) -> None:
+        """Operation, store, key, since when, and in which thread."""
+        with blocked.call("worker/1", "worker/2"):
+            blocked.clock.advance(5)
+            (call,) = tracedstore.in_flight()
+
+        assert call == tracedstore.InFlight(
+            operation="wait",
+            store="flaky_store",
+            server="",
+            key="worker/1",
+            key_count=2,
+            key_family="worker/*",
+            started=1_700_000_000.0,
+            waited_seconds=5.0,
+            thread="waiter",
+        )
+        assert tracedstore.in_flight() == []
+
+    def test_gauges(self, blocked: Blocked, registry: CollectorRegistry) -> None:
+        """How many, and since when the oldest; the latter is absent when idle."""
+        labels = {"store": "flaky_store", "operation": "wait"}
+
+        def gauges() -> tuple[float | None, float | None]:
+            return (
+                registry.get_sample_value("tracedstore_operations_in_flight", labels),
+                registry.get_sample_value(
+                    "tracedstore_oldest_operation_start_timestamp_seconds", labels
+                ),
+            )
+
+        assert gauges() == (0, None)
+        with blocked.call("first"):
+            blocked.clock.advance(5)
+            with blocked.call("second"):
+                assert gauges() == (2, 1_700_000_000.0)
+        assert gauges() == (0, None)
+
+
+class TestStallWatch:
+    """A call that stays in flight is reported while it stays."""
+
+    def test_doubling(self, blocked: Blocked) -> None:
+        """After 30 s, then each time the wait has doubled; not in between."""
+        waited = []
+        with blocked.call("worker/1"):
+            for _ in range(250):
+                blocked.clock.advance(1)
+                blocked.watch.look()
+            waited = [event["waited_seconds"] for event in blocked.events]
+
+        assert waited == [30.0, 60.0, 120.0, 240.0]
+        assert blocked.events[0] == {
+            "event": "store.operation.stalled",
+            "operation": "wait",
+            "store": "flaky_store",
+            "server": "",
+            "key": "worker/1",
+            "key_count": 1,
+            "key_family": "worker/*",
+            "waited_seconds": 30.0,
+            "thread": "waiter",
+            "stalled_calls": 1,
+        }
+
+    def test_sleeps_until_something_can_be_due(self, blocked: Blocked) -> None:
+        """It looks no more often than it has to."""
+        assert blocked.watch.look() == 30
+        with blocked.call("key"):
+            blocked.clock.advance(12)
+            assert blocked.watch.look() == 18
+            blocked.clock.advance(18)
+            # The next one of this call is in 30 s, and so is any new call's first.
+            assert blocked.watch.look() == 30
+            assert len(blocked.events) == 1
+
+    def test_each_call_has_its_own_time(self, blocked: Blocked) -> None:
+        """A second call that follows the first is not taken for it."""
+        for _ in range(2):
+            with blocked.call("key"):
+                blocked.clock.advance(31)
+                blocked.watch.look()
+
+        assert [event["waited_seconds"] for event in blocked.events] == [31, 31]
+
+    def test_does_not_drown_the_log(self, blocked: Blocked) -> None:
+        """Of many calls that stall together sixteen are told, and how many there are."""
+        with ExitStack() as calls:
+            for number in range(20):
+                calls.enter_context(blocked.call(f"key/{number}"))
+            blocked.clock.advance(31)
+            blocked.watch.look()
+
+        assert len(blocked.events) == 16
+        assert {event["stalled_calls"] for event in blocked.events} == {20}
+
+    def test_a_broken_log_switches_it_off(self, blocked: Blocked) -> None:
+        """It is counted as a failure of its own, and the call goes on."""
+        told = threading.Event()
+
+        def broken(_event: str, **_fields: Any) -> None:
+            told.set()
+            raise OSError("disk full")
+
+        watch = StallWatch(RECORDER, broken, after=0)
+        with blocked.call("key"):
+            watch.ensure_running()
+            assert told.wait(20)
+            watch.stop(20)
+
+        assert RECORDER.failures.counts() == {"inflight": 1}
+        watch.ensure_running()
+
+    def test_starts_with_the_first_call(
+        self, registry: CollectorRegistry, events: Any
+    ) -> None:
+        """Nothing runs before, and then a real stall is really reported."""
+
+        def watching() -> bool:
+            return any(
+                thread.name == "tracedstore-stall-watch"
+                for thread in threading.enumerate()
+            )
+
+        tracedstore.configure(registry=registry, stall_after=0.05, log_format="json")
+        flaky = FlakyStore()
+        store = tracedstore.wrap(flaky)
+        assert not watching()
+        reported = threading.Event()
+        flaky.before("get", lambda: wait_for_event(events, reported))
+        flaky.set("key", "value")
+
+        store.get("key")
+
+        assert reported.is_set()
+        assert watching()
+        tracedstore.shutdown()
+        assert not watching()
+
+
+def wait_for_event(events: Any, reported: threading.Event) -> None:
+    """Stay in a call until its stall is in the log, at most 20 s."""
+    for _ in range(2000):
+        if any(event["event"] == "store.operation.stalled" for event in events()):
+            reported.set()
+            return
+        threading.Event().wait(0.01)

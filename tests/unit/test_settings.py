@@ -1,0 +1,81 @@
+"""Settings come from keywords, then the environment, then defaults."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import tracedstore
+from tracedstore import ConfigurationError, Settings
+
+
+class TestLoad:
+    """One typed place for every setting."""
+
+    def test_defaults(self) -> None:
+        """What the documentation says is the default is."""
+        settings = Settings.load({}, {})
+
+        assert settings == Settings(
+            disabled=False,
+            spans="budget",
+            span_rate=20.0,
+            span_burst=200,
+            slow_after=0.010,
+            stall_after=30.0,
+            contended_after=5,
+            log_format="auto",
+            tracing=False,
+        )
+
+    def test_keyword_wins_over_environment(self) -> None:
+        """What the program says counts more than what surrounds it."""
+        environ = {"TRACEDSTORE_SLOW_AFTER": "3", "TRACEDSTORE_SPANS": " ALL "}
+
+        settings = Settings.load({"slow_after": 2}, environ)
+
+        assert settings.slow_after == 2.0
+        assert settings.spans == "all"
+
+    @pytest.mark.parametrize(
+        ("name", "value", "accepted"),
+        [
+            ("SPANS", "some", "one of budget, notable, all, off"),
+            ("SPAN_RATE", "-1", "a number per second, 0 or more"),
+            ("SPAN_BURST", "0", "a whole number, 1 or more"),
+            ("SPAN_BURST", "1.5", "a whole number, 1 or more"),
+            ("SLOW_AFTER", "10ms", "a number of seconds, 0 or more"),
+            ("STALL_AFTER", "nan", "a number of seconds, 0 or more"),
+            ("STALL_AFTER", "inf", "a number of seconds, 0 or more"),
+            ("CONTENDED_AFTER", "", "a whole number, 1 or more"),
+            ("LOG_FORMAT", "xml", "one of auto, json, console, off"),
+            ("DISABLED", "maybe", "true or false (also 1, yes, on; 0, no, off)"),
+            ("TRACING", "2", "true or false (also 1, yes, on; 0, no, off)"),
+        ],
+    )
+    def test_bad_values(self, name: str, value: str, accepted: str) -> None:
+        """The error names the variable, the value, and what is accepted."""
+        with pytest.raises(ConfigurationError) as raised:
+            Settings.load({}, {f"TRACEDSTORE_{name}": value})
+
+        expected = f"TRACEDSTORE_{name} is {value!r}; accepted is {accepted}"
+        assert str(raised.value) == expected
+
+    @pytest.mark.parametrize("setting", [field.name for field in fields(Settings)])
+    def test_every_setting_can_be_given_to_configure(self, setting: str) -> None:
+        """configure() takes each by name and refuses nonsense."""
+        nonsense: dict[str, Any] = {setting: object()}
+
+        with pytest.raises(ConfigurationError, match=f"^{setting} is <object"):
+            tracedstore.configure(**nonsense)
+
+    def test_wrap_refuses_a_bad_environment(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A job that starts with a mistyped variable is told so at once."""
+        from torch.distributed import HashStore
+
+        monkeypatch.setenv("TRACEDSTORE_SPANS", "some")
+
+        with pytest.raises(ConfigurationError, match="TRACEDSTORE_SPANS is 'some'"):
+            tracedstore.wrap(HashStore())
