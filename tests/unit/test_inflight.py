@@ -152,7 +152,7 @@ class TestStallWatch:
         assert [event["waited_seconds"] for event in blocked.events] == [31, 31]
 
     def test_does_not_drown_the_log(self, blocked: Blocked) -> None:
-        """Of many calls that stall together sixteen are told, and how many there are."""
+        """Of many calls that stall together sixteen are told, and their number."""
         with ExitStack() as calls:
             for number in range(20):
                 calls.enter_context(blocked.call(f"key/{number}"))

@@ -222,8 +222,12 @@ def shutdown(timeout: float = 5.0) -> None:
     flushing = threading.Thread(
         target=_flush, args=(ended, timeout), name="tracedstore-flush", daemon=True
     )
-    flushing.start()
-    flushing.join(timeout)
+    try:
+        flushing.start()
+    except RuntimeError:  # too many of them, or the interpreter is on its way out
+        _flush(ended, timeout)
+    else:
+        flushing.join(timeout)
 
 
 def in_flight() -> list[inflight.InFlight]:

@@ -111,10 +111,11 @@ class StallWatch:
             if self._thread is not None and self._thread.is_alive():
                 return
             try:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="tracedstore-stall-watch", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
             except Exception as error:
                 self._recorder.failures.add(self.name, error)
 

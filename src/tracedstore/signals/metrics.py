@@ -145,7 +145,8 @@ class Metrics(Collector):
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Family]:
         calls = [call for _, call in self._recorder.tallies.calls()]
-        where = [(call[1].identity.kind, call[0].name) for call in calls]
+        series = [state.series[method.index] for method, state, _, _ in calls]
+        where = [(found.store, found.method.name) for found in series]
         counts = Counter(where)
         in_flight = _gauge(names.IN_FLIGHT)
         for labels in dict.fromkeys((s.store, s.method.name) for s in every):

@@ -1,0 +1,254 @@
+"""Telemetry fails in every way it can; the job does not notice."""
+
+import io
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from prometheus_client import CollectorRegistry, generate_latest
+from torch.distributed import HashStore
+
+import tracedstore
+from tracedstore.core.clock import Clock
+from tracedstore.core.tally import SeriesTable
+from tracedstore.export.setup import RECORDER
+from tracedstore.testing import FlakyStore
+
+
+def use(store: tracedstore.TracedStore) -> None:
+    """Do what a job does, and see that it works."""
+    for number in range(3):
+        store.set(f"key/{number}", "value")
+        assert store.get(f"key/{number}") == b"value"
+        assert store.check([f"key/{number}"])
+        assert store.compare_set("swap", "expected", "desired") == b"expected"
+        with pytest.raises(TypeError):
+            store.set("too few")  # type: ignore[call-arg]
+
+
+def failures(registry: CollectorRegistry) -> dict[str, float]:
+    """The parts of the telemetry that failed, as the metric has them."""
+    return {
+        sample.labels["observer"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tracedstore_telemetry_failures_total" and sample.value
+    }
+
+
+class TestBrokenParts:
+    """Each part of the telemetry breaks for itself."""
+
+    def test_span_processor(
+        self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A processor that raises ends the spans, is counted, and is reported once."""
+
+        class Broken(SpanProcessor):
+            def on_end(self, span: ReadableSpan) -> None:
+                raise OSError("pipe closed")
+
+        provider = TracerProvider()
+        provider.add_span_processor(Broken())
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+
+        use(tracedstore.wrap(HashStore()))
+
+        assert failures(registry) == {"spans": 1}
+        assert capsys.readouterr().err.count("telemetry.disabled") == 1
+
+    def test_exporter(self, registry: CollectorRegistry) -> None:
+        """An exporter that raises is the SDK's to handle, and never reaches the job."""
+
+        class Broken(SpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                raise OSError("collector gone")
+
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(Broken()))
+        tracedstore.configure(
+            registry=registry, tracer_provider=provider, log_format="off"
+        )
+
+        use(tracedstore.wrap(HashStore()))
+
+    def test_log_sink(
+        self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A log that cannot be written ends the events; metrics go on."""
+
+        class Full(io.StringIO):
+            def write(self, _text: str) -> int:
+                raise OSError("no space left on device")
+
+        structlog.configure(logger_factory=structlog.WriteLoggerFactory(Full()))
+        tracedstore.configure(registry=registry, slow_after=0, spans="off")
+
+        use(tracedstore.wrap(HashStore()))
+
+        assert failures(registry) == {"events": 1}
+        assert "no space left on device" in caplog.text
+        count = registry.get_sample_value(
+            "tracedstore_operation_duration_seconds_count",
+            {"store": "hash_store", "operation": "get", "error_type": ""},
+        )
+        assert count == 3
+
+    def test_standard_error_is_closed(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A daemon may have closed it."""
+        closed = io.StringIO()
+        closed.close()
+        tracedstore.configure(registry=registry, slow_after=0, spans="off")
+        store = tracedstore.wrap(HashStore())
+        monkeypatch.setattr(sys, "stderr", closed)
+
+        use(store)
+
+        monkeypatch.undo()
+        assert failures(registry) == {"events": 1}
+
+    @pytest.mark.parametrize("after", [0, 1, 2, 3])
+    def test_clock(
+        self,
+        registry: CollectorRegistry,
+        capsys: pytest.CaptureFixture[str],
+        after: int,
+    ) -> None:
+        """A clock that raises, before or after a call, ends the recording."""
+        readings = iter(range(after))
+
+        def ticks() -> int:
+            for reading in readings:
+                return reading
+            raise OSError("no clock")
+
+        tracedstore.configure(
+            registry=registry, clock=Clock(ticks=ticks), stall_after=0, spans="off"
+        )
+
+        use(tracedstore.wrap(HashStore()))
+
+        assert RECORDER.failures.counts()["recording"] == 1
+        assert "telemetry.disabled" in capsys.readouterr().err
+
+    def test_collector(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A scrape that fails here still gives the application its own metrics."""
+        from prometheus_client import Counter
+
+        Counter("job_steps", "Steps of the job.", registry=registry).inc()
+        tracedstore.configure(registry=registry, log_format="off")
+        use(tracedstore.wrap(HashStore()))
+
+        def broken(_table: SeriesTable) -> Any:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(SeriesTable, "all", broken)
+
+        for _ in range(2):
+            text = generate_latest(registry).decode()
+            assert "job_steps_total 1.0" in text
+            assert 'telemetry_failures_total{observer="metrics"} 1.0' in text
+            assert "operation_duration" not in text
+
+    def test_no_thread_to_be_had(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the stall watch cannot start, everything else does."""
+        import threading
+
+        def refuse(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        tracedstore.configure(registry=registry, log_format="off", spans="off")
+        store = tracedstore.wrap(HashStore())
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+        use(store)
+
+        assert failures(registry) == {"inflight": 1}
+        tracedstore.shutdown()
+
+
+class TestOddInput:
+    """Keys and values of every sort pass through, and show safely or not at all."""
+
+    @pytest.mark.parametrize(
+        "value", ["", b"", b"\x00\xff\xfe", "ß€😀", b"x" * 10_000_000]
+    )
+    @pytest.mark.parametrize("key", ["", "ä€😀", "a\nb\x00c", "k" * 100_000])
+    def test_round_trip(
+        self, registry: CollectorRegistry, events: Any, key: str, value: str | bytes
+    ) -> None:
+        """Empty, binary, wide, 10 MB: the bytes come back, and the log is readable."""
+        tracedstore.configure(registry=registry, slow_after=0, spans="off")
+        store = tracedstore.wrap(HashStore())
+        expected = value.encode() if isinstance(value, str) else value
+
+        store.set(key, value)  # type: ignore[arg-type]
+
+        assert store.get(key) == expected
+        (event,) = events()
+        assert len(event["key"]) <= 256
+        if value:
+            assert repr(value)[1:-1][:1000] not in repr(event)
+        read = registry.get_sample_value(
+            "tracedstore_value_bytes_total",
+            {"store": "hash_store", "operation": "get"},
+        )
+        assert read == len(expected)
+
+    def test_key_that_is_no_text(
+        self, registry: CollectorRegistry, events: Any
+    ) -> None:
+        """A key of bytes that no encoding explains is escaped in the log."""
+        tracedstore.configure(registry=registry, slow_after=0, spans="off")
+        store: Any = tracedstore.wrap(HashStore())
+
+        store.set(b"\xff\xfe", "value")
+
+        assert store.get(b"\xff\xfe") == b"value"
+        assert events()[0]["key"] == "\\xff\\xfe"
+
+
+class TestManyKeys:
+    """A job with a hundred thousand keys costs what one with a hundred does."""
+
+    @pytest.mark.timeout(120)
+    def test_flat(self, registry: CollectorRegistry) -> None:
+        """The exposition does not grow, and neither does what we keep."""
+        tracedstore.configure(
+            registry=registry, slow_after=0, log_format="off", spans="off"
+        )
+        # Nothing is kept by this store itself.
+        store = tracedstore.wrap(FlakyStore(HashStore()))
+        letters = "abcdefghijklmnopqrstuvwxyz"
+
+        def use_keys(start: int, stop: int) -> None:
+            for number in range(start, stop):
+                words = "".join(letters[int(digit)] for digit in str(number))
+                store.check([f"{words}/{number}"])
+
+        use_keys(0, 1_000)
+        size = len(generate_latest(registry))
+        tracemalloc.start()
+        use_keys(1_000, 2_000)
+        before, _ = tracemalloc.get_traced_memory()
+        use_keys(2_000, 100_000)
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+        assert abs(len(generate_latest(registry)) - size) < 1_000
+        assert after - before < 100_000

@@ -1,0 +1,287 @@
+"""The structured log lines people alert on, read back and held against their schema."""
+
+import io
+import json
+import logging
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import structlog
+from jsonschema import Draft202012Validator
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+from torch.distributed import HashStore
+
+import tracedstore
+from support.stores import SHORT
+from tracedstore.signals import names
+from tracedstore.signals.events import LEVELS
+from tracedstore.testing import FakeClock, FlakyStore
+
+SCHEMA: dict[str, Any] = json.loads(
+    files("tracedstore.signals").joinpath("events.schema.json").read_text()
+)
+Events = Callable[[], list[dict[str, Any]]]
+
+
+def documented_fields(event: str) -> set[str]:
+    """Every field that the schema has for an event."""
+
+    def fields(schema: dict[str, Any]) -> set[str]:
+        found = set(schema.get("properties", {}))
+        for reference in schema.get("allOf", []):
+            found |= fields(SCHEMA["$defs"][reference["$ref"].split("/")[-1]])
+        return found
+
+    (own,) = [branch for branch in SCHEMA["oneOf"] if branch["title"] == event]
+    return set(SCHEMA["properties"]) | fields(own)
+
+
+def check(event: dict[str, Any]) -> None:
+    """Hold one event against the schema, which also has to name all its fields."""
+    Draft202012Validator(SCHEMA).validate(event)
+    assert set(event) <= documented_fields(event["event"])
+    assert event["level"] == LEVELS[event["event"]]
+
+
+def provoke_all(clock: FakeClock) -> None:
+    """Make every event of a store happen once."""
+    flaky = FlakyStore()
+    store = tracedstore.wrap(flaky)
+    flaky.before("set", lambda: clock.advance(1))
+    store.set("slow/1", "value")
+    flaky.fail("get", ConnectionError("gone"))
+    with pytest.raises(ConnectionError):
+        store.get("failed/1")
+    for _ in range(5):
+        store.compare_set("contended/1", "expected", "desired")
+
+
+class TestSchema:
+    """What is written is what the schema says."""
+
+    def test_schema_is_valid_and_complete(self) -> None:
+        """It is a schema, and has a branch for every event name."""
+        Draft202012Validator.check_schema(SCHEMA)
+        assert {branch["title"] for branch in SCHEMA["oneOf"]} == set(names.EVENT_NAMES)
+        assert SCHEMA["properties"]["event"]["enum"] == list(names.EVENT_NAMES)
+        assert set(LEVELS) == set(names.EVENT_NAMES)
+
+    def test_schema_can_fail(self) -> None:
+        """A line that lacks a field, or has the wrong type, is refused."""
+        event = {"event": "telemetry.disabled", "host": "h", "pid": 1}
+        assert not Draft202012Validator(SCHEMA).is_valid(event)
+        event |= {"observer": "spans", "error_type": "ValueError", "error": 3}
+        assert not Draft202012Validator(SCHEMA).is_valid(event)
+
+    def test_store_events(
+        self,
+        registry: CollectorRegistry,
+        events: Events,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Slow, failed and contended, with the job's identity."""
+        monkeypatch.setenv("RANK", "3")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        monkeypatch.setenv("TRACEDSTORE_RUN_ID", "job-7")
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+
+        provoke_all(clock)
+
+        for event in events():
+            check(event)
+            assert (event["rank"], event["world_size"]) == (3, 8)
+            assert event["run_id"] == "job-7"
+        slow, failed, contended = events()
+        assert slow["event"] == "store.operation.slow"
+        assert (slow["key"], slow["key_family"]) == ("slow/1", "slow/*")
+        assert (slow["duration_seconds"], slow["in_flight"]) == (1.0, 0)
+        assert failed["event"] == "store.operation.failed"
+        assert (failed["error_type"], failed["error"]) == ("ConnectionError", "gone")
+        assert contended["event"] == "store.cas.contended"
+        assert contended["losses_in_a_row"] == 5
+
+    def test_telemetry_disabled(
+        self, registry: CollectorRegistry, events: Events
+    ) -> None:
+        """An observer that breaks is named."""
+
+        class Broken:
+            name = "mine"
+
+            def observe(self, operation: tracedstore.Operation) -> None:
+                raise OSError("disk full")
+
+        tracedstore.configure(
+            registry=registry, observers=[Broken()], slow_after=0, spans="off"
+        )
+        tracedstore.wrap(HashStore()).wait([])
+
+        (event,) = events()
+        check(event)
+        assert (event["observer"], event["error"]) == ("mine", "disk full")
+
+    def test_with_a_span(
+        self,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
+        spans: InMemorySpanExporter,
+        events: Events,
+    ) -> None:
+        """The line carries the ids of the call's own span."""
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        store = tracedstore.wrap(HashStore())
+        with pytest.raises(RuntimeError):
+            store.wait(["never"], SHORT)
+
+        (event,) = events()
+        (span,) = spans.get_finished_spans()
+        check(event)
+        assert event["trace_id"] == f"{span.context.trace_id:032x}"
+        assert event["span_id"] == f"{span.context.span_id:016x}"
+
+    def test_without_a_span_of_its_own(
+        self,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
+        events: Events,
+    ) -> None:
+        """Then the caller's current span is the one to look at."""
+        tracedstore.configure(registry=registry, spans="off")
+        store = tracedstore.wrap(HashStore())
+        with (
+            provider.get_tracer("job").start_as_current_span("step") as step,
+            pytest.raises(RuntimeError),
+        ):
+            store.wait(["never"], SHORT)
+
+        assert events()[0]["span_id"] == f"{step.get_span_context().span_id:016x}"
+
+
+class TestWhichCalls:
+    """Waiting is what a blocking call is for."""
+
+    def test_a_wait_is_not_slow(
+        self, registry: CollectorRegistry, events: Events
+    ) -> None:
+        """A get that waited a while says nothing; one over stall_after does."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+        flaky = FlakyStore()
+        flaky.set("key", "value")
+        store = tracedstore.wrap(flaky)
+        flaky.before("get", lambda: clock.advance(29))
+        store.get("key")
+        assert events() == []
+
+        flaky.before("get", lambda: clock.advance(31))
+        store.get("key")
+
+        assert [event["event"] for event in events()] == ["store.operation.slow"]
+
+
+class TestRepeats:
+    """The same trouble at the same place is told once in ten seconds."""
+
+    def test_held_back(self, registry: CollectorRegistry, events: Events) -> None:
+        """With the number of those that were held back."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+        flaky = FlakyStore()
+        flaky.fail("get", OSError("gone"), times=1000)
+        store = tracedstore.wrap(flaky)
+
+        def fail(key: str, times: int) -> None:
+            for _ in range(times):
+                with pytest.raises(OSError, match="gone"):
+                    store.get(key)
+
+        fail("worker/1", 50)
+        fail("worker/2", 50)
+        clock.advance(10)
+        fail("worker/3", 1)
+        fail("other", 1)
+
+        told = [(event["key"], event["held_back"]) for event in events()]
+        assert told == [("worker/1", 0), ("worker/3", 99), ("other", 0)]
+
+
+class TestWhere:
+    """Where the lines go."""
+
+    def test_standard_output_is_the_jobs(
+        self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Without a structlog configuration they go to standard error."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+
+        provoke_all(clock)
+
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "store.operation.slow" in captured.err
+
+    def test_console(
+        self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """For people, when asked for."""
+        clock = FakeClock()
+        tracedstore.configure(
+            registry=registry, clock=clock.clock, log_format="console"
+        )
+
+        provoke_all(clock)
+
+        assert "key=slow/1" in capsys.readouterr().err
+
+    def test_off(
+        self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """No events at all, when asked for."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
+
+        provoke_all(clock)
+
+        assert capsys.readouterr().err == ""
+
+    def test_the_applications_own_structlog(
+        self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Its processors and its sink are used, even if configured afterwards."""
+        clock, sink = FakeClock(), io.StringIO()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+            ],
+            logger_factory=structlog.WriteLoggerFactory(sink),
+        )
+
+        provoke_all(clock)
+
+        assert sink.getvalue().startswith("event='store.operation.slow'")
+        assert capsys.readouterr().err == ""
+
+    def test_through_the_standard_library(
+        self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A structlog that hands on to logging gets a logger named tracedstore."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock)
+        structlog.configure(
+            processors=[structlog.processors.JSONRenderer()],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
+
+        with caplog.at_level(logging.WARNING):
+            provoke_all(clock)
+
+        assert {record.name for record in caplog.records} == {"tracedstore"}

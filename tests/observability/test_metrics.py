@@ -1,0 +1,289 @@
+"""What Prometheus gets to see."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from torch.distributed import HashStore, Store
+
+import tracedstore
+from support.stores import KINDS
+from tracedstore.core.tally import OPERATION_BOUNDS, WAIT_BOUNDS
+from tracedstore.signals import names
+from tracedstore.testing import FakeClock, FlakyStore
+
+
+def check_with_promtool(exposition: bytes) -> str:
+    """Lint an exposition with Prometheus's own tool; give what it complains of."""
+    promtool = shutil.which("promtool")
+    assert promtool is not None, "promtool is missing: run `make setup`"
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=exposition,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    return done.stdout.decode() + done.stderr.decode()
+
+
+class TestExposition:
+    """The text that Prometheus scrapes."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_promtool_is_content(
+        self, kind: str, registry: CollectorRegistry, tmp_path: Path
+    ) -> None:
+        """Names, help, types and units are as Prometheus wants them."""
+        tracedstore.configure(registry=registry, log_format="off")
+        store = tracedstore.wrap(KINDS[kind](tmp_path))
+        store.set("key", "value")
+        store.get("key")
+
+        assert check_with_promtool(generate_latest(registry)) == ""
+
+    def test_promtool_would_complain(self) -> None:
+        """The check can fail: a metric without help is refused."""
+        assert "no help text" in check_with_promtool(b"# TYPE x counter\nx 1\n")
+
+    def test_every_metric_is_exported(self, registry: CollectorRegistry) -> None:
+        """What names.py declares is there, with these labels and no others."""
+        tracedstore.configure(registry=registry, log_format="off")
+        flaky = FlakyStore()
+        store = tracedstore.wrap(flaky)
+        # The start of the oldest call is there only during a call.
+        exported: dict[str, Any] = {}
+
+        def scrape() -> None:
+            exported.update({family.name: family for family in registry.collect()})
+
+        flaky.before("set", scrape)
+        store.set("key", "value")
+
+        assert set(exported) == {metric.family for metric in names.METRICS}
+        for metric in names.METRICS:
+            family = exported[metric.family]
+            assert (family.type, family.documentation) == (metric.type, metric.help)
+            for sample in family.samples:
+                assert set(sample.labels) - {"le"} == set(metric.labels), sample
+
+    def test_zeros_from_the_start(self, registry: CollectorRegistry) -> None:
+        """A rate needs the zero before the one, so every known label set has it."""
+        tracedstore.configure(registry=registry)
+        tracedstore.wrap(HashStore())
+        call = {"store": "hash_store", "operation": "get"}
+        expected: list[tuple[str, dict[str, str]]] = [
+            ("operation_duration_seconds_count", call | {"error_type": ""}),
+            ("wait_duration_seconds_count", call | {"error_type": "timeout"}),
+            (
+                "cas_attempts_total",
+                call | {"operation": "compare_set", "result": "lost"},
+            ),
+            ("value_bytes_total", call),
+            ("operations_in_flight", call),
+            ("spans_suppressed_total", {"reason": "budget"}),
+            ("telemetry_failures_total", {"observer": "spans"}),
+        ]
+
+        for name, labels in expected:
+            value = registry.get_sample_value(f"tracedstore_{name}", labels)
+            assert value == 0, name
+
+    def test_retries_have_their_zero_where_they_can_be_seen(
+        self,
+        registry: CollectorRegistry,
+        etcd_store: Callable[[Path], Store],
+        tmp_path: Path,
+    ) -> None:
+        """EtcdStore.add repeats a compare-and-set inside one call."""
+        tracedstore.configure(registry=registry)
+        tracedstore.wrap(etcd_store(tmp_path))
+
+        labels = {"store": "etcd_store", "operation": "add"}
+        retries = registry.get_sample_value("tracedstore_cas_retries_total", labels)
+        assert retries == 0
+
+    def test_histograms(self, registry: CollectorRegistry) -> None:
+        """A call falls into the right bucket of both views, bounds included."""
+        clock = FakeClock()
+        tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
+        flaky = FlakyStore()
+        store = tracedstore.wrap(flaky)
+        flaky.set("key", "value")
+        for seconds in (0.000_005, 0.000_006, 0.25, 9.0, 4000.0):
+            flaky.before("get", lambda seconds=seconds: clock.advance(seconds))
+            store.get("key")
+
+        def buckets(metric: str) -> dict[str, float]:
+            return {
+                sample.labels["le"]: sample.value
+                for family in registry.collect()
+                for sample in family.samples
+                if sample.name == f"tracedstore_{metric}_duration_seconds_bucket"
+                and sample.labels["operation"] == "get"
+                and sample.labels["error_type"] == ""
+            }
+
+        operation, wait = buckets("operation"), buckets("wait")
+        assert (operation["5e-06"], operation["1e-05"]) == (1, 2)
+        assert (operation["0.25"], operation["10.0"], operation["+Inf"]) == (3, 4, 5)
+        assert (wait["0.001"], wait["0.25"], wait["10.0"]) == (2, 3, 4)
+        assert (wait["3600.0"], wait["+Inf"]) == (4, 5)
+        assert len(operation) == len(OPERATION_BOUNDS) + 1
+        assert len(wait) == len(WAIT_BOUNDS) + 1
+        total = registry.get_sample_value(
+            "tracedstore_wait_duration_seconds_sum",
+            {"store": "flaky_store", "operation": "get", "error_type": ""},
+        )
+        assert total == pytest.approx(4009.250011)
+
+
+class TestExemplars:
+    """A bucket leads to a trace."""
+
+    def test_openmetrics_carries_the_trace_id(
+        self,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
+        spans: InMemorySpanExporter,
+    ) -> None:
+        """The exemplar's trace_id is that of a span that was exported."""
+        tracedstore.configure(
+            registry=registry, tracer_provider=provider, log_format="off"
+        )
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        text = openmetrics(registry).decode()
+        exemplars = [
+            sample.exemplar
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.exemplar
+        ]
+        (span,) = spans.get_finished_spans()
+        assert [exemplar.labels for exemplar in exemplars] == [
+            {
+                "trace_id": f"{span.context.trace_id:032x}",
+                "span_id": f"{span.context.span_id:016x}",
+            }
+        ]
+
+    def test_plain_text_has_none(
+        self, registry: CollectorRegistry, provider: TracerProvider
+    ) -> None:
+        """The older format cannot carry them, and stays clean."""
+        tracedstore.configure(
+            registry=registry, tracer_provider=provider, log_format="off"
+        )
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        text = generate_latest(registry)
+        assert b"trace_id" not in text
+        assert check_with_promtool(text) == ""
+
+
+class TestBounds:
+    """Nothing that a job does makes the exposition grow without end."""
+
+    def test_kinds_and_errors(self, registry: CollectorRegistry) -> None:
+        """A hundred classes of stores and of errors are sixteen of each, and other."""
+        tracedstore.configure(registry=registry, log_format="off", spans="off")
+        for number in range(100):
+            error = type(f"Error{number}", (Exception,), {})
+            flaky = type(f"Store{number}", (FlakyStore,), {})()
+            flaky.fail("get", error())
+            with pytest.raises(error):
+                tracedstore.wrap(flaky).get("key")
+
+        label_sets = [
+            sample.labels
+            for family in registry.collect()
+            for sample in family.samples
+            if sample.name == "tracedstore_operation_duration_seconds_count"
+        ]
+        stores = {labels["store"] for labels in label_sets}
+        errors = {labels["error_type"] for labels in label_sets}
+        assert len(stores) == 17
+        assert "other" in stores
+        # One of the sixteen is `timeout`, which is exported from the start.
+        assert errors >= {"", "timeout", "other"}
+        assert len(errors) == 18
+
+    def test_in_flight_of_other_kinds(self, registry: CollectorRegistry) -> None:
+        """A kind that is `other` is so in every metric."""
+        tracedstore.configure(registry=registry, log_format="off", spans="off")
+        for number in range(16):
+            tracedstore.wrap(type(f"Store{number}", (FlakyStore,), {})())
+        flaky = type("Seventeenth", (FlakyStore,), {})()
+        counts: list[float | None] = []
+        flaky.before(
+            "set",
+            lambda: counts.append(
+                registry.get_sample_value(
+                    "tracedstore_operations_in_flight",
+                    {"store": "other", "operation": "set"},
+                )
+            ),
+        )
+        tracedstore.wrap(flaky).set("key", "value")
+
+        assert counts == [1]
+
+
+class TestRegistry:
+    """Where the collector is registered."""
+
+    def test_default_registry_at_the_first_wrap(self) -> None:
+        """A job that serves its metrics already has ours at once."""
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        assert b"tracedstore_build_info" in generate_latest(REGISTRY)
+        tracedstore.shutdown()
+        assert b"tracedstore_build_info" not in generate_latest(REGISTRY)
+
+    def test_moves(self, registry: CollectorRegistry) -> None:
+        """configure() with another registry takes it out of the first."""
+        tracedstore.wrap(HashStore())
+        tracedstore.configure(registry=registry)
+
+        assert b"tracedstore" not in generate_latest(REGISTRY)
+        assert b"tracedstore_build_info" in generate_latest(registry)
+
+    def test_counts_survive_configure(self, registry: CollectorRegistry) -> None:
+        """What was counted before is not lost."""
+        store = tracedstore.wrap(HashStore())
+        store.set("key", "value")
+        tracedstore.configure(registry=registry)
+        store.set("key", "value")
+
+        count = registry.get_sample_value(
+            "tracedstore_operation_duration_seconds_count",
+            {"store": "hash_store", "operation": "set", "error_type": ""},
+        )
+        assert count == 2
+
+    def test_a_name_that_is_taken(self, registry: CollectorRegistry) -> None:
+        """A clash in the registry costs the metrics, not the job."""
+
+        class Taken(Collector):
+            def collect(self) -> Iterator[Any]:
+                from prometheus_client.core import GaugeMetricFamily
+
+                yield GaugeMetricFamily("tracedstore_build_info", "mine", value=1)
+
+        registry.register(Taken())
+        tracedstore.configure(registry=registry, log_format="off")
+        store = tracedstore.wrap(HashStore())
+
+        store.set("key", "value")
+
+        assert store.get("key") == b"value"

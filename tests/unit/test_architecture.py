@@ -1,0 +1,122 @@
+"""The rooms of the package, and which doors there are between them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tracedstore
+
+ROOT = Path(tracedstore.__file__).parent
+
+# Each room, and the rooms below it that it may import. What is not listed may not.
+BELOW = {
+    "core": set[str](),
+    "signals": {"core"},
+    "etcd": {"core"},
+    "export": {"core", "signals"},
+    "testing": {"core"},
+    "store": {"core", "etcd", "export"},
+    "__init__": {"core", "signals", "export", "store"},
+}
+# Which modules may import these, because each of them is a choice to be kept small.
+ONLY_IN = {
+    "etcd": {"etcd/client.py"},
+    "prometheus_client": {"signals/metrics.py", "export/setup.py"},
+    "opentelemetry.sdk": {"export/tracing.py", "export/setup.py"},
+    "structlog": {"signals/events.py"},
+}
+
+
+def imports(module: Path) -> set[str]:
+    """Every module that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def room(path: Path) -> str:
+    """The first part of a module's path below the package."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "module", MODULES, ids=lambda path: str(path.relative_to(ROOT))
+)
+class TestModules:
+    """What every module keeps to."""
+
+    def test_imports_point_downwards(self, module: Path) -> None:
+        """A room knows its own and those below it."""
+        own = room(module)
+        if own == "_version":
+            return
+        allowed = BELOW[own] | {own, "_version"}
+
+        for name in imports(module):
+            if name.startswith("tracedstore."):
+                assert name.split(".")[1] in allowed, f"{module} imports {name}"
+
+    def test_signals_do_not_know_each_other(self, module: Path) -> None:
+        """Each is an observer of its own; names are what they share."""
+        if room(module) != "signals":
+            return
+        for name in imports(module):
+            if name.startswith("tracedstore.signals"):
+                assert name == "tracedstore.signals.names", f"{module} imports {name}"
+
+    def test_heavy_imports_stay_where_they_are(self, module: Path) -> None:
+        """A library is used from as few modules as can be."""
+        path = str(module.relative_to(ROOT))
+        for name in imports(module):
+            for library, users in ONLY_IN.items():
+                if name == library or name.startswith(library + "."):
+                    assert path in users, f"{path} imports {name}"
+
+    def test_size(self, module: Path) -> None:
+        """A module past 400 lines holds two ideas."""
+        assert len(module.read_text().splitlines()) <= 400
+
+    def test_names_are_spelled_once(self, module: Path) -> None:
+        """Metric, attribute and event names stand in signals/names.py alone."""
+        from tracedstore.signals import names
+
+        if module.name == "names.py":
+            return
+        known = {metric.name for metric in names.METRICS}
+        known |= {*names.ATTRIBUTES, *names.EVENT_NAMES}
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in known, f"{module}:{node.lineno}"
+
+
+class TestPublicSurface:
+    """What users import."""
+
+    def test_all_is_what_is_there(self) -> None:
+        """Sorted, complete, and everything in it is documented."""
+        modules = {"core", "signals", "etcd", "export", "store", "testing"}
+        public = {name for name in vars(tracedstore) if not name.startswith("_")}
+
+        assert tracedstore.__all__ == sorted(tracedstore.__all__)
+        assert public - modules == set(tracedstore.__all__) - {"__version__"}
+        for name in tracedstore.__all__:
+            if name != "__version__":
+                assert getattr(tracedstore, name).__doc__, name
+
+    def test_doctest_of_the_helpers(self) -> None:
+        """The example in tracedstore.testing runs."""
+        import doctest
+
+        from tracedstore import testing
+
+        results = doctest.testmod(testing)
+        assert (results.failed, results.attempted) == (0, 10)

@@ -1,0 +1,199 @@
+"""configure() and shutdown(): on, anew, off; next to what the application has."""
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+from torch.distributed import HashStore
+
+import tracedstore
+from tracedstore import ConfigurationError
+
+
+def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a Python of its own, where nothing is set up yet."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={"PATH": "/usr/bin:/bin", **environ},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+class TestImport:
+    """Importing the package does nothing."""
+
+    def test_no_side_effects(self) -> None:
+        """No thread, no metric, no structlog configuration, no SDK, no etcd."""
+        done = run(
+            "import sys, threading, torch.distributed\n"
+            "import prometheus_client, structlog\n"
+            "threads = threading.active_count()\n"
+            "text = prometheus_client.generate_latest()\n"
+            "modules = set(sys.modules)\n"
+            "import tracedstore\n"
+            "assert threading.active_count() == threads\n"
+            "assert b'tracedstore' not in prometheus_client.generate_latest()\n"
+            "assert not structlog.is_configured()\n"
+            "new = set(sys.modules) - modules\n"
+            "print(sorted(m for m in new if m == 'etcd' or '.sdk' in m))\n"
+        )
+
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+class TestConfigure:
+    """Setting up, and setting up anew."""
+
+    def test_a_bad_setting_changes_nothing(self, registry: CollectorRegistry) -> None:
+        """What was set up before stays."""
+        tracedstore.configure(registry=registry, log_format="off")
+        store = tracedstore.wrap(HashStore())
+        with pytest.raises(ConfigurationError):
+            tracedstore.configure(spans="some")
+
+        store.set("key", "value")
+
+        count = registry.get_sample_value(
+            "tracedstore_operation_duration_seconds_count",
+            {"store": "hash_store", "operation": "set", "error_type": ""},
+        )
+        assert count == 1
+
+    def test_stores_wrapped_before_follow(
+        self, provider: TracerProvider, spans: InMemorySpanExporter
+    ) -> None:
+        """A store need not be wrapped again."""
+        tracedstore.configure(registry=CollectorRegistry(), spans="off")
+        store = tracedstore.wrap(HashStore())
+        store.num_keys()
+        tracedstore.configure(registry=CollectorRegistry(), tracer_provider=provider)
+
+        store.num_keys()
+
+        assert len(spans.get_finished_spans()) == 1
+
+    def test_shutdown_and_back(self, registry: CollectorRegistry) -> None:
+        """wrap() after shutdown() switches it on again."""
+        tracedstore.wrap(HashStore())
+        tracedstore.shutdown()
+        tracedstore.shutdown()
+        tracedstore.configure(registry=registry, log_format="off")
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        assert registry.get_sample_value("tracedstore_build_info") is None
+        names = {family.name for family in registry.collect()}
+        assert "tracedstore_build" in names or "tracedstore_build_info" in names
+
+
+class TestShutdown:
+    """Ending is bounded in time."""
+
+    def test_flushes(self) -> None:
+        """Spans on their way arrive."""
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(
+            BatchSpanProcessor(exporter, schedule_delay_millis=60_000)
+        )
+        tracedstore.configure(registry=CollectorRegistry(), tracer_provider=provider)
+        tracedstore.wrap(HashStore()).num_keys()
+
+        tracedstore.shutdown()
+
+        assert len(exporter.get_finished_spans()) == 1
+
+    @pytest.mark.timeout(20)
+    def test_an_exporter_that_hangs(self) -> None:
+        """It costs the timeout and no more."""
+        released = threading.Event()
+
+        class Hanging(InMemorySpanExporter):
+            def force_flush(self, timeout_millis: int = 30_000) -> bool:
+                return released.wait(60)
+
+        provider = TracerProvider()
+        exporter: SpanExporter = Hanging()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+        def hang(_timeout: int = 30_000) -> Any:
+            released.wait(60)
+
+        provider.force_flush = hang  # type: ignore[method-assign]
+        tracedstore.configure(registry=CollectorRegistry(), tracer_provider=provider)
+        tracedstore.wrap(HashStore()).num_keys()
+
+        tracedstore.shutdown(timeout=0.1)
+
+        assert not released.is_set()
+        released.set()
+
+
+class TestTracing:
+    """The SDK is set up only where it is asked for, and where there is none."""
+
+    SCRIPT = (
+        "import tracedstore, torch.distributed as dist\n"
+        "{before}\n"
+        "tracedstore.configure({arguments})\n"
+        "tracedstore.wrap(dist.HashStore()).num_keys()\n"
+        "tracedstore.shutdown()\n"
+    )
+
+    def test_console_from_the_environment(self) -> None:
+        """OTEL_TRACES_EXPORTER and OTEL_SERVICE_NAME are honoured."""
+        done = run(
+            self.SCRIPT.format(before="", arguments=""),
+            TRACEDSTORE_TRACING="1",
+            OTEL_TRACES_EXPORTER="console",
+            OTEL_SERVICE_NAME="my-job",
+            RANK="3",
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert '"service.name": "my-job"' in done.stdout
+        assert done.stdout.count('"tracedstore.rank": 3') == 2
+
+    def test_not_unless_asked(self) -> None:
+        """OTEL_* alone does nothing."""
+        done = run(
+            self.SCRIPT.format(before="", arguments=""), OTEL_TRACES_EXPORTER="console"
+        )
+
+        assert (done.returncode, done.stdout) == (0, "")
+
+    def test_the_applications_provider_stays(self) -> None:
+        """One that is there is used, and not replaced."""
+        before = (
+            "from opentelemetry import trace\n"
+            "from opentelemetry.sdk.trace import TracerProvider\n"
+            "mine = TracerProvider()\n"
+            "trace.set_tracer_provider(mine)\n"
+        )
+        after = "assert trace.get_tracer_provider() is mine\nprint('same')\n"
+        script = self.SCRIPT.format(before=before, arguments="tracing=True") + after
+        done = run(script, OTEL_TRACES_EXPORTER="console")
+
+        assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+
+    def test_an_exporter_that_is_not_there(self) -> None:
+        """The error says which, and what to do."""
+        done = run(
+            self.SCRIPT.format(before="", arguments="tracing=True"),
+            OTEL_TRACES_EXPORTER="jaeger",
+        )
+
+        assert done.returncode == 1
+        assert "asks for the span exporter 'jaeger', which is not installed" in (
+            done.stderr
+        )
