@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .tools/bin
 
-.PHONY: help setup lint types unit test bench format clean
+.PHONY: help setup lint types unit test docs bench format clean
 
 help:
 	@echo "make setup   virtual environment and tools"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint | types | unit   one of these alone"
+	@echo "make docs    fill the tables in README.md and docs/"
 	@echo "make format  format the code"
 	@echo "make bench   measure what tracing costs; writes bench-results/overhead.json"
 	@echo "make clean   remove everything that make made"
@@ -38,9 +39,12 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: setup
-	PATH="$(CURDIR)/$(TOOLS):$(PATH)" $(BIN)/python -m pytest
+	$(BIN)/python -m pytest
 
 test: lint types unit
+
+docs: $(VENV)/.ready
+	$(BIN)/python scripts/update_docs.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/overhead.py --output bench-results/overhead.json

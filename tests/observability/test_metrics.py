@@ -1,8 +1,10 @@
 """What Prometheus gets to see."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from tracedstore.core.tally import OPERATION_BOUNDS, WAIT_BOUNDS
 from tracedstore.signals import names
 from tracedstore.testing import FakeClock, FlakyStore
 
+# Where `make setup` puts the programs that tests run.
+TOOLS = Path(__file__).parents[2] / ".tools/bin"
+
 
 def check_with_promtool(exposition: bytes) -> str:
     """Lint an exposition with Prometheus's own tool; give what it complains of."""
-    promtool = shutil.which("promtool")
+    promtool = shutil.which("promtool", path=f"{TOOLS}:{os.environ['PATH']}")
     assert promtool is not None, "promtool is missing: run `make setup`"
     done = subprocess.run(
         [promtool, "check", "metrics"],
@@ -120,7 +125,7 @@ class TestExposition:
         store = tracedstore.wrap(flaky)
         flaky.set("key", "value")
         for seconds in (0.000_005, 0.000_006, 0.25, 9.0, 4000.0):
-            flaky.before("get", lambda seconds=seconds: clock.advance(seconds))
+            flaky.before("get", partial(clock.advance, seconds))
             store.get("key")
 
         def buckets(metric: str) -> dict[str, float]:

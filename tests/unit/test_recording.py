@@ -64,7 +64,7 @@ class TestNotable:
         """From slow_after on a call is told of, with all its facts."""
         recorded.flaky.before("set", lambda: recorded.clock.advance(0.010))
 
-        recorded.store.set("worker/3", b"value")
+        recorded.store.set("worker/3", "value")
 
         told = recorded.last()
         assert told.slow

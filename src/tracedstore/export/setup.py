@@ -1,5 +1,6 @@
 """Switch the telemetry of a process on, change it, and end it."""
 
+import logging
 import os
 import threading
 from collections.abc import Iterable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 # What every store of this process records into. It does nothing by itself: no
 # thread, no registration, no clock read until the first call of a wrapped store.
 RECORDER: Final = Recorder()
+
+
+_logger = logging.getLogger(names.SCOPE)
 
 
 class _Telemetry:
@@ -90,6 +94,11 @@ class _Telemetry:
             RECORDER.tallies.on_first_call = self._watch.ensure_running
             if RECORDER.tallies:
                 self._watch.ensure_running()
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            _logger.warning(
+                "PROMETHEUS_MULTIPROC_DIR is set, but its files carry no custom"
+                " collectors: serve the metrics of each process by itself"
+            )
         try:
             self._registry.register(self._metrics)
         except Exception as error:

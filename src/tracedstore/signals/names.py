@@ -133,20 +133,20 @@ RUN_ID: Final = "tracedstore.run_id"
 RANK: Final = "tracedstore.rank"
 LOCAL_RANK: Final = "tracedstore.local_rank"
 WORLD_SIZE: Final = "tracedstore.world_size"
-ATTRIBUTES: Final = (
-    KEY,
-    KEYS,
-    KEY_COUNT,
-    VALUE_SIZE,
-    CAS_SWAPPED,
-    CAS_RETRY_COUNT,
-    ETCD_REQUESTS,
-    ETCD_WATCH_TIMEOUTS,
-    RUN_ID,
-    RANK,
-    LOCAL_RANK,
-    WORLD_SIZE,
-)
+ATTRIBUTES: Final = {
+    KEY: "The key, cut at 256 characters.",
+    KEYS: "The first 16 keys of a call that takes several.",
+    KEY_COUNT: "How many keys such a call had.",
+    VALUE_SIZE: "Bytes of value written or read.",
+    CAS_SWAPPED: "Whether a compare-and-set was won.",
+    CAS_RETRY_COUNT: "EtcdStore: compare-and-sets repeated inside the call.",
+    ETCD_REQUESTS: "EtcdStore: requests the call made to etcd.",
+    ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that ended without news.",
+    RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
+    RANK: "The rank, from `RANK`.",
+    LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
+    WORLD_SIZE: "How many ranks there are, from `WORLD_SIZE`.",
+}
 
 OPERATION_SLOW: Final = "store.operation.slow"
 OPERATION_FAILED: Final = "store.operation.failed"

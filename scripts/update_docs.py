@@ -1,0 +1,196 @@
+"""Fill the tables in README.md and docs/ from what they document.
+
+A table stands between ``<!-- name -->`` and ``<!-- /name -->``. With ``--check``
+nothing is written, and the exit code is 1 where a file is not up to date.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tracedstore.export.settings import PREFIX, Settings
+from tracedstore.signals import names
+from tracedstore.signals.events import LEVELS
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads(
+    (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
+)
+BENCHMARK = ROOT / "benchmarks/overhead.json"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _code(*words: str) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _metrics() -> str:
+    return _table(
+        ["metric", "type", "labels", "what"],
+        [
+            [_code(metric.name), metric.type, _code(*metric.labels), metric.help]
+            for metric in names.METRICS
+        ],
+    )
+
+
+def _attributes() -> str:
+    return _table(
+        ["attribute", "what"],
+        [[_code(name), what] for name, what in names.ATTRIBUTES.items()],
+    )
+
+
+def _events() -> str:
+    return _table(
+        ["event", "level", "when"],
+        [
+            [_code(branch["title"]), LEVELS[branch["title"]], branch["description"]]
+            for branch in SCHEMA["oneOf"]
+        ],
+    )
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    reference = schema.get("$ref")
+    return SCHEMA["$defs"][reference.split("/")[-1]] if reference else schema
+
+
+def _fields_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for part in schema.get("allOf", []):
+        found |= _fields_of(_resolved(part))
+    found |= {
+        name: _resolved(field) for name, field in schema.get("properties", {}).items()
+    }
+    return found
+
+
+def _field_rows(found: dict[str, dict[str, Any]]) -> str:
+    return _table(
+        ["field", "type", "what"],
+        [
+            [_code(name), field.get("type", "string"), field["description"]]
+            for name, field in found.items()
+            if "const" not in field
+        ],
+    )
+
+
+def _event_fields() -> str:
+    parts = ["### Every event", "", _field_rows(_fields_of(SCHEMA))]
+    for branch in SCHEMA["oneOf"]:
+        level = LEVELS[branch["title"]]
+        parts += [
+            "",
+            f"### {branch['title']}",
+            "",
+            f"{branch['description']} ({level})",
+        ]
+        parts += ["", _field_rows(_fields_of(branch))]
+    return "\n".join(parts)
+
+
+def _settings() -> str:
+    # The docstring is where a setting is explained; its Attributes section is
+    # "name: text", with continuation lines indented further.
+    _, _, section = (Settings.__doc__ or "").partition("Attributes:\n")
+    said = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
+    return _table(
+        ["`configure()`", "environment", "default", "what"],
+        [
+            [
+                _code(field.name),
+                _code(PREFIX + field.name.upper()),
+                _code(str(field.default).lower()),
+                re.sub(r"\s+", " ", said[field.name]).replace("``", "`"),
+            ]
+            for field in fields(Settings)
+        ],
+    )
+
+
+def _cost() -> str:
+    results = json.loads(BENCHMARK.read_text("utf-8"))
+    versions = results["versions"]
+    rows = [
+        [
+            row["store"],
+            _code(row["operation"]),
+            f"{row['bare_us']:.1f} µs",
+            f"{row['traced_ratio']:.2f}",
+            f"{row['traced_cost_us']:.1f} µs",
+            f"{row['span_per_call_cost_us']:.0f} µs",
+        ]
+        for row in results["rows"]
+        if "(" not in row["store"]
+    ]
+    table = _table(
+        [
+            "store",
+            "call",
+            "bare",
+            "traced / bare",
+            "tracing adds",
+            "a span per call adds",
+        ],
+        rows,
+    )
+    return (
+        f"{table}\n\nMedians of one `make bench` run with torch"
+        f" {versions['torch']}, Python {versions['python']}, {results['cores']} cores,"
+        " server and client on one machine; all variants interleaved."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "metrics": _metrics,
+    "attributes": _attributes,
+    "events": _events,
+    "event fields": _event_fields,
+    "settings": _settings,
+    "cost": _cost,
+}
+
+
+def fill(text: str) -> str:
+    """Fill every block of a document."""
+
+    def block(found: re.Match[str]) -> str:
+        name = found["name"]
+        return f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
+
+    return re.sub(
+        r"<!-- (?P<name>[a-z ]+) -->\n.*?<!-- /(?P=name) -->",
+        block,
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Fill, or check, all documents."""
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text("utf-8")
+        filled = fill(text)
+        if filled != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in arguments:
+                path.write_text(filled, "utf-8")
+    if "--check" in arguments and stale:
+        print(f"not up to date: {', '.join(stale)}; run `make docs`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

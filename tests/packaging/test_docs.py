@@ -1,0 +1,113 @@
+"""README and docs keep their word."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*")),
+]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the project's folder."""
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+class TestTables:
+    """The tables are what the code says."""
+
+    def test_up_to_date(self) -> None:
+        """`make docs` would change nothing."""
+        done = run(sys.executable, "scripts/update_docs.py", "--check")
+
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+    def test_the_check_can_fail(self) -> None:
+        """A table that was changed by hand is noticed."""
+        sys.path.insert(0, str(ROOT / "scripts"))
+        import update_docs  # type: ignore[import-not-found, unused-ignore]
+
+        text = (ROOT / "docs/metrics.md").read_text("utf-8")
+        changed = text.replace("| histogram |", "| summary |")
+
+        assert changed != text
+        assert update_docs.fill(changed) == text
+
+
+class TestExamples:
+    """What the README shows runs as it stands."""
+
+    def test_python(self) -> None:
+        """The first example, which is also ten lines long at most."""
+        text = (ROOT / "README.md").read_text("utf-8")
+        (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+        done = run(sys.executable, "-W", "ignore", "-c", example)
+
+        assert done.returncode == 0, done.stderr
+        assert 'operation="set",store="tcp_store"} 1.0' in done.stdout
+        assert len([line for line in example.splitlines() if line.strip()]) <= 10
+
+    def test_console(self) -> None:
+        """Every make target that is shown exists."""
+        shown = {
+            target
+            for page in PAGES
+            for target in re.findall(r"\bmake ([a-z]+)\b`?", page.read_text("utf-8"))
+        }
+
+        assert shown
+        for target in shown:
+            done = run("make", "--dry-run", target)
+            assert done.returncode == 0, done.stderr
+
+    def test_traces_on_the_console(self, tmp_path: Path) -> None:
+        """The command of docs/configuration.md, on a train.py."""
+        text = (ROOT / "docs/configuration.md").read_text("utf-8")
+        (command,) = re.findall(r"```console\n(.*)\n```", text)
+        (tmp_path / "train.py").write_text(
+            "import torch.distributed as dist, tracedstore\n"
+            "tracedstore.wrap(dist.HashStore()).set('key', 'value')\n"
+        )
+        command = command.replace("python ", f"{sys.executable} -W ignore ")
+
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert '"name": "set key"' in done.stdout
+        assert '"service.name": "my-job"' in done.stdout
+
+    def test_links(self) -> None:
+        """Every link to a file has a file."""
+        for page in PAGES:
+            for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text("utf-8")):
+                assert (page.parent / link).exists(), f"{page}: {link}"
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    def test_metric_names(self, page: Path) -> None:
+        """Every metric that is mentioned exists."""
+        from tracedstore.signals import names
+
+        known = {metric.name for metric in names.METRICS}
+        for name in re.findall(
+            r"\btracedstore_[a-z_]*[a-z]\b", page.read_text("utf-8")
+        ):
+            base = re.sub(r"_(bucket|count|sum)$", "", name)
+            assert base in known, f"{page}: {name}"
