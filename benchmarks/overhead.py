@@ -98,8 +98,11 @@ def _measure(
     batch_seconds: float,
 ) -> Row:
     call = OPERATIONS[operation]
-    once = max(_time(call, variants["bare"], 20), 100.0)
-    calls = max(20, int(batch_seconds * 1e9 / once))
+    # As many calls as fill a batch, for each variant by itself.
+    calls = {
+        variant: max(20, int(batch_seconds * 1e9 / max(_time(call, store, 20), 100.0)))
+        for variant, store in variants.items()
+    }
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for turn in range(rounds):
         # Each round starts with another variant: the first after a change of caches
@@ -107,7 +110,7 @@ def _measure(
         order = list(variants)
         order = order[turn % len(order) :] + order[: turn % len(order)]
         for variant in order:
-            times[variant].append(_time(call, variants[variant], calls))
+            times[variant].append(_time(call, variants[variant], calls[variant]))
 
     def ratio(variant: str) -> float:
         return statistics.median(

@@ -168,12 +168,10 @@ def fill(text: str) -> str:
         name = found["name"]
         return f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
 
-    return re.sub(
-        r"<!-- (?P<name>[a-z ]+) -->\n.*?<!-- /(?P=name) -->",
-        block,
-        text,
-        flags=re.DOTALL,
+    blocks = re.compile(
+        r"<!-- (?P<name>[a-z ]+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL
     )
+    return blocks.sub(block, text)
 
 
 def main(arguments: list[str]) -> int:

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*")),
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +30,7 @@ class TestTables:
     def test_the_check_can_fail(self) -> None:
         """A table that was changed by hand is noticed."""
         sys.path.insert(0, str(ROOT / "scripts"))
-        import update_docs  # type: ignore[import-not-found, unused-ignore]
+        import update_docs
 
         text = (ROOT / "docs/metrics.md").read_text("utf-8")
         changed = text.replace("| histogram |", "| summary |")
@@ -54,7 +50,10 @@ class TestExamples:
         done = run(sys.executable, "-W", "ignore", "-c", example)
 
         assert done.returncode == 0, done.stderr
-        assert 'operation="set",store="tcp_store"} 1.0' in done.stdout
+        assert re.search(
+            r'duration_seconds_count{.*operation="set",store="tcp_store"} [1-9]',
+            done.stdout,
+        )
         assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
     def test_console(self) -> None:
