@@ -2,7 +2,8 @@
 
 Every round times a batch of each variant in turn, so that whatever else the machine
 does hits all of them alike. A ratio is the median over the rounds of that round's
-ratio; a cost is the median of the differences. Exits with 1 where a bar is missed.
+ratio; a cost is the median of the differences. The TCPStore's server is another
+process, as it is for every rank of a job but one. Exits with 1 where a bar is missed.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import logging
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +76,33 @@ class _Nowhere(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def _stores(folder: Path) -> dict[str, Store]:
+_SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _tcp_server() -> Iterator[int]:
+    """Serve a TCPStore from another process; give its port."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield int(server.stdout.readline())
+        finally:
+            server.kill()
+
+
+def _stores(folder: Path, port: int) -> dict[str, Store]:
     return {
-        "TCPStore": dist.TCPStore(
-            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
-        ),
+        "TCPStore": dist.TCPStore("127.0.0.1", port, None, is_master=False),
         "FileStore": dist.FileStore(str(folder / "store"), -1),
         "HashStore": dist.HashStore(),
     }
@@ -224,8 +249,8 @@ def main() -> int:
         registry=CollectorRegistry(), tracer_provider=provider, log_format="off"
     )
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, bare in _stores(Path(folder)).items():
+    with tempfile.TemporaryDirectory() as folder, _tcp_server() as port:
+        for name, bare in _stores(Path(folder), port).items():
             variants: dict[str, Store] = {
                 "bare": bare,
                 "traced": tracedstore.wrap(bare),

@@ -1,6 +1,8 @@
 """How many ordinary calls may get a span: a rate with a burst."""
 
-import math
+# Ticks are integers; so are these, because the hot path compares them.
+ALWAYS = -(2**63)
+NEVER = 2**63
 
 
 class Budget:
@@ -17,11 +19,11 @@ class Budget:
     """
 
     def __init__(self, rate: float, burst: int) -> None:
-        self._interval = 1e9 / rate if rate > 0 else math.inf
+        self._interval = int(1e9 / rate) if rate > 0 else NEVER
         # One of the burst is the call being tested itself.
-        self._tolerance = max(burst - 1, 0) * self._interval if rate > 0 else 0
-        self._due = -math.inf
-        self.opens_at = -math.inf if rate > 0 else math.inf
+        self._tolerance = (burst - 1) * self._interval
+        self._due = ALWAYS
+        self.opens_at = ALWAYS if rate > 0 else NEVER
         self.counting = False
 
     def spend(self, now: int) -> None:
@@ -39,7 +41,7 @@ class Unlimited(Budget):
     """Every call is let through."""
 
     def __init__(self) -> None:
-        super().__init__(rate=math.inf, burst=1)
+        super().__init__(rate=1, burst=1)
 
     def spend(self, now: int) -> None:
         """Nothing is ever used up."""
@@ -47,4 +49,4 @@ class Unlimited(Budget):
 
 def nothing() -> Budget:
     """Let no call through."""
-    return Budget(rate=0, burst=0)
+    return Budget(rate=0, burst=1)

@@ -22,7 +22,8 @@ class Method:
         blocks: May hold its caller for up to the store's timeout.
         size: Bytes of value that a call moved, from its arguments and result;
             None where a call moves no value.
-        swaps: Is a compare-and-set.
+        swapped: Whether a compare-and-set went through, from its arguments and
+            result; None where a call is none.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Method:
     keys: Literal["one", "many", "none"] = "one"
     blocks: bool = False
     size: Callable[[Arguments, Any], int] | None = None
-    swaps: bool = False
+    swapped: Callable[[Arguments, Any], bool] | None = None
 
     def positional(self, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
         """Order keyword arguments as the table has them; unknown ones are dropped."""
@@ -82,6 +83,15 @@ def _all_read(_args: Arguments, result: Any) -> int:
     return sum(map(size_of, result)) if isinstance(result, (list, tuple)) else 0
 
 
+def _swapped(args: Arguments, result: Any) -> bool:
+    # A missing key answers with the *expected* value, so only "is it what I wanted"
+    # tells who won.
+    desired = args[2] if len(args) > 2 else None  # noqa: PLR2004 - key, expected, desired
+    if isinstance(desired, str):
+        desired = desired.encode("utf-8", "surrogatepass")
+    return bool(result == desired)
+
+
 # Everything of torch.distributed.Store that goes to the store's server or file.
 # set_timeout, timeout and has_extended_api are answered on the spot and are not
 # operations.
@@ -95,7 +105,7 @@ METHODS: tuple[Method, ...] = (
         name="compare_set",
         parameters=("key", "expected_value", "desired_value"),
         size=_written(2),
-        swaps=True,
+        swapped=_swapped,
     ),
     Method(name="delete_key"),
     Method(name="num_keys", parameters=(), keys="none"),

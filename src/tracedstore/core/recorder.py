@@ -26,6 +26,7 @@ from tracedstore.core.tally import (
     Cell,
     Probe,
     SeriesTable,
+    StoreState,
     Tallies,
     ThreadTally,
 )
@@ -82,25 +83,34 @@ class Recorder:
         self.on = False
         self.failures.add(RECORDING, error)
 
+    def swap(self, state: StoreState, cell: Cell, *, won: bool) -> bool:
+        """Count a compare-and-set, and tell whether its store keeps losing them."""
+        if won:
+            cell[SWAPS_WON] += 1
+            state.losses_in_a_row = 0
+            return False
+        cell[SWAPS_LOST] += 1
+        state.losses_in_a_row += 1
+        return state.losses_in_a_row >= self.contended_after
+
     def returned(
         self, tally: ThreadTally, call: Call, now: int, cell: Cell, result: Any
     ) -> None:
-        """Write down what is special about a call that returned; tell if notable."""
-        method, state, args, started = call
-        swapped = _count_swap(cell, call, result) if method.swaps else None
+        """Tell of a call that returned, if it is notable or the budget allows it."""
+        method, state, args, started, _ = call
         attempts = _count_attempts(cell, state.probe) if state.probe else None
+        swapped = method.swapped(args, result) if method.swapped else None
         if (
             now >= self.budget.opens_at
             or now - started >= self.slow_ns
-            or (swapped is False and state.losses_in_a_row >= self.contended_after)
+            or swapped is False
             or (attempts is not None and attempts.swaps_lost)
         ):
-            size = method.size(args, result) if method.size is not None else 0
             self._tell(
                 tally,
                 call,
                 now,
-                value_bytes=size,
+                value_bytes=method.size(args, result) if method.size else 0,
                 swapped=swapped,
                 attempts=attempts,
             )
@@ -110,7 +120,7 @@ class Recorder:
     def failed(self, tally: ThreadTally, call: Call, error: BaseException) -> None:
         """Write down a call that raised."""
         try:
-            method, state, _, started = call
+            method, state, _, started, _ = call
             now = self.ticks()
             duration = now - started
             name = error_type(error)
@@ -126,7 +136,7 @@ class Recorder:
             self.broke(recording_error)
 
     def _tell(self, tally: ThreadTally, call: Call, now: int, **facts: Any) -> None:
-        method, state, args, started = call
+        method, state, args, started, _ = call
         admitted = now >= self.budget.opens_at
         if admitted:
             self.budget.spend(now)
@@ -150,23 +160,6 @@ class Recorder:
                 **facts,
             )
         )
-
-
-def _count_swap(cell: Cell, call: Call, result: Any) -> bool:
-    # A missing key answers with the *expected* value, so only "is it what I wanted"
-    # tells who won.
-    _, state, args, _ = call
-    desired = args[2] if len(args) > 2 else None  # noqa: PLR2004 - key, expected, desired
-    if isinstance(desired, str):
-        desired = desired.encode("utf-8", "surrogatepass")
-    swapped = bool(result == desired)
-    if swapped:
-        cell[SWAPS_WON] += 1
-        state.losses_in_a_row = 0
-    else:
-        cell[SWAPS_LOST] += 1
-        state.losses_in_a_row += 1
-    return swapped
 
 
 def _count_attempts(cell: Cell, probe: Probe) -> Attempts:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -125,34 +126,33 @@ def _pass_on_timeout(store: RecordingStore) -> None:
 
 
 def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
-    method: Method, via: Callable[..., Any] | None = None
+    method: Method, bind: Callable[[Any], Callable[..., Any]]
 ) -> Any:
     """Make the method that forwards a call and records it.
 
     Args:
         method: What is called.
-        via: Call this with the inner store, instead of its own method of that name.
+        bind: Gives what to call of an inner store. It is asked on every call: what
+            the inner store has is its own affair, and what it lacks fails here as it
+            does there.
     """
-    name, index, size, swaps = method.name, method.index, method.size, method.swaps
+    index, size, swapped = method.index, method.size, method.swapped
     # A clone inherits the timeout; everything that blocks ends by it.
-    needs_timeout = method.blocks or name == "clone"
+    needs_timeout = method.blocks or method.name == "clone"
 
     def forward(self: RecordingStore, *args: Any, **kwargs: Any) -> Any:  # noqa: C901
         state = self._traced
         if needs_timeout and _own_timeout(self) != state.timeout:
             _pass_on_timeout(self)
-        # Asked for on every call: what the inner store has is its own affair, and
-        # what it lacks fails here as it does there.
-        inner = getattr(state.inner, name) if via is None else partial(via, state.inner)
+        inner = bind(state.inner)
         recorder = state.recorder
         if not recorder.on:
             return inner(*args, **kwargs)
         try:
             tally = recorder.tallies[get_ident()]
-            calls = tally.calls
-            depth = len(calls)
+            outer = tally.call
             # Recorded already by a traced store above the PrefixStore above this one.
-            recorded = depth and calls[-1][1].bottom is state
+            recorded = outer is not None and outer[1].bottom is state
             probe = state.probe
             if probe is not None and not recorded:
                 probe.start()
@@ -163,17 +163,17 @@ def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more th
             return inner(*args, **kwargs)
         if recorded:
             return inner(*args, **kwargs)
+        call = (method, state, named, started, outer)
         # From here on the call shows as in flight, and must not stay there: an
         # interrupt may come between any two lines.
-        call = (method, state, named, started)
         try:
-            calls.append(call)
+            tally.call = call
             result = inner(*args, **kwargs)
         except BaseException as error:
-            del calls[depth:]
+            tally.call = outer
             recorder.failed(tally, call, error)
             raise
-        del calls[depth:]
+        tally.call = outer
         try:
             now = recorder.ticks()
             duration = now - started
@@ -182,10 +182,13 @@ def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more th
             cell[NANOSECONDS] += duration
             if size is not None:
                 cell[BYTES] += size(named, result)
+            contended = swapped is not None and recorder.swap(
+                state, cell, won=swapped(named, result)
+            )
             if (
                 now >= recorder.budget.opens_at
                 or duration >= recorder.slow_ns
-                or swaps
+                or contended
                 or probe is not None
             ):
                 recorder.returned(tally, call, now, cell, result)
@@ -195,9 +198,9 @@ def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more th
             recorder.broke(error)
         return result
 
-    forward.__name__ = name
-    forward.__qualname__ = f"{RecordingStore.__name__}.{name}"
-    forward.__doc__ = f"Forward ``{name}`` to the inner store and record it."
+    forward.__name__ = method.name
+    forward.__qualname__ = f"{RecordingStore.__name__}.{method.name}"
+    forward.__doc__ = f"Forward ``{method.name}`` to the inner store and record it."
     return forward
 
 
@@ -209,18 +212,12 @@ def _own_property(name: str) -> property:
 RECORDED = methods_of(Store)
 
 for _method in RECORDED.values():
-    setattr(RecordingStore, _method.name, _forwarder(_method))
+    setattr(RecordingStore, _method.name, _forwarder(_method, attrgetter(_method.name)))
 # torch's C++ looks for these two under its own spelling. Going through the base
 # class reaches the inner store the way C++ would.
-for _spelling, _method_name in (
-    ("deleteKey", "delete_key"),
-    ("getNumKeys", "num_keys"),
-):
-    setattr(
-        RecordingStore,
-        _spelling,
-        _forwarder(RECORDED[_method_name], via=getattr(Store, _method_name)),
-    )
+for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
+    _bind = partial(partial, getattr(Store, _name))
+    setattr(RecordingStore, _spelling, _forwarder(RECORDED[_name], _bind))
 # Properties that a newer Store may have are the inner store's too.
 for _name, _attribute in vars(Store).items():
     if isinstance(_attribute, property) and _name != "timeout":

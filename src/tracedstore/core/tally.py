@@ -148,9 +148,10 @@ class StoreState:
         self.losses_in_a_row = 0
 
 
-# A call under way: what, on which store, with what, since when (ticks). A plain tuple,
-# because a named one takes five times as long to make and every call makes one.
-Call = tuple[Method, StoreState, Arguments, int]
+# A call under way: what, on which store, with what, since when (ticks), and the call
+# of the same thread that it is inside of. A plain tuple, because a named one takes five
+# times as long to make and every call makes one.
+Call = tuple[Method, StoreState, Arguments, int, "Call | None"]
 
 
 class ThreadTally:
@@ -158,16 +159,16 @@ class ThreadTally:
 
     Attributes:
         thread_id: Whose it is.
-        calls: The calls this thread is in, outermost first.
+        call: The call this thread is in; its last item is the one around it.
         cells: Its counts by series.
         without_span: Ordinary calls the span budget had no room for.
     """
 
-    __slots__ = ("calls", "cells", "thread_id", "without_span")
+    __slots__ = ("call", "cells", "thread_id", "without_span")
 
     def __init__(self, thread_id: int) -> None:
         self.thread_id = thread_id
-        self.calls: list[Call] = []
+        self.call: Call | None = None
         self.cells: defaultdict[Series, Cell] = defaultdict(_new_cell)
         self.without_span = 0
 
@@ -209,11 +210,12 @@ class Tallies(dict[int, ThreadTally]):
 
     def calls(self) -> list[tuple[int, Call]]:
         """List the calls under way, each with its thread's id, oldest first."""
-        under_way = [
-            (tally.thread_id, call)
-            for tally in list(self.values())
-            for call in list(tally.calls)
-        ]
+        under_way: list[tuple[int, Call]] = []
+        for tally in list(self.values()):
+            call = tally.call
+            while call is not None:
+                under_way.append((tally.thread_id, call))
+                call = call[4]
         return sorted(under_way, key=lambda found: found[1][3])
 
 

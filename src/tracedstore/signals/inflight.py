@@ -63,7 +63,7 @@ def _described(
     call: Call,
     now: int,
 ) -> InFlight:
-    method, state, args, started = call
+    method, state, args, started, _ = call
     keys, key_count = method.keys_of(args)
     keys_shown = shown(keys)
     return InFlight(

@@ -145,7 +145,7 @@ class Metrics(Collector):
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Family]:
         calls = [call for _, call in self._recorder.tallies.calls()]
-        series = [state.series[method.index] for method, state, _, _ in calls]
+        series = [state.series[method.index] for method, state, *_ in calls]
         where = [(found.store, found.method.name) for found in series]
         counts = Counter(where)
         in_flight = _gauge(names.IN_FLIGHT)
@@ -179,7 +179,7 @@ def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
     for labels, total in totals.items():
         method = methods[labels[1]]
         repeats = labels in _REPEATS_SWAPS
-        if method.swaps or repeats:
+        if method.swapped is not None or repeats:
             attempts.add_metric((*labels, names.WON), total[SWAPS_WON])
             attempts.add_metric((*labels, names.LOST), total[SWAPS_LOST])
         if repeats:
