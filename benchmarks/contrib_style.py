@@ -8,6 +8,7 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
+from opentelemetry.util.types import AttributeValue
 from torch.distributed import Store
 
 from tracedstore.core.recording import RECORDED
@@ -24,7 +25,7 @@ class SpanPerCallStore(Store):
 
 def _spanned(name: str) -> Callable[..., Any]:
     def method(self: SpanPerCallStore, *args: Any) -> Any:
-        attributes = {
+        attributes: dict[str, AttributeValue] = {
             "db.system.name": "pytorch.store",
             "db.operation.name": name,
             "server.address": "127.0.0.1",

@@ -18,6 +18,8 @@ class Budget:
             there is nobody to give spans to.
     """
 
+    __slots__ = ("_due", "_interval", "_tolerance", "counting", "opens_at")
+
     def __init__(self, rate: float, burst: int) -> None:
         self._interval = int(1e9 / rate) if rate > 0 else NEVER
         # One of the burst is the call being tested itself.
@@ -39,6 +41,8 @@ class Budget:
 
 class Unlimited(Budget):
     """Every call is let through."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(rate=1, burst=1)
