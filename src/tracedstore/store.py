@@ -62,20 +62,20 @@ class TracedStore(RecordingStore):
             # PrefixStores over a traced store: one of the two records a call.
             below = bottom._traced  # noqa: SLF001 - of the same class
             super().__init__(store, below.identity, RECORDER)
-            self._traced.bottom, self._traced.probe = below, below.probe
+            self._traced.below, self._traced.probe = below, below.probe
         else:
             super().__init__(store, identify(bottom), RECORDER)
             self._traced.probe = _probe(bottom)
         _kept_alive[id(self)] = self
 
-    def clone(self) -> "TracedStore":
+    def clone(self, *args: Any, **kwargs: Any) -> "TracedStore":
         """Clone the wrapped store; the clone is traced, and kept alive likewise.
 
         torch's C++ clones stores (``split_group``) and keeps no Python reference,
         so a clone is released when the store it came from is closed.
         """
         inner = self._traced.inner
-        cloned = super().clone()
+        cloned = super().clone(*args, **kwargs)
         # HashStore's clone is the store itself.
         if cloned is inner:
             return self
@@ -112,6 +112,9 @@ class TracedStore(RecordingStore):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._traced.inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._traced.inner, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._traced.inner)})

@@ -80,10 +80,12 @@ class RecordingStore(Store):
         object.__setattr__(self, "_traced", state)
         _take_timeout(self, state.timeout)
 
-    def set_timeout(self, timeout: timedelta, /) -> None:
+    # Whatever the caller passes goes to the inner store, which knows what it takes.
+
+    def set_timeout(self, *args: Any, **kwargs: Any) -> None:
         """Set the inner store's timeout, and what torch's C++ takes for it."""
-        self._traced.inner.set_timeout(timeout)
-        _take_timeout(self, timeout)
+        self._traced.inner.set_timeout(*args, **kwargs)
+        _take_timeout(self, self._traced.inner.timeout)
 
     @property
     def timeout(self) -> timedelta:
@@ -92,9 +94,9 @@ class RecordingStore(Store):
         timeout: timedelta = self._traced.inner.timeout
         return timeout
 
-    def has_extended_api(self) -> bool:
+    def has_extended_api(self, *args: Any, **kwargs: Any) -> bool:
         """Tell whether the inner store has append, multi_get and multi_set."""
-        extended: bool = self._traced.inner.has_extended_api()
+        extended: bool = self._traced.inner.has_extended_api(*args, **kwargs)
         return extended
 
     if TYPE_CHECKING:
@@ -106,7 +108,7 @@ class RecordingStore(Store):
         def barrier(
             self, key: str, world_size: int, timeout: timedelta | None = None
         ) -> None: ...
-        def clone(self) -> Store: ...
+        def clone(self, *args: Any, **kwargs: Any) -> Store: ...
 
 
 def _take_timeout(store: RecordingStore, timeout: timedelta) -> None:
@@ -151,8 +153,8 @@ def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more th
         try:
             tally = recorder.tallies[get_ident()]
             outer = tally.call
-            # Recorded already by a traced store above the PrefixStore above this one.
-            recorded = outer is not None and outer[1].bottom is state
+            # A traced store above the PrefixStore above this one has recorded it.
+            recorded = outer is not None and outer[1].stands_on(state)
             probe = state.probe
             if probe is not None and not recorded:
                 probe.start()

@@ -113,7 +113,7 @@ class StoreState:
         identity: What it is called in every signal.
         recorder: Where its calls are written down.
         series: The label set of each method's successes, by `Method.index`.
-        bottom: The state of the traced store that this one stands on through
+        below: The state of the traced store that this one stands on through
             PrefixStores, if it does: what this one records, that one need not.
         clones: The traced clones of this one that are still there; they are
             released with it.
@@ -123,7 +123,7 @@ class StoreState:
     """
 
     __slots__ = (
-        "bottom",
+        "below",
         "clones",
         "identity",
         "inner",
@@ -141,11 +141,18 @@ class StoreState:
         self.identity = identity
         self.recorder = recorder
         self.series: tuple[Series, ...] = ()
-        self.bottom: StoreState | None = None
+        self.below: StoreState | None = None
         self.clones: WeakSet[Any] = WeakSet()
         self.probe: Probe | None = None
         self.timeout: timedelta = inner.timeout
         self.losses_in_a_row = 0
+
+    def stands_on(self, other: "StoreState") -> bool:
+        """Tell whether this one's calls go through the other one."""
+        below = self.below
+        while below is not None and below is not other:
+            below = below.below
+        return below is other
 
 
 # A call under way: what, on which store, with what, since when (ticks), and the call

@@ -73,6 +73,12 @@ class CountingClient:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._client, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._client, name)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._client
+
     def __repr__(self) -> str:
         return repr(self._client)
 
