@@ -1,8 +1,10 @@
 """Switch the telemetry of a process on, change it, and end it."""
 
+import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -16,6 +18,7 @@ from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.tally import thread_names
 from tracedstore.export.settings import Settings
 from tracedstore.signals import inflight, names
 from tracedstore.signals.events import Events
@@ -127,7 +130,9 @@ class _Telemetry:
 
 _telemetry: _Telemetry | None = None
 _lock = threading.RLock()
-_fork_hook_set = False
+_hooks_set = False
+# Seconds; only where a thread of torch's C++ is in a call at the very end.
+_LONGEST_WAIT_AT_EXIT = 5.0
 
 
 def configure(
@@ -201,7 +206,7 @@ def configure(
                 replacement.own_provider or _telemetry.own_provider
             )
         _telemetry = replacement
-        _follow_forks()
+        _set_hooks()
         replacement.start()
 
 
@@ -265,11 +270,27 @@ def _budget(settings: Settings) -> Budget:
     return nothing()
 
 
-def _follow_forks() -> None:
-    global _fork_hook_set  # noqa: PLW0603 - hooks cannot be taken back
-    if not _fork_hook_set:
+def _set_hooks() -> None:
+    global _hooks_set  # noqa: PLW0603 - a fork hook cannot be taken back
+    if not _hooks_set:
         os.register_at_fork(after_in_child=_after_fork)
-        _fork_hook_set = True
+        atexit.register(_let_native_calls_end)
+        _hooks_set = True
+
+
+def _let_native_calls_end() -> None:
+    """Wait a moment for calls that torch's own threads are in.
+
+    A call from C++ returns through Python. When that happens while the interpreter
+    is being torn down, CPython before 3.14 ends the thread in a way that C++ answers
+    with abort(); the bare store knows nothing of that, so neither shall the job.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT_AT_EXIT
+    while time.monotonic() < deadline:
+        known = thread_names()
+        if all(thread_id in known for thread_id, _ in RECORDER.tallies.calls()):
+            return
+        time.sleep(0.01)
 
 
 def _after_fork() -> None:

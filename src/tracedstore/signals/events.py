@@ -155,7 +155,7 @@ class Events:
             else structlog.processors.JSONRenderer()
         )
         return structlog.wrap_logger(
-            structlog.WriteLogger(sys.stderr),
+            _StandardError(),
             processors=[
                 structlog.contextvars.merge_contextvars,
                 structlog.processors.add_log_level,
@@ -165,6 +165,20 @@ class Events:
             ],
             wrapper_class=structlog.BoundLogger,
         )
+
+
+class _StandardError:
+    """Writes lines to whatever standard error is now.
+
+    structlog's own WriteLogger holds a lock while it writes, which a fork in another
+    thread would copy into the child for good.
+    """
+
+    def write(self, line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    debug = info = warning = error = critical = write
 
 
 def _what_and_when_first(
