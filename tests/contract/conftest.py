@@ -1,0 +1,46 @@
+"""Fixtures of the contract suite: every kind of store, etcd included."""
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from contract.harness import Make
+from support.stores import KINDS, SHORT
+from tracedstore.testing import FlakyStore
+
+# torch asks for the name behind the address of every connection. No name server has
+# one for loopback, so none is asked: a slow one would cost five seconds a time.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+
+def _python(_folder: Path) -> Store:
+    # FlakyStore's timeout is not that of the store it holds.
+    inner = HashStore()
+    inner.set_timeout(SHORT)
+    return FlakyStore(inner)
+
+
+@pytest.fixture(params=[*KINDS, pytest.param("etcd", marks=pytest.mark.etcd)])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of store, by name."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Make:
+    """Make a fresh store of that kind."""
+    if kind == "etcd":
+        make = request.getfixturevalue("etcd_store")
+    else:
+        make = {**KINDS, "python": _python}[kind]
+    # torch's C++ does not keep a Python store alive, so something here has to.
+    made: list[Store] = []
+
+    def make_and_keep() -> Store:
+        made.append(make(tmp_path))
+        return made[-1]
+
+    return make_and_keep

@@ -1,0 +1,160 @@
+"""What no wrapper in Python can do: torch's C++ never asks it.
+
+These are not wanted, but known: each test says what happens instead, and where there
+is one, the way around.
+"""
+
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore
+
+import tracedstore
+from contract.harness import Make, call
+from contract.scenarios import MINUTE
+from tracedstore import wrap
+from tracedstore.testing import OperationLog
+
+# Written in C++ from top to bottom, so that these bare stores have no such limits.
+CPP_KINDS = ["tcp", "tcp-legacy", "file", "hash"]
+
+
+@pytest.fixture
+def log() -> OperationLog:
+    """Every operation that any wrapper records."""
+    log = OperationLog()
+    tracedstore.configure(observers=[log], slow_after=0, log_format="off")
+    return log
+
+
+def recorded(log: OperationLog) -> list[str]:
+    """Name the operations so far."""
+    return [operation.method.name for operation in log.operations]
+
+
+class TestNeverReachesPython:
+    """Queues and list_keys of a PrefixStore above a wrapper."""
+
+    @pytest.mark.parametrize(
+        ("step", "text"),
+        [
+            (call("queue_push", "q", "v"), "queue support is not implemented."),
+            (call("queue_pop", "q"), "queue support is not implemented."),
+            (call("queue_len", "q"), "queue support is not implemented."),
+            (call("list_keys"), "listKeys support is not implemented."),
+        ],
+    )
+    def test_is_refused(
+        self, make: Make, log: OperationLog, step: Any, text: str
+    ) -> None:
+        """The call fails at once as not implemented, and no wrapper sees it."""
+        above = PrefixStore("p", wrap(make()))
+
+        with pytest.raises(NotImplementedError) as caught:
+            step(above)
+
+        assert str(caught.value) == text
+        assert recorded(log) == []
+
+    @pytest.mark.parametrize("kind", ["tcp", "hash"], indirect=True)
+    def test_works_with_wrapper_outside(self, make: Make) -> None:
+        """Wrapping the PrefixStore, instead of what is below it, has both."""
+        store: Any = wrap(PrefixStore("p", make()))
+
+        store.queue_push("q", "v")
+        store.set("k", "v")
+
+        assert store.queue_pop("q") == b"v"
+        assert "k" in store.list_keys()
+
+
+class TestBarrierFromCpp:
+    """The barrier of a PrefixStore above a wrapper."""
+
+    def test_is_seen_as_its_parts(self, make: Make, log: OperationLog) -> None:
+        """C++ makes it from add, set and wait, and those are what is recorded."""
+        above: Any = PrefixStore("p", wrap(make()))
+
+        above.barrier("b", 1)
+
+        assert recorded(log) == ["add", "set", "wait"]
+
+    def test_is_seen_with_wrapper_outside(self, make: Make, log: OperationLog) -> None:
+        """Wrapping the PrefixStore records a barrier."""
+        store: Any = wrap(PrefixStore("p", make()))
+
+        store.barrier("b", 1)
+
+        assert recorded(log) == ["barrier"]
+
+
+class TestTimeoutFromCpp:
+    """A timeout that is set on a PrefixStore above a wrapper."""
+
+    def test_reaches_inner_store_with_next_blocking_call(self, make: Make) -> None:
+        """Until something blocks, the inner store is not told."""
+        inner = make()
+        above: Any = PrefixStore("p", wrap(inner))
+        before = inner.timeout
+        above.set("k", "v")
+
+        above.set_timeout(MINUTE)
+        above.check(["k"])
+        after_check = inner.timeout
+        above.get("k")
+
+        assert [after_check, inner.timeout] == [before, MINUTE]
+
+
+class TestUndecodableKeyFromCpp:
+    """A key that is not UTF-8, on a PrefixStore above a wrapper."""
+
+    KEY = b"\xff"
+
+    @pytest.mark.parametrize(
+        "step",
+        [
+            call("set", KEY, "v"),
+            call("add", KEY, 1),
+            call("check", [KEY]),
+            call("get", KEY),
+            call("delete_key", KEY),
+        ],
+    )
+    def test_is_refused(self, make: Make, step: Any) -> None:
+        """Python is handed keys as str, so there is no handing it this one."""
+        above = PrefixStore("p", wrap(make()))
+
+        with pytest.raises(UnicodeDecodeError, match="can't decode byte 0xff"):
+            step(above)
+
+    @pytest.mark.parametrize("kind", CPP_KINDS, indirect=True)
+    def test_is_a_difference(self, make: Make) -> None:
+        """The bare store, and the wrapper asked from Python, take such a key."""
+        bare: Any = PrefixStore("p", make())
+        direct: Any = wrap(make())
+        outside: Any = wrap(PrefixStore("p", make()))
+
+        for store in (bare, direct, outside):
+            store.set(self.KEY, "v")
+
+        taken = [store.get(self.KEY) for store in (bare, direct, outside)]
+        assert taken == [b"v"] * 3
+
+
+class TestBothSpellings:
+    """Two methods have another name for C++ than for Python."""
+
+    @pytest.mark.parametrize("kind", CPP_KINDS, indirect=True)
+    def test_wrapper_has_both(self, make: Make) -> None:
+        """A wrapper answers to deleteKey and getNumKeys, which the bare store lacks."""
+        inner = make()
+        store: Any = wrap(inner)
+        keys = store.num_keys()
+        store.set("k", "v")
+
+        assert not hasattr(inner, "deleteKey")
+        assert not hasattr(inner, "getNumKeys")
+        assert store.getNumKeys() == keys + 1
+        assert store.deleteKey("k")
+        assert not store.check(["k"])
