@@ -10,6 +10,7 @@ Importing this package does nothing; the first `wrap` or `configure` does.
 """
 
 from tracedstore._version import __version__
+from tracedstore.coordination.exchange import get_all, store_timeout, synchronize
 from tracedstore.core.errors import ConfigurationError, TracedStoreError
 from tracedstore.core.observer import Observer
 from tracedstore.core.operation import Operation
@@ -28,7 +29,10 @@ __all__ = [
     "TracedStoreError",
     "__version__",
     "configure",
+    "get_all",
     "in_flight",
     "shutdown",
+    "store_timeout",
+    "synchronize",
     "wrap",
 ]

@@ -1,0 +1,1 @@
+"""What ranks do together: barriers, exchange, who is who."""

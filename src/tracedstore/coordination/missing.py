@@ -1,0 +1,156 @@
+"""Find out who arrived at a barrier, in as few round trips as the store allows.
+
+Three ways, the best one first: one read of the ledger, where the store can append;
+one listing of its keys, where that is what it offers; else halving ranges of ranks
+with ``check``, about m·log2(N) round trips for m missing of N. Never one wait per
+rank: that takes a timeout for each that is missing, and accuses a rank that is there
+when the store is slow.
+"""
+
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tracedstore.coordination.protocol import Keys, signatures
+from tracedstore.core.identity import bottom_of
+
+# A check has all its keys in one request; this keeps requests small.
+_MOST_KEYS_A_CHECK = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Who arrived, as far as that can be told.
+
+    Attributes:
+        count: How many arrivals were counted.
+        ranks: Those that can be named.
+        times: When they arrived, in seconds since the epoch, where that is known.
+        signed_twice: Ranks that arrived more than once.
+        unidentified: Arrivals that no name belongs to: plain torch's, mostly.
+    """
+
+    count: int
+    ranks: frozenset[int]
+    times: dict[int, float]
+    signed_twice: tuple[int, ...]
+    unidentified: int
+
+    def missing(self, world_size: int) -> tuple[int, ...]:
+        """List the ranks that are not among those named."""
+        return tuple(rank for rank in range(world_size) if rank not in self.ranks)
+
+
+def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
+    """Look who arrived. Blocks on nothing and changes nothing."""
+    # The count first: who arrives between the two reads is then named and not
+    # counted, instead of counted and accused.
+    count: int = store.add(keys.num_members, 0)
+    signed = list(_ledger(store, keys))
+    often = Counter(rank for rank, _ in signed)
+    named = set(often)
+    if len(named) < world_size:
+        unnamed = [rank for rank in range(world_size) if rank not in named]
+        named |= _traced(store, keys, unnamed)
+    times: dict[int, float] = {}
+    for rank, arrived in signed:
+        times.setdefault(rank, arrived)
+    repeats = sum(often.values()) - len(often)
+    return Arrivals(
+        count=count,
+        ranks=frozenset(rank for rank in named if 0 <= rank < world_size),
+        times=times,
+        signed_twice=tuple(sorted(rank for rank, n in often.items() if n > 1)),
+        unidentified=max(0, count - len(named) - repeats),
+    )
+
+
+def _ledger(store: Any, keys: Keys) -> Iterator[tuple[int, float]]:
+    if store.check([keys.ledger]):
+        yield from signatures(store.get(keys.ledger))
+
+
+def _traced(store: Any, keys: Keys, ranks: Sequence[int]) -> set[int]:
+    """Find those of the ranks whose TRACE key is there."""
+    listed = listing(store)
+    if listed is not None:
+        return {rank for rank in ranks if keys.trace(rank) in listed}
+    return set(ranks) - set(bisect(_checker(store, keys), ranks))
+
+
+def _checker(store: Any, keys: Keys) -> Callable[[Sequence[int]], bool]:
+    def all_there(ranks: Sequence[int]) -> bool:
+        return bool(store.check([keys.trace(rank) for rank in ranks]))
+
+    return all_there
+
+
+def bisect(
+    all_there: Callable[[Sequence[int]], bool], ranks: Sequence[int]
+) -> list[int]:
+    """Find the ranks that are not there by halving those that are not all there."""
+    missing: list[int] = []
+    # Depth first from the left, so that what is found is in order.
+    pending = [
+        ranks[start : start + _MOST_KEYS_A_CHECK]
+        for start in range(0, len(ranks), _MOST_KEYS_A_CHECK)
+    ][::-1]
+    while pending:
+        some = pending.pop()
+        if all_there(some):
+            continue
+        if len(some) == 1:
+            missing.append(some[0])
+            continue
+        half = len(some) // 2
+        pending += [some[half:], some[:half]]
+    return missing
+
+
+def listing(store: Any) -> frozenset[str] | None:
+    """List the keys of an EtcdStore, whose every check reads its whole directory.
+
+    None for other stores: a listing of theirs is no cheaper than what it replaces,
+    and that of a PrefixStore has the keys of its neighbours.
+    """
+    state = getattr(store, "_traced", None)
+    inner = store if state is None else state.inner
+    if type(inner).__name__ != "EtcdStore":
+        return None
+    nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
+    return frozenset(
+        b64decode(node.key.removeprefix(inner.prefix)).decode("utf-8", "replace")
+        for node in nodes
+        if not node.dir
+    )
+
+
+@contextmanager
+def beside(store: Any) -> Iterator[Any]:
+    """Give a store to look through while another thread waits on this one.
+
+    A TCPStore is one connection under one lock, so whoever looks would wait for
+    whoever waits; a clone has a connection of its own. The other stores have no such
+    lock, and are given as they are.
+    """
+    if type(_bare(store)).__name__ != "TCPStore":
+        yield store
+        return
+    clone = store.clone()
+    try:
+        yield clone
+    finally:
+        # A traced clone is kept alive until it is closed.
+        close = getattr(bottom_of(clone), "close", None)
+        if close is not None:
+            close()
+
+
+def _bare(store: Any) -> Any:
+    """Peel PrefixStores and traced stores off, in whatever order they come."""
+    bottom = bottom_of(store)
+    state = getattr(bottom, "_traced", None)
+    return bottom if state is None else _bare(state.inner)
