@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import SeriesTable
-from tracedstore.export import setup
+
+# torch asks for the name behind the address of every connection. No name server has
+# one for loopback, so none is asked: a slow one would cost five seconds a time.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +35,8 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.reset_defaults()
     yield
     tracedstore.shutdown(timeout=1)
-    setup.RECORDER.forget()
-    setup.RECORDER.series = SeriesTable()
+    RECORDER.forget()
+    RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):
         kept.close()
     structlog.reset_defaults()

@@ -1,6 +1,5 @@
 """Fixtures of the contract suite: every kind of store, etcd included."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,6 @@ from torch.distributed import HashStore, Store
 from contract.harness import Make
 from support.stores import KINDS, SHORT
 from tracedstore.testing import FlakyStore
-
-# torch asks for the name behind the address of every connection. No name server has
-# one for loopback, so none is asked: a slow one would cost five seconds a time.
-os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
 def _python(_folder: Path) -> Store:

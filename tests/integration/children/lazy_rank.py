@@ -1,0 +1,41 @@
+"""One of two ranks whose gloo connects when it is first used, from its own thread.
+
+To be run with TORCH_GLOO_LAZY_INIT=1. Arguments: rank, the server's port.
+"""
+
+import sys
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from prometheus_client import REGISTRY
+
+import tracedstore
+from integration.harness import all_counted, report, wait_until
+from tracedstore.core.recorder import RECORDER
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+tracedstore.configure(stall_after=0.2)
+dist.init_process_group(
+    "cpu:gloo",
+    store=tracedstore.wrap(dist.TCPStore("127.0.0.1", port, None, is_master=False)),
+    rank=rank,
+    world_size=2,
+    timeout=timedelta(seconds=60),
+)
+number = torch.tensor([rank + 1.0])
+work = dist.all_reduce(number, async_op=True)
+if rank == 0:
+    # The other one is started when this is reported.
+    report(in_flight=[asdict(call) for call in wait_until(tracedstore.in_flight)])
+work.wait()
+report(
+    sum=number.item(),
+    native_threads=len(
+        RECORDER.tallies.keys() - {thread.ident for thread in threading.enumerate()}
+    ),
+    counted=all_counted(REGISTRY),
+    in_flight=len(tracedstore.in_flight()),
+)

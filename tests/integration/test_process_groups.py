@@ -1,0 +1,110 @@
+"""Process groups of real processes that meet through traced stores."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.conftest import StartChild
+from integration.harness import Child, wait_until
+
+pytestmark = pytest.mark.processes
+
+
+def start_ranks(
+    start_child: StartChild, kind: str, file: Path, world_size: int
+) -> list[Child]:
+    """Start all ranks; rank 0 has the server, if there is one."""
+    first = start_child("gloo_rank", kind, file if kind == "file" else 0, 0, world_size)
+    where = file if kind == "file" else first.next_report()["port"]
+    others = [
+        start_child("gloo_rank", kind, where, rank, world_size)
+        for rank in range(1, world_size)
+    ]
+    if kind == "tcp":
+        for other in others:
+            other.next_report()
+    return [first, *others]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+class TestGloo:
+    """The store is dropped by its caller at once, and never closed."""
+
+    def test_collectives(
+        self, start_child: StartChild, tmp_path: Path, kind: str, world_size: int
+    ) -> None:
+        """Groups made later, and split off, work and are counted; all exit with 0."""
+        ranks = start_ranks(start_child, kind, tmp_path / "store", world_size)
+
+        reports: list[dict[str, Any]] = [rank.next_report() for rank in ranks]
+        statuses = [rank.exit_status() for rank in ranks]
+
+        assert statuses == [0] * world_size
+        total = world_size * (world_size + 1) / 2
+        for number, found in enumerate(reports):
+            at_an_end = number in (0, world_size - 1)
+            assert found["everybody"] == found["again"] == found["split"] == total
+            assert found["of_ends"] == (1 + world_size if at_an_end else None)
+            calls = found["counted"]
+            # Each rank shows its address to the others once a group, and reads
+            # theirs. What the clone did for the split group is among it.
+            groups = 4 if at_an_end else 3
+            assert calls[f"{kind}_store.set"] >= groups
+            assert calls[f"{kind}_store.get"] >= 3 * (world_size - 1)
+            assert calls[f"{kind}_store.clone"] >= 1
+            assert found["kept_alive"] == 1 + calls[f"{kind}_store.clone"]
+        for rank in ranks:
+            assert "Traceback" not in rank.errors()
+            assert not rank.events("telemetry.disabled")
+
+
+LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
+
+
+class TestNativeThreads:
+    """Gloo that connects lazily calls the store from threads Python never started."""
+
+    def test_counted_and_named(
+        self, start_child: StartChild, tcp_server: Child
+    ) -> None:
+        """A native thread's call shows while it is blocked, and counts when it ends."""
+        port = tcp_server.next_report()["port"]
+        first = start_child("lazy_rank", 0, port, env=LAZY)
+        (blocked,) = first.next_report()["in_flight"]
+        (stalled, *_) = wait_until(lambda: first.events("store.operation.stalled"))
+        second = start_child("lazy_rank", 1, port, env=LAZY)
+
+        reports = [first.next_report(), second.next_report()]
+        statuses = [first.exit_status(), second.exit_status()]
+
+        assert blocked["thread"].startswith("native-")
+        assert (stalled["thread"], stalled["key"], stalled["operation"]) == (
+            blocked["thread"],
+            blocked["key"],
+            blocked["operation"],
+        )
+        for found in reports:
+            assert found["sum"] == 3
+            assert found["native_threads"] >= 1
+            assert found["counted"]["tcp_store.wait"] == 1
+            assert found["counted"]["tcp_store.get"] == 1
+            assert found["in_flight"] == 0
+        assert statuses == [0, 0]
+
+    @pytest.mark.parametrize("telemetry", ["on", "disabled", "shut-down"])
+    def test_exit_while_one_is_in_a_call(
+        self, start_child: StartChild, telemetry: str
+    ) -> None:
+        """A process that ends while torch's thread is blocked ends as with bare."""
+        bare, traced = (
+            start_child("exit_while_blocked", each, env=LAZY)
+            for each in ("bare", telemetry)
+        )
+        bare.next_report()
+        traced.next_report()
+
+        statuses = {"bare": bare.exit_status(), "traced": traced.exit_status()}
+
+        assert statuses == {"bare": 0, "traced": 0}, traced.errors()[-500:]
