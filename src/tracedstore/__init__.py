@@ -10,6 +10,8 @@ Importing this package does nothing; the first `wrap` or `configure` does.
 """
 
 from tracedstore._version import __version__
+from tracedstore.coordination.barrier import barrier
+from tracedstore.coordination.errors import BarrierTimeout
 from tracedstore.coordination.exchange import get_all, store_timeout, synchronize
 from tracedstore.core.errors import ConfigurationError, TracedStoreError
 from tracedstore.core.observer import Observer
@@ -20,6 +22,7 @@ from tracedstore.signals.inflight import InFlight
 from tracedstore.store import TracedStore, wrap
 
 __all__ = [
+    "BarrierTimeout",
     "ConfigurationError",
     "InFlight",
     "Observer",
@@ -28,6 +31,7 @@ __all__ = [
     "TracedStore",
     "TracedStoreError",
     "__version__",
+    "barrier",
     "configure",
     "get_all",
     "in_flight",

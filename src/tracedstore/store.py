@@ -7,9 +7,10 @@ from typing import Any, NoReturn, Self, final
 from torch.distributed import Store
 
 from tracedstore.core.identity import bottom_of, identify
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.recording import RecordingStore
 from tracedstore.core.tally import Probe
-from tracedstore.export.setup import RECORDER, ensure_configured
+from tracedstore.export.setup import ensure_configured
 
 # torch's C++ holds only the C++ half of a Python store. When the last Python
 # reference goes, the methods go with it, and the next call from C++ dies of an

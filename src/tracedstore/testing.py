@@ -102,4 +102,5 @@ for _name in RECORDED:
     setattr(FlakyStore, _name, _flaky(_name))
 for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
     setattr(FlakyStore, _spelling, _flaky(_name))
-setattr(FlakyStore, "has_extended_api", _flaky("has_extended_api"))  # noqa: B010
+for _name in ("has_extended_api", "set_timeout"):
+    setattr(FlakyStore, _name, _flaky(_name))

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from tracedstore.export.setup import RECORDER
+from tracedstore.core.recorder import RECORDER
 from tracedstore.signals.inflight import StallWatch
 from tracedstore.testing import FakeClock, FlakyStore
 

@@ -7,6 +7,7 @@ rank: that takes a timeout for each that is missing, and accuses a rank that is 
 when the store is slow.
 """
 
+import time
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tracedstore.coordination.protocol import Keys, signatures
+from tracedstore.coordination.protocol import Keys, signature, signatures
 from tracedstore.core.identity import bottom_of
 
 # A check has all its keys in one request; this keeps requests small.
 _MOST_KEYS_A_CHECK = 4096
+# Only after a restart on a store without a ledger.
+_MOST_ASKED_ONE_BY_ONE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,17 @@ class Arrivals:
         return tuple(rank for rank in range(world_size) if rank not in self.ranks)
 
 
+def sign(store: Any, keys: Keys, rank: int) -> None:
+    """Write down that a rank arrived, for those that look."""
+    if store.has_extended_api():
+        # On a TCPStore nobody waits for an answer to this.
+        store.append(keys.ledger, signature(rank, time.time()))
+    elif store.add(keys.trace(rank), 1) > 1:
+        # torch only asks whether that key is there, so it can count as well.
+        store.add(keys.repeats, 1)
+        store.set(keys.again(rank), "")
+
+
 def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
     """Look who arrived. Blocks on nothing and changes nothing."""
     # The count first: who arrives between the two reads is then named and not
@@ -59,11 +73,16 @@ def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
     for rank, arrived in signed:
         times.setdefault(rank, arrived)
     repeats = sum(often.values()) - len(often)
+    twice = [rank for rank, n in often.items() if n > 1]
+    if store.check([keys.repeats]):
+        repeats += int(store.get(keys.repeats))
+        some = sorted(named)[:_MOST_ASKED_ONE_BY_ONE]
+        twice += [rank for rank in some if store.check([keys.again(rank)])]
     return Arrivals(
         count=count,
         ranks=frozenset(rank for rank in named if 0 <= rank < world_size),
         times=times,
-        signed_twice=tuple(sorted(rank for rank, n in often.items() if n > 1)),
+        signed_twice=tuple(sorted(twice)),
         unidentified=max(0, count - len(named) - repeats),
     )
 

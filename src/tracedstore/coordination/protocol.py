@@ -41,6 +41,15 @@ class Keys:
         return f"{self.prefix}/ARRIVALS"
 
     @property
+    def repeats(self) -> str:
+        """How many arrivals were not the first of their rank; without a ledger."""
+        return f"{self.prefix}/REPEATS"
+
+    def again(self, rank: int) -> str:
+        """Set by a rank that arrives once more; without a ledger."""
+        return f"{self.prefix}{rank}/AGAIN"
+
+    @property
     def verdict(self) -> str:
         """Who was missing when somebody last looked."""
         return f"{self.prefix}/MISSING"

@@ -3,7 +3,9 @@
 Exceptions of torch and etcd pass through the wrapper untouched. Our own:
 
     TracedStoreError
-    └── ConfigurationError (also a ValueError)
+    ├── ConfigurationError (also a ValueError)
+    ├── BarrierTimeout (also a torch.distributed.DistStoreError; coordination/errors.py)
+    └── DecoderError (coordination/environment.py)
 """
 
 import re

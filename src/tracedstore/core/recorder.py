@@ -7,8 +7,9 @@ that observers are told about.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+from tracedstore.core.barriers import BarrierBook
 from tracedstore.core.budget import Budget, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.errors import error_type, is_ordinary_answer
@@ -48,6 +49,10 @@ class Recorder:
         families: The key families that appeared.
         failures: The telemetry that broke.
         observers: Who is told.
+        barriers: What the barriers did.
+        emit: Writes an event, by its name and fields.
+        set_up: Sets the telemetry up, unless it is.
+        detailed: Whether anybody reads events of debug level.
     """
 
     # After a round trip to a server the caches are cold, and what a call costs is the
@@ -59,15 +64,23 @@ class Recorder:
         "budget",
         "slow_ns",
         "clock",
+        "barriers",
         "contended_after",
+        "detailed",
+        "emit",
         "families",
         "failures",
         "observers",
         "series",
+        "set_up",
     )
 
     def __init__(self) -> None:
         self.on = True
+        self.barriers = BarrierBook()
+        self.emit: Callable[..., None] = _nobody
+        self.detailed: Callable[[], bool] = bool
+        self.set_up: Callable[[], None] = _nothing
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
         self.slow_ns = 10_000_000
@@ -91,6 +104,7 @@ class Recorder:
         were in them.
         """
         self.tallies = Tallies(self.tallies.on_first_call)
+        self.barriers.forget()
         self.families.forget()
         self.failures.forget()
 
@@ -184,3 +198,16 @@ def _count_attempts(cell: Cell, probe: Probe) -> Attempts:
     cell[SWAPS_LOST] += attempts.swaps_lost
     cell[RETRIES] += attempts.swaps_lost
     return attempts
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nobody(_event: str, **_fields: Any) -> None:
+    """Tell nobody, while nothing is set up."""
+
+
+# What every store of this process records into. It does nothing by itself: no thread,
+# no registration, no clock read until the first call of a wrapped store.
+RECORDER: Final = Recorder()

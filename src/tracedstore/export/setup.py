@@ -3,21 +3,25 @@
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from tracedstore.coordination import barrier
+from tracedstore.core import recording
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
-from tracedstore.core.recorder import Recorder
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import thread_names
 from tracedstore.export.settings import Settings
 from tracedstore.signals import inflight, names
@@ -27,10 +31,6 @@ from tracedstore.signals.spans import Spans, process_attributes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
-
-# What every store of this process records into. It does nothing by itself: no
-# thread, no registration, no clock read until the first call of a wrapped store.
-RECORDER: Final = Recorder()
 
 
 _logger = logging.getLogger(names.SCOPE)
@@ -91,6 +91,8 @@ class _Telemetry:
         RECORDER.budget = _budget(settings)
         RECORDER.failures.forget()
         RECORDER.failures.report = self._events.report_failure
+        RECORDER.emit = self._events.emit
+        RECORDER.detailed = self._events.detailed
         RECORDER.observers.set(self._observers)
         if self._watch is not None:
             # The watch starts with the first call, here and in a forked child.
@@ -131,8 +133,9 @@ class _Telemetry:
 _telemetry: _Telemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
-# Seconds; only where a thread of torch's C++ is in a call at the very end.
-_LONGEST_WAIT_AT_EXIT = 5.0
+# Seconds; only where a thread of torch's C++ is in a call at the very end. Such a call
+# ends by its store's timeout, which torch sets to this by default.
+_LONGEST_WAIT_AT_EXIT = 1800.0
 
 
 def configure(
@@ -279,22 +282,38 @@ def _set_hooks() -> None:
 
 
 def _let_native_calls_end() -> None:
-    """Wait a moment for calls that torch's own threads are in.
+    """Wait for calls that torch's own threads are in, as long as those take.
 
     A call from C++ returns through Python. When that happens while the interpreter
     is being torn down, CPython before 3.14 ends the thread in a way that C++ answers
-    with abort(); the bare store knows nothing of that, so neither shall the job.
+    with abort(). The bare store knows nothing of that, so neither shall the job.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_AT_EXIT
-    while time.monotonic() < deadline:
-        known = thread_names()
-        if all(thread_id in known for thread_id, _ in RECORDER.tallies.calls()):
-            return
+    while _in_native_call() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _in_native_call() -> bool:
+    """Tell whether a thread that Python did not start is in a call of a store.
+
+    Its frames tell, recorded or not; a thread of C++ has some only during a call.
+    """
+    known = thread_names()
+    return any(
+        frame.f_code.co_filename == recording.__file__
+        for thread_id, innermost in sys._current_frames().items()  # noqa: SLF001
+        if thread_id not in known
+        for frame, _ in traceback.walk_stack(innermost)
+    )
 
 
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - the parent's other threads may hold it
     _lock = threading.RLock()
+    barrier.after_fork()
     if _telemetry is not None:
         _telemetry.after_fork()
+
+
+# For those that stand below this and have to be first sometimes.
+RECORDER.set_up = ensure_configured

@@ -29,6 +29,11 @@ LEVELS: Final = {
     names.OPERATION_FAILED: "warning",
     names.OPERATION_STALLED: "warning",
     names.CAS_CONTENDED: "warning",
+    names.BARRIER_WAITING: "warning",
+    names.BARRIER_COMPLETED: "debug",
+    names.BARRIER_TIMEOUT: "error",
+    names.BARRIER_FAILED: "error",
+    names.BARRIER_STALE_KEY: "warning",
     names.TELEMETRY_DISABLED: "error",
 }
 
@@ -80,10 +85,18 @@ class Events:
         """Write one event; what raises here is for the caller to handle."""
         if self._log_format == "off":
             return
+        # An application that wants details configures its log.
+        if LEVELS[event] == "debug" and not self.detailed():
+            return
         if "trace_id" not in fields:
             fields |= _current_trace()
         known = self._identity.fields()
         getattr(self._logger(), LEVELS[event])(event, **(known | fields))
+
+    @staticmethod
+    def detailed() -> bool:
+        """Tell whether events of debug level are written."""
+        return structlog.is_configured()
 
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Tell that a part of the telemetry broke and is off."""

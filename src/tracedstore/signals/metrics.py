@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from tracedstore._version import __version__
+from tracedstore.core.barriers import BarrierBook
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
 from tracedstore.core.tally import (
@@ -40,6 +41,8 @@ from tracedstore.signals import names
 # Where the compare-and-sets inside one call are known; elsewhere only calls that are
 # compare-and-sets themselves have the metric.
 _REPEATS_SWAPS = frozenset({("etcd_store", "add")})
+
+_MOST_RANKS_NAMED = 64
 
 Sums = Mapping[Series, Cell]
 
@@ -100,6 +103,7 @@ class Metrics(Collector):
         yield self._histogram(names.WAIT_DURATION, WAIT_BOUNDS, blocking, sums)
         yield from _counters(every, sums)
         yield from self._in_flight(every)
+        yield from _barriers(self._recorder.barriers)
         suppressed = _counter(names.SPANS_SUPPRESSED)
         over_budget = self._recorder.tallies.without_span()
         suppressed.add_metric([names.OVER_BUDGET], over_budget)
@@ -161,6 +165,29 @@ class Metrics(Collector):
         for labels, started in starts.items():
             oldest.add_metric(labels, self._recorder.clock.wall_of(started) / 1e9)
         yield oldest
+
+
+def _barriers(book: BarrierBook) -> Iterator[Family]:
+    duration = _histogram(names.BARRIER_DURATION)
+    bounds = [*(str(bound / 1e9) for bound in WAIT_BOUNDS), "+Inf"]
+    for labels, found in book.durations().items():
+        buckets = list(zip(bounds, accumulate(found.buckets), strict=True))
+        duration.add_metric(labels, buckets, found.nanoseconds / 1e9)
+    yield duration
+    last = _counter(names.BARRIER_LAST_ARRIVALS)
+    for family, times in book.last_arrivals().items():
+        last.add_metric([family], times)
+    yield last
+    arrived = _gauge(names.BARRIER_ARRIVED)
+    missing = _gauge(names.BARRIER_MISSING)
+    rank_missing = _gauge(names.BARRIER_RANK_MISSING)
+    # One a family: several barriers of a family at a time share its labels.
+    for stalled in {found.family: found for found in book.now_stalled()}.values():
+        arrived.add_metric([stalled.family], stalled.arrived)
+        missing.add_metric([stalled.family], len(stalled.missing) + stalled.possible)
+        for rank, host in list(stalled.missing.items())[:_MOST_RANKS_NAMED]:
+            rank_missing.add_metric([stalled.family, str(rank), host], 1)
+    yield from (arrived, missing, rank_missing)
 
 
 def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:

@@ -71,6 +71,36 @@ OLDEST_START = Metric(
     _CALL,
     "When the oldest Store call in flight began; absent while there is none.",
 )
+BARRIER_DURATION = Metric(
+    "tracedstore_barrier_duration_seconds",
+    "histogram",
+    ("barrier", "result"),
+    "How long barriers took from a rank's arrival to their end.",
+)
+BARRIER_ARRIVED = Metric(
+    "tracedstore_barrier_arrived_ranks",
+    "gauge",
+    ("barrier",),
+    "Ranks that arrived at a barrier that is stalled; absent while none is.",
+)
+BARRIER_MISSING = Metric(
+    "tracedstore_barrier_missing_ranks",
+    "gauge",
+    ("barrier",),
+    "Ranks missing at a barrier that is stalled; absent while none is.",
+)
+BARRIER_RANK_MISSING = Metric(
+    "tracedstore_barrier_rank_missing",
+    "gauge",
+    ("barrier", "missing_rank", "host"),
+    "1 for a rank that is missing at a barrier that is stalled, at most 64 of them.",
+)
+BARRIER_LAST_ARRIVALS = Metric(
+    "tracedstore_barrier_last_arrivals_total",
+    "counter",
+    ("barrier",),
+    "Barriers that this process came to as the last one.",
+)
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
@@ -98,6 +128,11 @@ METRICS: Final = (
     VALUE_BYTES,
     IN_FLIGHT,
     OLDEST_START,
+    BARRIER_DURATION,
+    BARRIER_ARRIVED,
+    BARRIER_MISSING,
+    BARRIER_RANK_MISSING,
+    BARRIER_LAST_ARRIVALS,
     SPANS_SUPPRESSED,
     TELEMETRY_FAILURES,
     BUILD_INFO,
@@ -118,7 +153,8 @@ SPANS: Final = "spans"
 METRICS_OBSERVER: Final = "metrics"
 EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
-OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT)
+BARRIERS: Final = "barriers"
+OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT, BARRIERS)
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
 KEY: Final = "tracedstore.key"
@@ -152,11 +188,21 @@ OPERATION_SLOW: Final = "store.operation.slow"
 OPERATION_FAILED: Final = "store.operation.failed"
 OPERATION_STALLED: Final = "store.operation.stalled"
 CAS_CONTENDED: Final = "store.cas.contended"
+BARRIER_WAITING: Final = "barrier.waiting"
+BARRIER_COMPLETED: Final = "barrier.completed"
+BARRIER_TIMEOUT: Final = "barrier.timeout"
+BARRIER_FAILED: Final = "barrier.failed"
+BARRIER_STALE_KEY: Final = "barrier.stale_key"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 EVENT_NAMES: Final = (
     OPERATION_SLOW,
     OPERATION_FAILED,
     OPERATION_STALLED,
     CAS_CONTENDED,
+    BARRIER_WAITING,
+    BARRIER_COMPLETED,
+    BARRIER_TIMEOUT,
+    BARRIER_FAILED,
+    BARRIER_STALE_KEY,
     TELEMETRY_DISABLED,
 )

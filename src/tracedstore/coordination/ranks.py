@@ -1,0 +1,122 @@
+"""The rank registry: who is who, written into the store by each rank once.
+
+A scheduler's roster says where a rank *should* be; a rank that registered says where
+it *is*. Reading never blocks on a rank that did not come.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tracedstore.coordination.decoders import Decoder
+from tracedstore.coordination.missing import listing
+from tracedstore.core.identity import ProcessIdentity
+
+# One line a rank, appended; or one key a rank, where a store cannot append.
+REGISTRY = "tracedstore/RANKS"
+# Ranks that are looked up one by one, where there is no other way.
+_MOST_LOOKED_UP = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: Which it is.
+        host: On which machine.
+        pid: In which process.
+        local_rank: Its rank on that machine, where known.
+        world_size: How many ranks there are.
+        metrics: Where its metrics can be had, where they can.
+        started: When it registered, in seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    local_rank: int | None = None
+    world_size: int
+    metrics: str | None = None
+    started: float
+
+
+# The ranks that this process has registered, by store. Weak: a store that is gone
+# needs no entry, and its address may be another's.
+_registered: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+
+
+def register(
+    store: Any, rank: int, world_size: int, metrics: str | None = None
+) -> None:
+    """Write down who this is, once a store."""
+    known = _registered.setdefault(store, set())
+    if rank in known:
+        return
+    known.add(rank)
+    identity = ProcessIdentity.from_environment(os.environ)
+    info = RankInfo(
+        rank=rank,
+        host=identity.host,
+        pid=os.getpid(),
+        local_rank=identity.local_rank,
+        world_size=world_size,
+        metrics=metrics,
+        started=time.time(),
+    )
+    line = json.dumps(asdict(info))
+    if store.has_extended_api():
+        store.append(REGISTRY, line + "\n")
+    else:
+        store.set(f"{REGISTRY}/{rank}", line)
+
+
+def forget() -> None:
+    """Register anew, as a forked child must, which is another process."""
+    _registered.clear()
+
+
+def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
+    """Read what these ranks said of themselves; those that said nothing are left out.
+
+    What is no entry is skipped. Where a rank registered twice, the later one counts.
+    """
+    wanted = set(ranks)
+    found = (_read(line) for line in _lines(store, wanted))
+    return {info.rank: info for info in found if info and info.rank in wanted}
+
+
+def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:
+    """Make a decoder of what these ranks registered."""
+    hosts = {rank: info.host for rank, info in registered(store, ranks).items()}
+    return hosts.__getitem__
+
+
+def _lines(store: Any, ranks: set[int]) -> list[bytes]:
+    if store.has_extended_api():
+        if not store.check([REGISTRY]):
+            return []
+        lines: list[bytes] = store.get(REGISTRY).splitlines()
+        return lines
+    keys = [f"{REGISTRY}/{rank}" for rank in sorted(ranks)]
+    listed = listing(store)
+    if listed is None:
+        there = [key for key in keys[:_MOST_LOOKED_UP] if store.check([key])]
+    else:
+        there = [key for key in keys if key in listed]
+    return [store.get(key) for key in there]
+
+
+def _read(line: bytes) -> RankInfo | None:
+    try:
+        written = json.loads(line)
+        if not (isinstance(written["rank"], int) and isinstance(written["host"], str)):
+            return None
+        known = {field.name for field in fields(RankInfo)}
+        return RankInfo(**{key: written[key] for key in known & written.keys()})
+    except (ValueError, TypeError, KeyError):
+        return None
