@@ -78,11 +78,16 @@ def _field_rows(found: dict[str, dict[str, Any]]) -> str:
     return _table(
         ["field", "type", "what"],
         [
-            [_code(name), field.get("type", "string"), field["description"]]
+            [_code(name), _type(field), field["description"]]
             for name, field in found.items()
             if "const" not in field
         ],
     )
+
+
+def _type(field: dict[str, Any]) -> str:
+    found = field.get("type", "string")
+    return found if isinstance(found, str) else " or ".join(found)
 
 
 def _event_fields() -> str:

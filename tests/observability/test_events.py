@@ -1,11 +1,7 @@
 """The structured log lines people alert on, read back and held against their schema."""
 
 import io
-import json
 import logging
-from collections.abc import Callable
-from importlib.resources import files
-from typing import Any
 
 import pytest
 import structlog
@@ -16,35 +12,11 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import HashStore
 
 import tracedstore
+from support.events import SCHEMA, Events, check
 from support.stores import SHORT
 from tracedstore.signals import names
 from tracedstore.signals.events import LEVELS
 from tracedstore.testing import FakeClock, FlakyStore
-
-SCHEMA: dict[str, Any] = json.loads(
-    files("tracedstore.signals").joinpath("events.schema.json").read_text()
-)
-Events = Callable[[], list[dict[str, Any]]]
-
-
-def documented_fields(event: str) -> set[str]:
-    """Every field that the schema has for an event."""
-
-    def fields(schema: dict[str, Any]) -> set[str]:
-        found = set(schema.get("properties", {}))
-        for reference in schema.get("allOf", []):
-            found |= fields(SCHEMA["$defs"][reference["$ref"].split("/")[-1]])
-        return found
-
-    (own,) = [branch for branch in SCHEMA["oneOf"] if branch["title"] == event]
-    return set(SCHEMA["properties"]) | fields(own)
-
-
-def check(event: dict[str, Any]) -> None:
-    """Hold one event against the schema, which also has to name all its fields."""
-    Draft202012Validator(SCHEMA).validate(event)
-    assert set(event) <= documented_fields(event["event"])
-    assert event["level"] == LEVELS[event["event"]]
 
 
 def provoke_all(clock: FakeClock) -> None:

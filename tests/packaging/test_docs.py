@@ -56,12 +56,26 @@ class TestExamples:
         )
         assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
+    def test_barrier(self) -> None:
+        """The example of docs/barriers.md prints what stands below it."""
+        text = (ROOT / "docs/barriers.md").read_text("utf-8")
+        example, printed = re.findall(
+            r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL
+        )[0]
+
+        done = run(sys.executable, "-W", "ignore", "-c", example)
+
+        assert done.stdout == printed, done.stderr
+        assert printed.splitlines()[1] in (ROOT / "README.md").read_text("utf-8")
+
     def test_console(self) -> None:
         """Every make target that is shown exists."""
         shown = {
             target
             for page in PAGES
-            for target in re.findall(r"\bmake ([a-z]+)\b`?", page.read_text("utf-8"))
+            for target in re.findall(
+                r"(?:`|^)make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE
+            )
         }
 
         assert shown

@@ -1,11 +1,10 @@
 """What stands under the keys of a barrier."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.utils import store as torchs
 
-from tracedstore.coordination.protocol import Keys, Verdict, signature, signatures
+from tracedstore.coordination.protocol import Keys, signature, signatures
 
 RANKS = st.integers(min_value=0, max_value=2**32 - 1)
 
@@ -40,22 +39,3 @@ class TestLedger:
     def test_a_torn_one_is_left_out(self) -> None:
         """Whatever is not a whole signature is nobody's."""
         assert list(signatures(signature(3, 1.0) + b"torn")) == [(3, 1.0)]
-
-
-class TestVerdict:
-    """Who was missing, published for the others."""
-
-    @given(RANKS, st.lists(RANKS).map(tuple))
-    def test_round_trip(self, count: int, missing: tuple[int, ...]) -> None:
-        """What was published is what is read."""
-        verdict = Verdict(count=count, missing=missing)
-
-        assert Verdict.from_bytes(verdict.to_bytes()) == verdict
-
-    @pytest.mark.parametrize(
-        "written",
-        [b"", b"<val_ignored>", b"\xff", b"3", b"{}", b'{"count": 1, "missing": "x"}'],
-    )
-    def test_somebody_elses(self, written: bytes) -> None:
-        """What is no verdict is none, and no error."""
-        assert Verdict.from_bytes(written) is None

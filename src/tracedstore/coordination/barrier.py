@@ -11,15 +11,17 @@ so other threads that use the store do not notice.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from tracedstore.coordination import decoders, ranges, ranks
+from tracedstore.coordination import decoders, ranks
 from tracedstore.coordination.errors import BarrierTimeout, torchs_words
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.coordination.missing import Arrivals, beside, look, sign
-from tracedstore.coordination.protocol import Keys, Verdict
+from tracedstore.coordination.finding import Finding
+from tracedstore.coordination.missing import beside, look, sign
+from tracedstore.coordination.protocol import Keys
 from tracedstore.coordination.watch import BarrierWatch, Waiting
 from tracedstore.core.barriers import Result, Stalled
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
@@ -34,6 +36,8 @@ WATCH: Final = BarrierWatch(RECORDER)
 _LOOKERS = 2
 # How often to look again for names of ranks that were counted without one.
 _LOOK_AGAIN = 0.1
+# Seconds that the others give those that look to say what they found.
+_VERDICT_WITHIN = 1.0
 
 
 def barrier(
@@ -109,6 +113,7 @@ class _Visit:
 
     def make(self, warn_after: float) -> None:
         """Arrive, wait for the others, and tell how it was."""
+        place = 0
         try:
             place = self._arrive()
             last = self._wait(place, warn_after)
@@ -116,7 +121,7 @@ class _Visit:
             if error_type(error) != TIMEOUT:
                 self._end("failed", error)
                 raise
-            timeout = self._timed_out()
+            timeout = self._timed_out(place)
             self._end("timeout", timeout)
             raise timeout from None
         self._end("completed", last_rank=last, place=place)
@@ -154,51 +159,77 @@ class _Visit:
 
     def _warn(self) -> None:
         with beside(self._store) as store:
-            arrivals = look(store, self._keys, self._world_size)
-            missing = arrivals.missing(self._world_size)
-            if not missing:
+            finding = self._find(store)
+            if not finding.unnamed:
                 return
-            decoder = self._names(store, missing)
-            store.set(
-                self._keys.verdict,
-                Verdict(count=arrivals.count, missing=missing).to_bytes(),
-            )
-        self._show(arrivals, decoder)
-        self._emit(names.BARRIER_WAITING, **self._facts(arrivals, decoder))
+            store.set(self._keys.verdict, finding.to_bytes())
+        RECORDER.barriers.stalled(
+            self._token,
+            Stalled(
+                family=self._family,
+                arrived=finding.count,
+                missing=dict(zip(finding.missing, finding.missing_names, strict=True)),
+                possible=finding.missing_count if finding.possibly_missing else 0,
+            ),
+        )
+        self._emit(names.BARRIER_WAITING, **finding.facts())
 
-    def _timed_out(self) -> BarrierTimeout:
+    def _timed_out(self, place: int) -> BarrierTimeout:
         try:
             with beside(self._store) as store:
                 if self._rank is not None and store.has_extended_api():
                     # Where plain torch's rank 0 looks for us; elsewhere it is there.
                     store.set(self._keys.trace(self._rank), "here")
-                arrivals = self._settled(store)
+                finding = self._settled(store, place)
                 if self._rank == 0:
                     # Plain torch's other ranks wait for this one to have looked.
                     store.set(self._keys.tracing_gate, "<val_ignored>")
-                decoder = self._names(store, arrivals.missing(self._world_size))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-            arrivals = Arrivals(
-                count=0,
-                ranks=frozenset(),
-                times={},
-                signed_twice=(),
-                unidentified=self._world_size,
-            )
-            decoder = decoders.nameless
-        facts = self._facts(arrivals, decoder)
-        self._emit(names.BARRIER_TIMEOUT, timeout_seconds=self._timeout, **facts)
-        return self._exception(arrivals, decoder)
+            finding = Finding.nothing(self._world_size)
+        self._emit(
+            names.BARRIER_TIMEOUT, timeout_seconds=self._timeout, **finding.facts()
+        )
+        return self._exception(finding)
 
-    def _settled(self, store: Any) -> Arrivals:
-        """Look until everybody who arrived has a name, or trace_timeout is over."""
+    def _settled(self, store: Any, place: int) -> Finding:
+        """Find out who is missing, from somebody who has or by looking.
+
+        Those that arrived without a name get until trace_timeout to write it.
+        """
+        if place > _LOOKERS:
+            # The first to arrive time out first, or at about the same time.
+            patience = min(_VERDICT_WITHIN, self._trace_timeout)
+            with suppress(Exception):
+                store.wait([self._keys.verdict], timedelta(seconds=patience))
+            verdict = self._verdict(store)
+            if verdict is not None:
+                return verdict
         deadline = time.monotonic() + self._trace_timeout
         while True:
-            arrivals = look(store, self._keys, self._world_size)
-            if not arrivals.unidentified or time.monotonic() >= deadline:
-                return arrivals
+            finding = self._find(store)
+            if not finding.unidentified or time.monotonic() >= deadline:
+                break
             time.sleep(_LOOK_AGAIN)
+        store.set(self._keys.verdict, finding.to_bytes())
+        return finding
+
+    def _verdict(self, store: Any) -> Finding | None:
+        """Read what somebody found, if that still holds."""
+        if not store.check([self._keys.verdict]):
+            return None
+        written = store.get(self._keys.verdict)
+        found = Finding.from_bytes(written, self._world_size)
+        if found is None or found.unidentified:
+            return None
+        if found.count != store.add(self._keys.num_members, 0):
+            return None
+        return found if self._decoder is None else found.named_by(self._decoder)
+
+    def _find(self, store: Any) -> Finding:
+        arrivals = look(store, self._keys, self._world_size)
+        missing = arrivals.missing(self._world_size)
+        return Finding.of(arrivals, self._world_size, self._names(store, missing))
 
     def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
@@ -207,74 +238,30 @@ class _Visit:
         roster = decoders.auto()
         return roster if known is None else decoders.chain(known, roster)
 
-    def _exception(
-        self, arrivals: Arrivals, decoder: decoders.Decoder
-    ) -> BarrierTimeout:
-        missing, possible = self._missing(arrivals)
-        known_as = tuple(decoders.name_of(decoder, rank) for rank in missing)
-        shown = known_as if self._decoder else _ranks_on(known_as, missing)
+    def _exception(self, finding: Finding) -> BarrierTimeout:
+        shown: Sequence[str] = finding.missing_names
+        if self._decoder is None:
+            # torch's own decoder, where none is given, is str().
+            shown = [
+                str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
+                for rank, name in zip(finding.missing, shown, strict=True)
+            ]
         words = torchs_words(
             self._keys.prefix, self._rank, self._world_size, shown, self._timeout
         )
         return BarrierTimeout(
-            f"{words}: {self._described(arrivals, decoder)}",
+            f"{words}: {finding.described()}",
             key_prefix=self._keys.prefix,
             rank=self._rank,
             world_size=self._world_size,
             timeout=self._timeout,
             waited=self._waited(),
-            arrived_ranks=tuple(sorted(arrivals.ranks)),
-            missing_ranks=missing,
-            missing_names=known_as,
-            possibly_missing_ranks=possible,
-            unidentified_count=arrivals.unidentified,
-            signed_twice_ranks=arrivals.signed_twice,
-        )
-
-    def _missing(self, arrivals: Arrivals) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Give who is missing, and who may be where some arrived without a name."""
-        unnamed = arrivals.missing(self._world_size)
-        return ((), unnamed) if arrivals.unidentified else (unnamed, ())
-
-    def _described(self, arrivals: Arrivals, decoder: decoders.Decoder) -> str:
-        missing, possible = self._missing(arrivals)
-        parts = []
-        if missing:
-            parts.append(ranges.describe(missing, self._world_size, decoder))
-        if possible:
-            lacking = max(0, len(possible) - arrivals.unidentified)
-            parts.append(
-                f"{lacking} of ranks {ranges.fold(possible)} missing,"
-                f" {arrivals.unidentified} more arrived without a name"
-            )
-        if arrivals.signed_twice:
-            parts.append(
-                f"ranks {ranges.fold(arrivals.signed_twice)} arrived more than once:"
-                " the key prefix was used before"
-            )
-        return "; ".join(parts) or "everybody arrived after all"
-
-    def _facts(self, arrivals: Arrivals, decoder: decoders.Decoder) -> dict[str, Any]:
-        missing, possible = self._missing(arrivals)
-        return {
-            "arrived_count": arrivals.count,
-            "missing_ranks": list(missing),
-            "missing_names": [decoders.name_of(decoder, rank) for rank in missing],
-            "missing": self._described(arrivals, decoder),
-            "possibly_missing_ranks": list(possible),
-            "unidentified_count": arrivals.unidentified,
-        }
-
-    def _show(self, arrivals: Arrivals, decoder: decoders.Decoder) -> None:
-        missing, possible = self._missing(arrivals)
-        RECORDER.barriers.stalled(
-            self._token,
-            Stalled(
-                family=self._family,
-                arrived=arrivals.count,
-                missing={rank: decoders.name_of(decoder, rank) for rank in missing},
-                possible=max(0, len(possible) - arrivals.unidentified),
-            ),
+            arrived_ranks=finding.arrived,
+            missing_ranks=finding.missing,
+            missing_names=finding.missing_names,
+            possibly_missing_ranks=finding.possibly_missing,
+            unidentified_count=finding.unidentified,
+            signed_twice_ranks=finding.signed_twice,
         )
 
     def _stale(self, place: int) -> None:
@@ -320,14 +307,6 @@ class _Visit:
             waited_seconds=round(self._waited(), 6),
             **facts,
         )
-
-
-def _ranks_on(names: tuple[str, ...], missing: tuple[int, ...]) -> list[str]:
-    # torch's own decoder, where none is given, is str().
-    return [
-        str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
-        for rank, name in zip(missing, names, strict=True)
-    ]
 
 
 def after_fork() -> None:

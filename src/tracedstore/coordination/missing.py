@@ -66,7 +66,8 @@ def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
     signed = list(_ledger(store, keys))
     often = Counter(rank for rank, _ in signed)
     named = set(often)
-    if len(named) < world_size:
+    if count > len(signed):
+        # Somebody came who did not sign: plain torch's ranks, or there is no ledger.
         unnamed = [rank for rank in range(world_size) if rank not in named]
         named |= _traced(store, keys, unnamed)
     times: dict[int, float] = {}

@@ -4,9 +4,8 @@ The first four are torch's own (``torch/distributed/elastic/utils/store.py``), s
 traced and plain ranks meet in one barrier; the others only we read.
 """
 
-import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -68,31 +67,3 @@ def signatures(ledger: bytes) -> Iterator[tuple[int, float]]:
     """Read the signatures of a ledger; a torn one at the end is left out."""
     whole = len(ledger) - len(ledger) % _SIGNATURE.size
     yield from _SIGNATURE.iter_unpack(ledger[:whole])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Who was missing, and how many had arrived when that was so.
-
-    It holds as long as nobody else arrives, which the count tells.
-    """
-
-    count: int
-    missing: tuple[int, ...]
-
-    def to_bytes(self) -> bytes:
-        """Write it."""
-        return json.dumps({"count": self.count, "missing": self.missing}).encode()
-
-    @classmethod
-    def from_bytes(cls, written: bytes) -> "Verdict | None":
-        """Read it; None where somebody else wrote something else there."""
-        try:
-            found = json.loads(written)
-            return cls(count=int(found["count"]), missing=_ranks(found["missing"]))
-        except (ValueError, KeyError, TypeError):
-            return None
-
-
-def _ranks(found: Iterable[object]) -> tuple[int, ...]:
-    return tuple(int(str(rank)) for rank in found)

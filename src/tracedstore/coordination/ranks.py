@@ -6,6 +6,7 @@ it *is*. Reading never blocks on a rank that did not come.
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,7 @@ from tracedstore.core.identity import ProcessIdentity
 
 # One line a rank, appended; or one key a rank, where a store cannot append.
 REGISTRY = "tracedstore/RANKS"
+_RANK = re.compile(rb'\{"rank": ([0-9]{1,18}),')
 # Ranks that are looked up one by one, where there is no other way.
 _MOST_LOOKED_UP = 256
 
@@ -86,8 +88,14 @@ def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
     What is no entry is skipped. Where a rank registered twice, the later one counts.
     """
     wanted = set(ranks)
-    found = (_read(line) for line in _lines(store, wanted))
-    return {info.rank: info for info in found if info and info.rank in wanted}
+    entries: dict[int, RankInfo] = {}
+    for line in _lines(store, wanted):
+        # The registry of a large job has many lines, of which few are wanted.
+        named = _RANK.match(line)
+        info = _read(line) if named and int(named[1]) in wanted else None
+        if info is not None:
+            entries[info.rank] = info
+    return entries
 
 
 def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:

@@ -169,7 +169,7 @@ class Operation:
         losses_in_a_row: Compare-and-sets this store lost since it last won one.
         attempts: What happened inside the call, where that can be seen.
         thread_id: Which thread called.
-        in_flight: Other calls that were in flight on this store when it ended.
+        in_flight: Other calls that were in flight on this store when it returned.
         slow: It took longer than it should: over the slow threshold.
         admitted: The span budget has room for it, whatever else it is.
         trace_id: Set by the spans observer, for those after it.

@@ -184,12 +184,17 @@ class Recorder:
                 duration_ns=duration,
                 losses_in_a_row=state.losses_in_a_row,
                 thread_id=tally.thread_id,
-                in_flight=sum(other[1] is state for _, other in self.tallies.calls()),
+                in_flight=self._beside(state) if "error" not in facts else 0,
                 slow=duration >= self.slow_ns,
                 admitted=admitted,
                 **facts,
             )
         )
+
+    def _beside(self, state: StoreState) -> int:
+        """Count the calls in flight on a store, which may be why one was slow."""
+        under_way = (tally.call for tally in list(self.tallies.values()))
+        return sum(call is not None and call[1] is state for call in under_way)
 
 
 def _count_attempts(cell: Cell, probe: Probe) -> Attempts:
