@@ -17,7 +17,7 @@ ConnectionError: gone
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import HashStore, Store
 
@@ -72,7 +72,8 @@ class FlakyStore(Store):
 
     def __init__(self, inner: Store | None = None) -> None:
         super().__init__()
-        self._inner = HashStore() if inner is None else inner
+        self._inner = cast("Any", HashStore() if inner is None else inner)
+        self.set_timeout(self._inner.timeout)
         self._mischief: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
     def fail(self, method: str, error: BaseException, times: int = 1) -> None:
@@ -93,6 +94,8 @@ def _flaky(name: str) -> Callable[..., Any]:
         mischief = self._mischief[name]
         if mischief:
             mischief.popleft()()
+        # torch's C++ may have set ours, and only ours.
+        self._inner.set_timeout(self.timeout)  # type: ignore[attr-defined]
         return getattr(self._inner, name)(*args, **kwargs)
 
     return method
@@ -102,5 +105,4 @@ for _name in RECORDED:
     setattr(FlakyStore, _name, _flaky(_name))
 for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
     setattr(FlakyStore, _spelling, _flaky(_name))
-for _name in ("has_extended_api", "set_timeout"):
-    setattr(FlakyStore, _name, _flaky(_name))
+setattr(FlakyStore, "has_extended_api", _flaky("has_extended_api"))  # noqa: B010

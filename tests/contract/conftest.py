@@ -11,7 +11,6 @@ from tracedstore.testing import FlakyStore
 
 
 def _python(_folder: Path) -> Store:
-    # FlakyStore's timeout is not that of the store it holds.
     inner = HashStore()
     inner.set_timeout(SHORT)
     return FlakyStore(inner)

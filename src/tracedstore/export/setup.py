@@ -136,6 +136,9 @@ _hooks_set = False
 # Seconds; only where a thread of torch's C++ is in a call at the very end. Such a call
 # ends by its store's timeout, which torch sets to this by default.
 _LONGEST_WAIT_AT_EXIT = 1800.0
+# Seconds that C++ gets after such a call to drop what it holds of Python's, an
+# exception mostly, or to make its next one.
+_QUIET_AT_EXIT = 0.5
 
 
 def configure(
@@ -289,7 +292,12 @@ def _let_native_calls_end() -> None:
     with abort(). The bare store knows nothing of that, so neither shall the job.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_AT_EXIT
-    while _in_native_call() and time.monotonic() < deadline:
+    last_seen = None
+    while (now := time.monotonic()) < deadline:
+        if _in_native_call():
+            last_seen = now
+        elif last_seen is None or now - last_seen > _QUIET_AT_EXIT:
+            return
         time.sleep(0.01)
 
 

@@ -139,48 +139,39 @@ def fail(store: tracedstore.TracedStore) -> bool:
     return True
 
 
-class Noticing(io.TextIOBase):
-    """Standard error, which notices when somebody begins to write to it."""
+class Stuck(io.TextIOBase):
+    """Standard error that takes its time, as a pipe does that nobody reads."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
+        self.released = threading.Event()
 
     def write(self, text: str) -> int:
-        """Write it, which may take its time."""
+        """Write nothing, slowly."""
         self.begun.set()
-        assert sys.__stderr__ is not None
-        return sys.__stderr__.write(text)
+        assert self.released.wait(15)
+        return len(text)
 
 
 def while_another_thread_logs() -> None:
     """Nobody reads standard error for a while, and a thread is stuck in an event."""
-    reading, writing = os.pipe()
-    os.dup2(writing, 2)
-    os.set_blocking(writing, False)
-    for size in (4096, 1):
-        with suppress(BlockingIOError):
-            while True:
-                os.write(writing, b"x" * size)
-    os.set_blocking(writing, True)
-    sys.stderr = noticing = Noticing()
+    sys.stderr = stuck = Stuck()
     tracedstore.configure(registry=registry, log_format="json")
     store = tracedstore.wrap(dist.HashStore())
-    stuck = in_background(lambda: fail(store))
-    assert noticing.begun.wait(15)
-    was_stuck = not stuck.done()
+    logging = in_background(lambda: fail(store))
+    assert stuck.begun.wait(15)
+    was_stuck = not logging.done()
 
     def child() -> bool:
-        os.read(reading, 1 << 20)
+        stuck.released.set()
         return fail(store)
 
     try:
         of_child = forked(child, timeout=8)
     except AssertionError as error:
         of_child = str(error)
-    os.set_blocking(reading, False)
-    with suppress(BlockingIOError):
-        os.read(reading, 1 << 20)
-    report(was_stuck=was_stuck, child=of_child, parent=stuck.result(15))
+    stuck.released.set()
+    report(was_stuck=was_stuck, child=of_child, parent=logging.result(15))
 
 
 SITUATIONS: dict[str, Callable[..., None]] = {
