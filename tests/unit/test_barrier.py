@@ -188,6 +188,15 @@ class TestEvents:
         check(event)
         assert event["error"] == "connection lost"
 
+    def test_disabled(self, store: Any, events: Events) -> None:
+        """Where nothing is to be recorded nothing is told; the error still names names."""
+        tracedstore.configure(disabled=True, registry=CollectorRegistry())
+
+        (error,) = meet(store, 1, world_size=2)
+
+        assert error.missing_ranks == (0,)
+        assert events() == []
+
     def test_completed_for_those_who_want_details(self, store: Any) -> None:
         """At debug level, through the application's own log."""
         import structlog

@@ -2,8 +2,8 @@
 
 The keys are torch's (see `protocol`), so traced and plain ranks meet in one barrier.
 A rank that arrives signs the ledger and counts itself; the last one says so; the
-others wait for that. While they wait, the first to have
-arrived look who is missing and warn; at the timeout everybody knows.
+others wait for that. While they wait, the first to have arrived look who is missing
+and warn; at the timeout everybody knows.
 
 The store's own timeout is left alone: the one wait there is has a timeout of its own,
 so other threads that use the store do not notice.

@@ -64,7 +64,7 @@ class _Telemetry:
         self._events = Events(
             RECORDER,
             identity,
-            log_format=settings.log_format,
+            log_format="off" if settings.disabled else settings.log_format,
             blocked_after=settings.stall_after or never,
             contended_after=settings.contended_after,
         )
