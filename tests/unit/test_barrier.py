@@ -189,7 +189,7 @@ class TestEvents:
         assert event["error"] == "connection lost"
 
     def test_disabled(self, store: Any, events: Events) -> None:
-        """Where nothing is to be recorded nothing is told; the error still names names."""
+        """Where nothing is to be recorded nothing is told; the error names names."""
         tracedstore.configure(disabled=True, registry=CollectorRegistry())
 
         (error,) = meet(store, 1, world_size=2)

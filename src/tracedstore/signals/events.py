@@ -163,7 +163,7 @@ class Events:
             self._log_format == "auto" and sys.stderr.isatty()
         )
         renderer: structlog.typing.Processor = (
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)
             if as_text
             else structlog.processors.JSONRenderer()
         )
