@@ -81,6 +81,8 @@ class TestBrokenParts:
 
         use(tracedstore.wrap(HashStore()))
 
+        assert failures(registry) == {}
+
     def test_log_sink(
         self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, Store
 
 import tracedstore
 from support.stores import KINDS
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import OPERATION_BOUNDS, WAIT_BOUNDS
 from tracedstore.signals import names
 from tracedstore.testing import FakeClock, FlakyStore
@@ -276,7 +277,7 @@ class TestRegistry:
         )
         assert count == 2
 
-    def test_a_name_that_is_taken(self, registry: CollectorRegistry) -> None:
+    def test_a_name_that_is_taken(self) -> None:
         """A clash in the registry costs the metrics, not the job."""
 
         class Taken(Collector):
@@ -285,6 +286,7 @@ class TestRegistry:
 
                 yield GaugeMetricFamily("tracedstore_build_info", "mine", value=1)
 
+        registry = CollectorRegistry(auto_describe=True)
         registry.register(Taken())
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(HashStore())
@@ -292,3 +294,5 @@ class TestRegistry:
         store.set("key", "value")
 
         assert store.get("key") == b"value"
+        assert RECORDER.failures.counts() == {"metrics": 1}
+        assert b"tracedstore_build_info 1.0" in generate_latest(registry)

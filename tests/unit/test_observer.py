@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.core.observer import Failures, Observers
+from tracedstore.core.observer import Failures
 from tracedstore.testing import OperationLog
 
 
@@ -97,12 +97,3 @@ class TestFailures:
         failures.add("spans", ValueError())
 
         assert failures.counts() == {"spans": 1}
-
-    def test_observers_without_any(self) -> None:
-        """Nobody to tell is no error."""
-        failures = Failures()
-        tracedstore.configure(log_format="off", spans="off", slow_after=0)
-        tracedstore.wrap(HashStore()).set("key", "value")
-        Observers(failures).set([])
-
-        assert failures.counts() == {}

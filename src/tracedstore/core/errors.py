@@ -20,7 +20,6 @@ class ConfigurationError(TracedStoreError, ValueError):
 
 
 TIMEOUT = "timeout"
-OTHER_ERRORS = "other"
 
 # How each store words a timeout (torch 2.13): TCPStore "wait timeout after 50ms,
 # keys: /k" and "barrier timeout after ...", HashStore and FileStore.wait "Wait
@@ -44,7 +43,7 @@ _LONGEST_MESSAGE = 256
 def error_type(error: BaseException) -> str:
     """Name an exception for the ``error_type`` label and ``error.type``.
 
-    Every store words its timeout differently (DESIGN: DistStoreError, RuntimeError,
+    Every store words its timeout differently (DistStoreError, RuntimeError,
     LookupError); all of them are ``timeout``. Anything else is its qualified class
     name.
     """

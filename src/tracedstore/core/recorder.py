@@ -31,8 +31,7 @@ from tracedstore.core.tally import (
     Tallies,
     ThreadTally,
 )
-
-RECORDING = "recording"
+from tracedstore.signals import names
 
 
 class Recorder:
@@ -111,7 +110,7 @@ class Recorder:
     def broke(self, error: Exception) -> None:
         """Stop recording: the recording itself raised, so it cannot be trusted."""
         self.on = False
-        self.failures.add(RECORDING, error)
+        self.failures.add(names.RECORDING, error)
 
     def swap(self, state: StoreState, cell: Cell, *, won: bool) -> bool:
         """Count a compare-and-set, and tell whether its store keeps losing them."""
