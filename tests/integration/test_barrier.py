@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from integration.children.fleet import connect
 from integration.harness import Child, wait_until
 from support.etcd import EtcdServer
+from tracedstore.coordination.missing import leader, read_ledger
+from tracedstore.coordination.protocol import Keys
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +82,11 @@ class Meeting:
         """Wait until so many have been counted."""
         key = f"{self.prefix}/num_members"
         wait_until(lambda: self._fleet.store.add(key, 0) >= count)
+
+    def led(self) -> None:
+        """Wait until the first one has left its trace for the others."""
+        store, keys = self._fleet.store, Keys(self.prefix)
+        wait_until(lambda: leader(store, keys, read_ledger(store, keys)))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events that were told of this barrier."""
@@ -267,3 +275,136 @@ class TestMixedFleets:
             assert traced["missing"] == []
             assert traced["unidentified"] == 2
             assert "1 of ranks 0,2-3 missing, 2 more arrived" in traced["text"]
+
+
+class TestTraces:
+    """One trace over all ranks, read back from what their exporters wrote."""
+
+    @pytest.fixture
+    def exported(self, tmp_path: Path) -> "Exported":
+        """Where the ranks of a test export to."""
+        return Exported(tmp_path / "spans")
+
+    def test_completed(self, meeting: Meeting, exported: "Exported") -> None:
+        """The first one's span is the root, the others' are its children."""
+        meeting.start(2, timeout=20, spans=exported.path)
+        meeting.led()
+        meeting.start(0, 1, 3, timeout=20, spans=exported.path)
+
+        meeting.completed(0, 1, 2, 3)
+        first, *others = exported.spans(4, first=2)
+        assert first["parent_id"] is None
+        for span in others:
+            assert span["parent_id"] == first["context"]["span_id"]
+            assert span["context"]["trace_id"] == first["context"]["trace_id"]
+        last = max(others, key=lambda one: one["attributes"][PLACE])
+        for span in (first, *others):
+            assert span["name"] == "barrier barrier/*"
+            assert span["attributes"][RESULT] == "completed"
+            assert span["attributes"][LAST] == last["attributes"][RANK]
+
+    def test_callers_with_traces_of_their_own(
+        self, meeting: Meeting, exported: "Exported"
+    ) -> None:
+        """They stay in them, with a link to the first one's."""
+        meeting.start(0, timeout=20, world_size=3, spans=exported.path)
+        meeting.led()
+        options: dict[str, Any] = {
+            "timeout": 20,
+            "world_size": 3,
+            "spans": exported.path,
+        }
+        meeting.start(1, 2, caller="step", **options)
+
+        meeting.completed(0, 1, 2)
+        first, *others = exported.spans(3)
+        steps = {span["context"]["span_id"]: span for span in exported.all("step")}
+        for span in others:
+            (link,) = span["links"]
+            assert link["context"]["span_id"] == first["context"]["span_id"]
+            assert span["parent_id"] in steps
+            assert span["context"]["trace_id"] != first["context"]["trace_id"]
+
+    def test_timeout(self, meeting: Meeting, exported: "Exported") -> None:
+        """Exported before it is raised, with the ids that the event has."""
+        meeting.start(0, timeout=2, spans=exported.path)
+        meeting.led()
+        meeting.start(1, 3, spans=exported.path)
+
+        meeting.missed([2], 0, 1, 3)
+        first, *others = exported.spans(3)
+        for span in (first, *others):
+            assert span["attributes"]["tracedstore.barrier.missing_ranks"] == [2]
+            assert span["status"]["status_code"] == "ERROR"
+        for span in others:
+            assert span["parent_id"] == first["context"]["span_id"]
+        told = {
+            (event["rank"], "0x" + event["trace_id"], "0x" + event["span_id"])
+            for event in meeting.events("barrier.timeout")
+        }
+        assert told == {
+            (
+                span["attributes"][RANK],
+                span["context"]["trace_id"],
+                span["context"]["span_id"],
+            )
+            for span in (first, *others)
+        }
+
+    def test_the_first_one_killed(self, meeting: Meeting, exported: "Exported") -> None:
+        """Its span is lost; the others' are in one trace, and say all there is."""
+        meeting.start(0, timeout=20, spans=exported.path)
+        meeting.led()
+        meeting.start(1, 2, timeout=20, spans=exported.path)
+        meeting.arrived(3)
+        meeting.kill(0)
+        meeting.start(3, timeout=20, spans=exported.path)
+
+        meeting.completed(1, 2, 3)
+        spans = exported.spans(3)
+        assert len({span["context"]["trace_id"] for span in spans}) == 1
+        assert len({span["parent_id"] for span in spans}) == 1
+        assert {span["attributes"][LAST] for span in spans} == {3}
+
+    def test_plain_torch_among_them(
+        self, meeting: Meeting, exported: "Exported"
+    ) -> None:
+        """Torch's own rank leads nobody; whoever is last does."""
+        meeting.start(0, timeout=20, world_size=3, flavour="torch")
+        meeting.arrived(1)
+        options: dict[str, Any] = {
+            "timeout": 20,
+            "world_size": 3,
+            "spans": exported.path,
+        }
+        meeting.start(1, **options)
+        meeting.arrived(2)
+        meeting.start(2, **options)
+
+        meeting.completed(0, 1, 2)
+        last, other = exported.spans(2, first=2)
+        assert other["parent_id"] == last["context"]["span_id"]
+
+
+RANK = "tracedstore.rank"
+PLACE = "tracedstore.barrier.place"
+RESULT = "tracedstore.barrier.result"
+LAST = "tracedstore.barrier.last_rank"
+
+
+class Exported:
+    """The spans that ranks exported to one file, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def all(self, name: str) -> list[dict[str, Any]]:
+        """The spans of one name so far."""
+        lines = Path(self.path).read_text().splitlines()
+        return [span for span in map(json.loads, lines) if span["name"] == name]
+
+    def spans(self, count: int, first: int = 0) -> list[dict[str, Any]]:
+        """So many spans of barriers, and no others; that of one rank first."""
+        found = self.all("barrier barrier/*")
+        assert len(found) == count
+        return sorted(found, key=lambda span: span["attributes"][RANK] != first)

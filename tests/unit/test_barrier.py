@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,20 @@ class TestEvents:
         """A prefix that was used before lets everybody through, and is told."""
         meet(store, 0, 1, world_size=2, barrier_timeout=20)
         assert meet(store, 0, world_size=2) == [None]
+
+        (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
+        check(event)
+        assert (event["arrived_count"], event["signed_twice_ranks"]) == (3, [0])
+
+    @pytest.mark.parametrize("kind", ["ledger", "no ledger"])
+    def test_one_counted_for_another(
+        self, store: Any, events: Events, tmp_path: Path, kind: str
+    ) -> None:
+        """The last one tells that the barrier let go though somebody is missing."""
+        if kind == "no ledger":
+            store = dist.FileStore(str(tmp_path / "store"), -1)
+        meet(store, 0, world_size=3)  # and is restarted
+        assert meet(store, 0, 2, world_size=3, barrier_timeout=20) == [None, None]
 
         (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
         check(event)

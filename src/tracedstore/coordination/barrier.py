@@ -9,23 +9,29 @@ The store's own timeout is left alone: the one wait there is has a timeout of it
 so other threads that use the store do not notice.
 """
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
 from tracedstore.coordination import decoders, ranks
-from tracedstore.coordination.errors import BarrierTimeout, torchs_words
+from tracedstore.coordination.errors import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.finding import Finding
-from tracedstore.coordination.missing import beside, look, sign
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.missing import (
+    beside,
+    lead,
+    leader,
+    look,
+    read_ledger,
+    sign,
+    signed_twice,
+)
+from tracedstore.coordination.protocol import Keys, Last, Ledger
+from tracedstore.coordination.telling import Telling, quietly
 from tracedstore.coordination.watch import BarrierWatch, Waiting
-from tracedstore.core.barriers import Result, Stalled
-from tracedstore.core.errors import TIMEOUT, error_message, error_type
-from tracedstore.core.keys import printable
+from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.recorder import RECORDER
 from tracedstore.signals import names
 
@@ -107,72 +113,104 @@ class _Visit:
         self._rank = rank
         self._decoder = decoder
         self._trace_timeout = trace_timeout
-        self._started = time.perf_counter_ns()
-        self._family = RECORDER.families.of(printable(keys.prefix))
-        self._token = RECORDER.barriers.token()
+        self._in_ledger = False
+        self._told = Telling(keys.prefix, rank, world_size)
 
     def make(self, warn_after: float) -> None:
         """Arrive, wait for the others, and tell how it was."""
         place = 0
-        try:
-            place = self._arrive()
-            last = self._wait(place, warn_after)
-        except Exception as error:
-            if error_type(error) != TIMEOUT:
-                self._end("failed", error)
-                raise
-            timeout = self._timed_out(place)
-            self._end("timeout", timeout)
-            raise timeout from None
-        self._end("completed", last_rank=last, place=place)
+        with self._told.span.instead_of_calls():
+            try:
+                place = self._arrive()
+                last = self._wait(place, warn_after)
+            except Exception as error:
+                if error_type(error) != TIMEOUT:
+                    self._told.failed(error)
+                    raise
+                timeout = self._timed_out(place)
+                raise timeout from None
+            self._told.completed(last)
 
     def _arrive(self) -> int:
         if self._rank is not None:
-            _quietly(ranks.register, self._store, self._rank, self._world_size)
-            _quietly(sign, self._store, self._keys, self._rank)
+            quietly(ranks.register, self._store, self._rank, self._world_size)
+            self._in_ledger = bool(quietly(sign, self._store, self._keys, self._rank))
         place: int = self._store.add(self._keys.num_members, 1)
+        self._told.arrived(place)
         if place > self._world_size:
-            _quietly(self._stale, place)
+            quietly(self._stale, place)
+        elif place == 1 < self._world_size and self._told.span.wanted:
+            quietly(self._lead)
         return place
 
-    def _wait(self, place: int, warn_after: float) -> int | None:
-        """Wait for the last one; give its rank, where it said so."""
+    def _wait(self, place: int, warn_after: float) -> Last:
+        """Wait for the last one; give what it said."""
         if place == self._world_size:
-            self._store.set(self._keys.last_member, json.dumps({"rank": self._rank}))
-            RECORDER.barriers.came_last(self._family)
-            return self._rank
+            return self._complete()
         watched = None
         if warn_after > 0 and place <= _LOOKERS:
             watched = Waiting(self._warn, warn_after)
-            _quietly(WATCH.add, watched)
+            quietly(WATCH.add, watched)
         try:
             self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
         finally:
             if watched is not None:
                 WATCH.remove(watched)
-        if not RECORDER.detailed():
-            return None
-        last: bytes | None = _quietly(self._store.get, self._keys.last_member)
-        return None if last is None else _last_rank(last)
+        if not (RECORDER.detailed() or self._told.span.wanted):
+            return Last()
+        written = quietly(self._store.get, self._keys.last_member)
+        return Last() if written is None else Last.from_bytes(written)
 
-    # What follows is told while waiting, or at the end, and may not fail the barrier.
+    def _complete(self) -> Last:
+        """Let the others go, as the last one."""
+        shared, ledger = "", None
+        if self._told.span.wanted:
+            # Before the others go, because they learn from this one where to belong.
+            shared, ledger = quietly(self._shared) or ("", None)
+        last = Last(self._rank, shared)
+        self._store.set(self._keys.last_member, last.to_json())
+        self._told.came_last()
+        if self._rank is not None:
+            quietly(self._audit, ledger)
+        return last
+
+    # What follows may not fail the barrier.
+
+    def _lead(self) -> None:
+        """Leave a trace for the others to join, as the first one."""
+        self._told.span.begin()
+        traceparent = self._told.span.traceparent()
+        if traceparent:
+            lead(self._store, self._keys, traceparent)
+
+    def _shared(self) -> tuple[str, Ledger]:
+        """Find the trace that all belong to: the first one's, else this one's."""
+        ledger = read_ledger(self._store, self._keys, signed=self._in_ledger)
+        shared = leader(self._store, self._keys, ledger)
+        if not shared:
+            # The first one is plain torch's, or came just now.
+            self._told.span.begin()
+            shared = self._told.span.traceparent()
+        return shared, ledger
+
+    def _audit(self, ledger: Ledger | None) -> None:
+        """Tell if a rank was counted twice, and the barrier let go too early."""
+        if ledger is None and self._in_ledger:
+            ledger = read_ledger(self._store, self._keys, signed=True)
+        if signed_twice(self._store, self._keys, ledger or Ledger()):
+            self._stale(self._world_size)
+
+    def _stale(self, arrived: int) -> None:
+        found = look(self._store, self._keys, self._world_size)
+        self._told.stale(arrived, found.signed_twice)
 
     def _warn(self) -> None:
-        with beside(self._store) as store:
+        with self._told.span.instead_of_calls(), beside(self._store) as store:
             finding = self._find(store)
             if not finding.unnamed:
                 return
             store.set(self._keys.verdict, finding.to_bytes())
-        RECORDER.barriers.stalled(
-            self._token,
-            Stalled(
-                family=self._family,
-                arrived=finding.count,
-                missing=dict(zip(finding.missing, finding.missing_names, strict=True)),
-                possible=finding.missing_count if finding.possibly_missing else 0,
-            ),
-        )
-        self._emit(names.BARRIER_WAITING, **finding.facts())
+        self._told.waiting(finding)
 
     def _timed_out(self, place: int) -> BarrierTimeout:
         try:
@@ -187,10 +225,9 @@ class _Visit:
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
             finding = Finding.nothing(self._world_size)
-        self._emit(
-            names.BARRIER_TIMEOUT, timeout_seconds=self._timeout, **finding.facts()
+        return self._told.timed_out(
+            finding, self._timeout, own_names=self._decoder is not None
         )
-        return self._exception(finding)
 
     def _settled(self, store: Any, place: int) -> Finding:
         """Find out who is missing, from somebody who has or by looking.
@@ -234,101 +271,12 @@ class _Visit:
     def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        known = _quietly(ranks.by_registry, store, missing)
+        known = quietly(ranks.by_registry, store, missing)
         roster = decoders.auto()
         return roster if known is None else decoders.chain(known, roster)
-
-    def _exception(self, finding: Finding) -> BarrierTimeout:
-        shown: Sequence[str] = finding.missing_names
-        if self._decoder is None:
-            # torch's own decoder, where none is given, is str().
-            shown = [
-                str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
-                for rank, name in zip(finding.missing, shown, strict=True)
-            ]
-        words = torchs_words(
-            self._keys.prefix, self._rank, self._world_size, shown, self._timeout
-        )
-        return BarrierTimeout(
-            f"{words}: {finding.described()}",
-            key_prefix=self._keys.prefix,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=self._timeout,
-            waited=self._waited(),
-            arrived_ranks=finding.arrived,
-            missing_ranks=finding.missing,
-            missing_names=finding.missing_names,
-            possibly_missing_ranks=finding.possibly_missing,
-            unidentified_count=finding.unidentified,
-            signed_twice_ranks=finding.signed_twice,
-        )
-
-    def _stale(self, place: int) -> None:
-        self._emit(
-            names.BARRIER_STALE_KEY,
-            arrived_count=place,
-            signed_twice_ranks=list(
-                look(self._store, self._keys, self._world_size).signed_twice
-            ),
-        )
-
-    def _end(
-        self,
-        result: Result,
-        error: Exception | None = None,
-        last_rank: int | None = None,
-        place: int = 0,
-    ) -> None:
-        RECORDER.barriers.released(self._token)
-        RECORDER.barriers.ended(
-            self._family, result, time.perf_counter_ns() - self._started
-        )
-        if result == "completed":
-            self._emit(names.BARRIER_COMPLETED, last_rank=last_rank, place=place)
-        elif result == "failed" and error is not None:
-            self._emit(
-                names.BARRIER_FAILED,
-                error_type=error_type(error),
-                error=error_message(error),
-            )
-
-    def _waited(self) -> float:
-        return (time.perf_counter_ns() - self._started) / 1e9
-
-    def _emit(self, event: str, **facts: Any) -> None:
-        _quietly(
-            RECORDER.emit,
-            event,
-            barrier=printable(self._keys.prefix),
-            barrier_family=self._family,
-            **({} if self._rank is None else {"rank": self._rank}),
-            world_size=self._world_size,
-            waited_seconds=round(self._waited(), 6),
-            **facts,
-        )
 
 
 def after_fork() -> None:
     """Be the child's: nothing watched, nobody registered."""
     WATCH.forget()
     ranks.forget()
-
-
-def _last_rank(written: bytes) -> int | None:
-    """Read who came last; plain torch's last rank does not say."""
-    try:
-        found = json.loads(written)
-        rank = found["rank"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return rank if isinstance(rank, int) else None
-
-
-def _quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do something that the barrier can do without."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        RECORDER.failures.add(names.BARRIERS, error)
-        return None

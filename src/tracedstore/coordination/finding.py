@@ -22,6 +22,7 @@ class Finding:
         unidentified: Arrivals that no rank belongs to.
         signed_twice: Ranks that arrived more than once.
         names: What the unnamed ranks are called.
+        traceparent: The trace of the first to arrive, "" if it left none.
     """
 
     world_size: int
@@ -30,6 +31,7 @@ class Finding:
     unidentified: int
     signed_twice: tuple[int, ...]
     names: Mapping[int, str]
+    traceparent: str = ""
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class Finding:
             unidentified=arrivals.unidentified,
             signed_twice=arrivals.signed_twice,
             names={},
+            traceparent=arrivals.traceparent,
         )
         return found.named_by(decoder)
 
@@ -132,6 +135,7 @@ class Finding:
                 "unidentified": self.unidentified,
                 "signed_twice": ranges.fold(self.signed_twice),
                 "names": dict(self.names),
+                "traceparent": self.traceparent,
             }
         ).encode()
 
@@ -147,6 +151,7 @@ class Finding:
                 unidentified=int(found["unidentified"]),
                 signed_twice=tuple(ranges.unfold(found["signed_twice"])),
                 names={int(rank): str(n) for rank, n in found["names"].items()},
+                traceparent=str(found.get("traceparent", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None

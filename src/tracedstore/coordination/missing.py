@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tracedstore.coordination.protocol import Keys, signature, signatures
+from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
 from tracedstore.core.identity import bottom_of
 
 # A check has all its keys in one request; this keeps requests small.
@@ -34,6 +34,7 @@ class Arrivals:
         times: When they arrived, in seconds since the epoch, where that is known.
         signed_twice: Ranks that arrived more than once.
         unidentified: Arrivals that no name belongs to: plain torch's, mostly.
+        traceparent: The trace of the first to arrive, "" if it left none.
     """
 
     count: int
@@ -41,21 +42,24 @@ class Arrivals:
     times: dict[int, float]
     signed_twice: tuple[int, ...]
     unidentified: int
+    traceparent: str = ""
 
     def missing(self, world_size: int) -> tuple[int, ...]:
         """List the ranks that are not among those named."""
         return tuple(rank for rank in range(world_size) if rank not in self.ranks)
 
 
-def sign(store: Any, keys: Keys, rank: int) -> None:
-    """Write down that a rank arrived, for those that look."""
+def sign(store: Any, keys: Keys, rank: int) -> bool:
+    """Write down that a rank arrived, and tell whether that went into the ledger."""
     if store.has_extended_api():
         # On a TCPStore nobody waits for an answer to this.
         store.append(keys.ledger, signature(rank, time.time()))
-    elif store.add(keys.trace(rank), 1) > 1:
+        return True
+    if store.add(keys.trace(rank), 1) > 1:
         # torch only asks whether that key is there, so it can count as well.
         store.add(keys.repeats, 1)
         store.set(keys.again(rank), "")
+    return False
 
 
 def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
@@ -63,7 +67,8 @@ def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
     # The count first: who arrives between the two reads is then named and not
     # counted, instead of counted and accused.
     count: int = store.add(keys.num_members, 0)
-    signed = list(_ledger(store, keys))
+    ledger = read_ledger(store, keys)
+    signed = list(ledger.signatures())
     often = Counter(rank for rank, _ in signed)
     named = set(often)
     if count > len(signed):
@@ -85,12 +90,44 @@ def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
         times=times,
         signed_twice=tuple(sorted(twice)),
         unidentified=max(0, count - len(named) - repeats),
+        traceparent=leader(store, keys, ledger),
     )
 
 
-def _ledger(store: Any, keys: Keys) -> Iterator[tuple[int, float]]:
-    if store.check([keys.ledger]):
-        yield from signatures(store.get(keys.ledger))
+def read_ledger(store: Any, keys: Keys, *, signed: bool = False) -> Ledger:
+    """Read what those that arrived wrote, if anybody did.
+
+    Args:
+        store: Where to read it.
+        keys: Of which barrier.
+        signed: The caller did, so there is a ledger, and nobody has to ask.
+    """
+    there = signed or store.check([keys.ledger])
+    return Ledger(store.get(keys.ledger)) if there else Ledger()
+
+
+def signed_twice(store: Any, keys: Keys, ledger: Ledger) -> bool:
+    """Tell whether some rank did, in one round trip at most."""
+    if ledger.entries:
+        signed = [rank for rank, _ in ledger.signatures()]
+        return len(set(signed)) < len(signed)
+    return bool(store.check([keys.repeats]))
+
+
+def lead(store: Any, keys: Keys, traceparent: str) -> None:
+    """Leave the trace of the first to arrive, for the others to join."""
+    if store.has_extended_api():
+        store.append(keys.ledger, spelled(traceparent))
+    else:
+        store.set(keys.traceparent, traceparent)
+
+
+def leader(store: Any, keys: Keys, ledger: Ledger) -> str:
+    """Find the trace of the first to arrive, "" if it left none."""
+    if store.has_extended_api() or not store.check([keys.traceparent]):
+        return ledger.traceparent()
+    written: bytes = store.get(keys.traceparent)
+    return written.decode("ascii", "replace")
 
 
 def _traced(store: Any, keys: Keys, ranks: Sequence[int]) -> set[int]:

@@ -4,6 +4,7 @@ The first four are torch's own (``torch/distributed/elastic/utils/store.py``), s
 traced and plain ranks meet in one barrier; the others only we read.
 """
 
+import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Keys:
         return f"{self.prefix}/ARRIVALS"
 
     @property
+    def traceparent(self) -> str:
+        """The trace of the first to arrive; without a ledger, which has it else."""
+        return f"{self.prefix}/TRACEPARENT"
+
+    @property
     def repeats(self) -> str:
         """How many arrivals were not the first of their rank; without a ledger."""
         return f"{self.prefix}/REPEATS"
@@ -54,8 +60,40 @@ class Keys:
         return f"{self.prefix}/MISSING"
 
 
-# One signature: rank, and when it arrived, in seconds since the epoch.
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What the last one to arrive said; plain torch's says nothing.
+
+    Attributes:
+        rank: Which it was.
+        traceparent: The trace that all ranks share.
+    """
+
+    rank: int | None = None
+    traceparent: str = ""
+
+    def to_json(self) -> str:
+        """Write it, for the others."""
+        return json.dumps({"rank": self.rank, "traceparent": self.traceparent})
+
+    @classmethod
+    def from_bytes(cls, written: bytes) -> "Last":
+        """Read it, or nothing where something else stands there."""
+        try:
+            found = json.loads(written)
+            rank, traceparent = found["rank"], found["traceparent"]
+        except (ValueError, TypeError, KeyError):
+            return cls()
+        return cls(rank if isinstance(rank, int) else None, str(traceparent))
+
+
+# One entry of the ledger: a rank, and when it arrived, in seconds since the epoch.
 _SIGNATURE = struct.Struct(">Id")
+# No rank is this high: entries from here on spell, piece by piece, the traceparent of
+# the first to arrive, so that one read tells all.
+_SPELLED = 0xFFFFFFF0
+_PIECE = struct.Struct(">I8s")
+_PIECES = 7  # of eight characters, for a traceparent's 55
 
 
 def signature(rank: int, arrived: float) -> bytes:
@@ -63,7 +101,37 @@ def signature(rank: int, arrived: float) -> bytes:
     return _SIGNATURE.pack(rank, arrived)
 
 
-def signatures(ledger: bytes) -> Iterator[tuple[int, float]]:
-    """Read the signatures of a ledger; a torn one at the end is left out."""
-    whole = len(ledger) - len(ledger) % _SIGNATURE.size
-    yield from _SIGNATURE.iter_unpack(ledger[:whole])
+def spelled(traceparent: str) -> bytes:
+    """Write a traceparent, as entries for the ledger."""
+    text = traceparent.encode()
+    pieces = (text[8 * n : 8 * n + 8] for n in range(_PIECES))
+    return b"".join(_PIECE.pack(_SPELLED + n, piece) for n, piece in enumerate(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What those that arrived wrote; a torn entry at the end is left out."""
+
+    entries: bytes = b""
+
+    def signatures(self) -> Iterator[tuple[int, float]]:
+        """Read who signed, and when, in the order in which they did."""
+        whole = len(self.entries) - len(self.entries) % _SIGNATURE.size
+        for rank, arrived in _SIGNATURE.iter_unpack(self.entries[:whole]):
+            if rank < _SPELLED:
+                yield rank, arrived
+
+    def traceparent(self) -> str:
+        """Read the trace of the first to arrive, "" if it left none."""
+        # Found without unpacking: the last to arrive has everybody waiting. Pieces
+        # of one traceparent are written at once, so they stand together.
+        mark = _SPELLED.to_bytes(4)
+        start = self.entries.find(mark)
+        while start >= 0 and start % _PIECE.size:
+            start = self.entries.find(mark, start + 1)
+        end = start + _PIECES * _PIECE.size
+        if start < 0 or end > len(self.entries):
+            return ""
+        spelt = self.entries[start:end]
+        text = b"".join(piece for _, piece in _PIECE.iter_unpack(spelt))
+        return text.rstrip(b"\0").decode("ascii", "replace")

@@ -52,6 +52,9 @@ class Recorder:
         emit: Writes an event, by its name and fields.
         set_up: Sets the telemetry up, unless it is.
         detailed: Whether anybody reads events of debug level.
+        tracing: Whether anybody takes spans.
+        start_span: Starts a span, by its name; what it gives is OpenTelemetry's.
+        flush: Has spans exported, within so many seconds.
     """
 
     # After a round trip to a server the caches are cold, and what a call costs is the
@@ -69,9 +72,12 @@ class Recorder:
         "emit",
         "families",
         "failures",
+        "flush",
         "observers",
         "series",
         "set_up",
+        "start_span",
+        "tracing",
     )
 
     def __init__(self) -> None:
@@ -80,6 +86,9 @@ class Recorder:
         self.emit: Callable[..., None] = _nobody
         self.detailed: Callable[[], bool] = bool
         self.set_up: Callable[[], None] = _nothing
+        self.tracing: Callable[[], bool] = bool
+        self.start_span: Callable[..., Any] = _nobody
+        self.flush: Callable[[float], None] = _nothing
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
         self.slow_ns = 10_000_000
@@ -204,11 +213,11 @@ def _count_attempts(cell: Cell, probe: Probe) -> Attempts:
     return attempts
 
 
-def _nothing() -> None:
+def _nothing(*_args: Any) -> None:
     pass
 
 
-def _nobody(_event: str, **_fields: Any) -> None:
+def _nobody(_what: str, **_facts: Any) -> None:
     """Tell nobody, while nothing is set up."""
 
 

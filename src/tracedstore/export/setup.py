@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -93,6 +93,9 @@ class _Telemetry:
         RECORDER.failures.report = self._events.report_failure
         RECORDER.emit = self._events.emit
         RECORDER.detailed = self._events.detailed
+        RECORDER.flush = self.flush
+        RECORDER.start_span = self._spans.start
+        RECORDER.tracing = self._tracing
         RECORDER.observers.set(self._observers)
         if self._watch is not None:
             # The watch starts with the first call, here and in a forked child.
@@ -109,6 +112,30 @@ class _Telemetry:
         except Exception as error:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.on = not settings.disabled
+
+    def _tracing(self) -> bool:
+        on = RECORDER.on and self._settings.spans != "off"
+        return on and self._spans.wanted()
+
+    def flush(self, timeout: float) -> None:
+        """Have spans exported; return in time, exported or not."""
+        _in_time(self._flush, timeout)
+
+    def end(self, timeout: float) -> None:
+        """Have spans exported, and end what was set up for them, in time."""
+        _in_time(self._end, timeout)
+
+    def _flush(self, timeout: float) -> None:
+        provider = self.own_provider or self.provider or trace.get_tracer_provider()
+        # The API has no force_flush, the SDK's provider does.
+        force_flush = getattr(provider, "force_flush", None)
+        if force_flush is not None:
+            force_flush(int(timeout * 1000))
+
+    def _end(self, timeout: float) -> None:
+        self._flush(timeout)
+        if self.own_provider is not None:
+            self.own_provider.shutdown()
 
     def stop(self, timeout: float) -> None:
         """Switch off; what was counted stays counted."""
@@ -238,16 +265,7 @@ def shutdown(timeout: float = 5.0) -> None:
         if ended is None:
             return
         ended.stop(timeout)
-    # Exporters are known to take their own time, whatever they are told.
-    flushing = threading.Thread(
-        target=_flush, args=(ended, timeout), name="tracedstore-flush", daemon=True
-    )
-    try:
-        flushing.start()
-    except RuntimeError:  # too many of them, or the interpreter is on its way out
-        _flush(ended, timeout)
-    else:
-        flushing.join(timeout)
+    ended.end(timeout)
 
 
 def in_flight() -> list[inflight.InFlight]:
@@ -255,17 +273,22 @@ def in_flight() -> list[inflight.InFlight]:
     return inflight.in_flight(RECORDER)
 
 
-def _flush(ended: _Telemetry, timeout: float) -> None:
-    provider = ended.own_provider or ended.provider or trace.get_tracer_provider()
+def _in_time(export: Callable[[float], None], timeout: float) -> None:
+    """Export, for so long at most: exporters do not always end when told to."""
+
+    def safely() -> None:
+        try:
+            export(timeout)
+        except Exception as error:
+            RECORDER.failures.add(names.SPANS, error)
+
+    exporting = threading.Thread(target=safely, name="tracedstore-flush", daemon=True)
     try:
-        # The API has no force_flush, the SDK's provider does.
-        force_flush = getattr(provider, "force_flush", None)
-        if force_flush is not None:
-            force_flush(int(timeout * 1000))
-        if ended.own_provider is not None:
-            ended.own_provider.shutdown()
-    except Exception as error:
-        RECORDER.failures.add(names.SPANS, error)
+        exporting.start()
+    except RuntimeError:  # too many of them, or the interpreter is on its way out
+        safely()
+    else:
+        exporting.join(timeout)
 
 
 def _budget(settings: Settings) -> Budget:

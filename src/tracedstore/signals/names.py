@@ -169,6 +169,15 @@ RUN_ID: Final = "tracedstore.run_id"
 RANK: Final = "tracedstore.rank"
 LOCAL_RANK: Final = "tracedstore.local_rank"
 WORLD_SIZE: Final = "tracedstore.world_size"
+BARRIER_PREFIX: Final = "tracedstore.barrier.prefix"
+BARRIER_RESULT: Final = "tracedstore.barrier.result"
+BARRIER_PLACE: Final = "tracedstore.barrier.place"
+BARRIER_ARRIVAL: Final = "tracedstore.barrier.arrival_seconds"
+BARRIER_LAST_RANK: Final = "tracedstore.barrier.last_rank"
+BARRIER_ARRIVED_COUNT: Final = "tracedstore.barrier.arrived_count"
+BARRIER_MISSING_COUNT: Final = "tracedstore.barrier.missing_count"
+BARRIER_MISSING_RANKS: Final = "tracedstore.barrier.missing_ranks"
+BARRIER_MISSING_TEXT: Final = "tracedstore.barrier.missing"
 ATTRIBUTES: Final = {
     KEY: "The key, cut at 256 characters.",
     KEYS: "The first 16 keys of a call that takes several.",
@@ -179,10 +188,22 @@ ATTRIBUTES: Final = {
     ETCD_REQUESTS: "EtcdStore: requests the call made to etcd.",
     ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that ended without news.",
     RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
-    RANK: "The rank, from `RANK`.",
+    RANK: "The rank, from `RANK`; of a barrier, the one it was given.",
     LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
-    WORLD_SIZE: "How many ranks there are, from `WORLD_SIZE`.",
+    WORLD_SIZE: "How many ranks there are, from `WORLD_SIZE`; likewise.",
+    BARRIER_PREFIX: "Barrier: its key prefix.",
+    BARRIER_RESULT: "Barrier: `completed`, `timeout` or `failed`.",
+    BARRIER_PLACE: "Barrier: this rank was the so-manieth to arrive, from 1 on.",
+    BARRIER_ARRIVAL: "Barrier: seconds until the store had counted this rank.",
+    BARRIER_LAST_RANK: "Barrier, completed: the rank that came last.",
+    BARRIER_ARRIVED_COUNT: "Barrier, timeout: how many ranks arrived.",
+    BARRIER_MISSING_COUNT: "Barrier, timeout: how many ranks are missing.",
+    BARRIER_MISSING_RANKS: "Barrier, timeout: the first 64 of them.",
+    BARRIER_MISSING_TEXT: "Barrier, timeout: all of them, in ranges and by host.",
 }
+
+# In the context while a barrier makes Store calls, which its own span stands for.
+TOLD_BY_BARRIER: Final = "tracedstore.told-by-barrier"
 
 OPERATION_SLOW: Final = "store.operation.slow"
 OPERATION_FAILED: Final = "store.operation.failed"

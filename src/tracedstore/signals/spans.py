@@ -4,7 +4,7 @@ A leaf call needs no current span while it runs, so the fast path pays nothing: 
 span is started with the call's start time and ended with its end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opentelemetry import context, trace
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
@@ -60,7 +60,7 @@ class Spans:
         ):
             return
         tracer = self._current_tracer()
-        if tracer is None:
+        if tracer is None or context.get_value(names.TOLD_BY_BARRIER):
             return
         if context.get_value(_SUPPRESS_INSTRUMENTATION_KEY):
             self.suppressed_by_caller += 1
@@ -79,6 +79,33 @@ class Spans:
         if found.is_valid and found.trace_flags.sampled:
             operation.trace_id = trace.format_trace_id(found.trace_id)
             operation.span_id = trace.format_span_id(found.span_id)
+
+    def wanted(self) -> bool:
+        """Tell whether anybody takes spans now."""
+        return self._current_tracer() is not None and not context.get_value(
+            _SUPPRESS_INSTRUMENTATION_KEY
+        )
+
+    def start(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, AttributeValue],
+        started_ns: int,
+        parent: context.Context | None,
+        links: Sequence[trace.Link] = (),
+    ) -> trace.Span | None:
+        """Start the span of something that is made of many calls."""
+        tracer = self._current_tracer()
+        if tracer is None:
+            return None
+        return tracer.start_span(
+            name,
+            context=parent,
+            attributes=self._process | dict(attributes),
+            start_time=started_ns,
+            links=links,
+        )
 
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given or trace.get_tracer_provider()
