@@ -26,6 +26,13 @@ class TestLoad:
             contended_after=5,
             log_format="auto",
             tracing=False,
+            http_port=None,
+            http_host="127.0.0.1",
+            http_token=None,
+            http_basic_auth=None,
+            http_cert=None,
+            http_key=None,
+            http_client_ca=None,
         )
 
     def test_keyword_wins_over_environment(self) -> None:
@@ -51,6 +58,9 @@ class TestLoad:
             ("LOG_FORMAT", "xml", "one of auto, json, console, off"),
             ("DISABLED", "maybe", "true or false (also 1, yes, on; 0, no, off)"),
             ("TRACING", "2", "true or false (also 1, yes, on; 0, no, off)"),
+            ("HTTP_PORT", "http", "a port number, 0 to 65535; 0 for any that is free"),
+            ("HTTP_PORT", "65536", "a port number, 0 to 65535; 0 for any that is free"),
+            ("HTTP_HOST", " ", "a text that is not empty"),
         ],
     )
     def test_bad_values(self, name: str, value: str, accepted: str) -> None:
@@ -66,8 +76,19 @@ class TestLoad:
         """configure() takes each by name and refuses nonsense."""
         nonsense: dict[str, Any] = {setting: object()}
 
-        with pytest.raises(ConfigurationError, match=f"^{setting} is <object"):
+        with pytest.raises(ConfigurationError, match=f"^{setting} is (<object|not)"):
             tracedstore.configure(**nonsense)
+
+    def test_secrets_are_not_shown(self) -> None:
+        """Neither where a value cannot be used, nor where settings are printed."""
+        with pytest.raises(ConfigurationError) as raised:
+            Settings.load({"http_basic_auth": "hunter2"}, {})
+        settings = Settings(http_token="hunter2", http_basic_auth="me:hunter2")
+
+        assert str(raised.value) == (
+            "http_basic_auth is not shown here; accepted is user:password"
+        )
+        assert "hunter2" not in repr(settings)
 
     def test_wrap_refuses_a_bad_environment(
         self, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tracedstore.coordination.decoders import Decoder
-from tracedstore.coordination.missing import listing
+from tracedstore.coordination.missing import beside, listing
 from tracedstore.core.identity import ProcessIdentity
 
 # One line a rank, appended; or one key a rank, where a store cannot append.
@@ -34,7 +34,7 @@ class RankInfo:
         pid: In which process.
         local_rank: Its rank on that machine, where known.
         world_size: How many ranks there are.
-        metrics: Where its metrics can be had, where they can.
+        metrics: The address of its metrics, where it serves them.
         started: When it registered, in seconds since the epoch.
     """
 
@@ -47,19 +47,47 @@ class RankInfo:
     started: float
 
 
-# The ranks that this process has registered, by store. Weak: a store that is gone
-# needs no entry, and its address may be another's.
-_registered: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+# The ranks that this process has registered, by store, and the world size of each.
+# Weak: a store that is gone needs no entry, and its address may be another's.
+_registered: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
+# Where this process's metrics can be had.
+_metrics: str | None = None
 
 
-def register(
-    store: Any, rank: int, world_size: int, metrics: str | None = None
-) -> None:
+def register(store: Any, rank: int, world_size: int) -> None:
     """Write down who this is, once a store."""
-    known = _registered.setdefault(store, set())
-    if rank in known:
-        return
-    known.add(rank)
+    known = _registered.setdefault(store, {})
+    if rank not in known:
+        known[rank] = world_size
+        _write(store, rank, world_size)
+
+
+def serve_at(metrics: str | None) -> None:
+    """Register with an address from now on, and where that was done before, anew."""
+    global _metrics  # noqa: PLW0603 - a process has one
+    _metrics = metrics
+    if metrics is not None:
+        for store, known in list(_registered.items()):
+            for rank, world_size in known.items():
+                with beside(store) as free:
+                    _write(free, rank, world_size)
+
+
+def stores() -> list[tuple[Any, int]]:
+    """List the stores this process registered in, with their world sizes."""
+    return [
+        (store, max(known.values()))
+        for store, known in list(_registered.items())
+        if known
+    ]
+
+
+def forget() -> None:
+    """Register anew, as a forked child must, which is another process."""
+    _registered.clear()
+
+
+def _write(store: Any, rank: int, world_size: int) -> None:
     identity = ProcessIdentity.from_environment(os.environ)
     info = RankInfo(
         rank=rank,
@@ -67,7 +95,7 @@ def register(
         pid=os.getpid(),
         local_rank=identity.local_rank,
         world_size=world_size,
-        metrics=metrics,
+        metrics=_metrics,
         started=time.time(),
     )
     line = json.dumps(asdict(info))
@@ -75,11 +103,6 @@ def register(
         store.append(REGISTRY, line + "\n")
     else:
         store.set(f"{REGISTRY}/{rank}", line)
-
-
-def forget() -> None:
-    """Register anew, as a forked child must, which is another process."""
-    _registered.clear()
 
 
 def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:

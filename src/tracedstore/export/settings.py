@@ -57,6 +57,31 @@ def _count(least: int) -> Callable[[Any], int]:
     return parse
 
 
+def _port(value: Any) -> int:
+    accepted = "a port number, 0 to 65535; 0 for any that is free"
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(accepted) from None
+    if not 0 <= number <= 65535:  # noqa: PLR2004
+        raise ValueError(accepted)
+    return number
+
+
+def _text(value: Any) -> str:
+    text = str(value).strip() if isinstance(value, (str, os.PathLike)) else ""
+    if not text:
+        raise ValueError("a text that is not empty")
+    return text
+
+
+def _user_and_password(value: Any) -> str:
+    user, _, password = str(value).strip().partition(":")
+    if not (user and password):
+        raise ValueError("user:password")
+    return f"{user}:{password}"
+
+
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("0", "false", "no", "off", "")
 
@@ -68,8 +93,10 @@ def _switch(value: Any) -> bool:
     return text in _TRUE
 
 
-def _setting(default: Any, parse: Callable[[Any], Any]) -> Any:
-    return field(default=default, metadata={"parse": parse})
+def _setting(default: Any, parse: Callable[[Any], Any], *, secret: bool = False) -> Any:
+    return field(
+        default=default, repr=not secret, metadata={"parse": parse, "secret": secret}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +117,17 @@ class Settings:
             ``console``; ``off`` for no events at all.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
+        http_port: Serve metrics over HTTP from this port on: the local rank is
+            added, and the next free one is taken; 0 for any. Without it nothing
+            is served.
+        http_host: The address to listen at; ``0.0.0.0`` for all of them.
+        http_token: A token that clients must bear.
+        http_basic_auth: A user and password that clients may give instead,
+            ``user:password``.
+        http_cert: The file with the certificate, to serve HTTPS.
+        http_key: The file with its key, where it is not in the same file.
+        http_client_ca: The file with the authorities that clients' certificates
+            must be signed by.
     """
 
     disabled: bool = _setting(False, _switch)
@@ -101,6 +139,13 @@ class Settings:
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     tracing: bool = _setting(False, _switch)
+    http_port: int | None = _setting(None, _port)
+    http_host: str = _setting("127.0.0.1", _text)
+    http_token: str | None = _setting(None, _text, secret=True)
+    http_basic_auth: str | None = _setting(None, _user_and_password, secret=True)
+    http_cert: str | None = _setting(None, _text)
+    http_key: str | None = _setting(None, _text)
+    http_client_ca: str | None = _setting(None, _text)
 
     @classmethod
     def load(
@@ -119,7 +164,8 @@ class Settings:
             try:
                 values[setting.name] = setting.metadata["parse"](value)
             except ValueError as accepted:
+                said = "not shown here" if setting.metadata["secret"] else repr(value)
                 raise ConfigurationError(
-                    f"{name} is {value!r}; accepted is {accepted}"
+                    f"{name} is {said}; accepted is {accepted}"
                 ) from None
         return cls(**values)

@@ -9,13 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from tracedstore.coordination import barrier
+from tracedstore.coordination import barrier, ranks
 from tracedstore.core import recording
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
@@ -23,6 +24,7 @@ from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import thread_names
+from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.signals import inflight, names
 from tracedstore.signals.events import Events
@@ -48,6 +50,10 @@ class _Telemetry:
         more_observers: Iterable[Observer],
     ) -> None:
         identity = ProcessIdentity.from_environment(os.environ)
+        # Whether it can be used is known before what was set up before is stopped.
+        access = access_of(settings)
+        self._serve = partial(Endpoint, settings, access, registry, identity)
+        self._endpoint: Endpoint | None = None
         self.provider = provider
         self.own_provider: SDKTracerProvider | None = None
         if settings.tracing and provider is None:
@@ -112,6 +118,16 @@ class _Telemetry:
         except Exception as error:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.on = not settings.disabled
+        if settings.http_port is not None and not settings.disabled:
+            self._start_endpoint()
+
+    def _start_endpoint(self) -> None:
+        try:
+            self._endpoint = self._serve()
+            self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
+            ranks.serve_at(self._endpoint.url)
+        except Exception as error:
+            RECORDER.failures.add(names.ENDPOINT, error)
 
     def _tracing(self) -> bool:
         on = RECORDER.on and self._settings.spans != "off"
@@ -142,6 +158,9 @@ class _Telemetry:
         RECORDER.on = False
         RECORDER.tallies.on_first_call = None
         RECORDER.observers.set(())
+        if self._endpoint is not None:
+            self._endpoint.stop(timeout)
+            ranks.serve_at(None)
         if self._watch is not None:
             self._watch.stop(timeout)
         with suppress(KeyError):  # it is not there if registering failed
@@ -152,6 +171,9 @@ class _Telemetry:
         self._spans.suppressed_by_caller = 0
         self._metrics.forget()
         self._events.after_fork()
+        if self._endpoint is not None:
+            self._endpoint.after_fork()
+            self._endpoint = None
         if self._watch is not None:
             self._watch.after_fork()
         RECORDER.forget()
@@ -183,6 +205,13 @@ def configure(
     contended_after: int | None = None,
     log_format: str | None = None,
     tracing: bool | None = None,
+    http_port: int | None = None,
+    http_host: str | None = None,
+    http_token: str | None = None,
+    http_basic_auth: str | None = None,
+    http_cert: str | None = None,
+    http_key: str | None = None,
+    http_client_ca: str | None = None,
 ) -> None:
     """Set up the telemetry of this process, or set it up anew.
 
@@ -206,25 +235,21 @@ def configure(
         log_format: ``auto``, ``json``, ``console`` or ``off``.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
+        http_port: Serve metrics over HTTP from this port on; 0 for any.
+        http_host: The address to listen at, instead of loopback.
+        http_token: A token that clients must bear.
+        http_basic_auth: ``user:password`` that clients may give instead.
+        http_cert: The file with the certificate, to serve HTTPS.
+        http_key: The file with its key.
+        http_client_ca: The file with the authorities of clients' certificates.
 
     Raises:
         ConfigurationError: A setting has a value that cannot be used. What was set
             up before stays.
     """
+    given = locals()  # a setting is a keyword of the same name
     global _telemetry  # noqa: PLW0603 - one telemetry a process
-    settings = Settings.load(
-        {
-            "disabled": disabled,
-            "spans": spans,
-            "span_rate": span_rate,
-            "span_burst": span_burst,
-            "slow_after": slow_after,
-            "stall_after": stall_after,
-            "contended_after": contended_after,
-            "log_format": log_format,
-            "tracing": tracing,
-        }
-    )
+    settings = Settings.load(given)
     with _lock:
         replacement = _Telemetry(
             settings,

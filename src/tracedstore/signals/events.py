@@ -35,6 +35,7 @@ LEVELS: Final = {
     names.BARRIER_FAILED: "error",
     names.BARRIER_STALE_KEY: "warning",
     names.TELEMETRY_DISABLED: "error",
+    names.TELEMETRY_SERVING: "info",
 }
 
 Place = tuple[str, ...]

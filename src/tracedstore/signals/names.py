@@ -154,7 +154,16 @@ METRICS_OBSERVER: Final = "metrics"
 EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
-OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT, BARRIERS)
+ENDPOINT: Final = "endpoint"
+OBSERVERS: Final = (
+    RECORDING,
+    SPANS,
+    METRICS_OBSERVER,
+    EVENTS,
+    INFLIGHT,
+    BARRIERS,
+    ENDPOINT,
+)
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
 KEY: Final = "tracedstore.key"
@@ -215,6 +224,7 @@ BARRIER_TIMEOUT: Final = "barrier.timeout"
 BARRIER_FAILED: Final = "barrier.failed"
 BARRIER_STALE_KEY: Final = "barrier.stale_key"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
+TELEMETRY_SERVING: Final = "telemetry.serving"
 EVENT_NAMES: Final = (
     OPERATION_SLOW,
     OPERATION_FAILED,
@@ -226,4 +236,5 @@ EVENT_NAMES: Final = (
     BARRIER_FAILED,
     BARRIER_STALE_KEY,
     TELEMETRY_DISABLED,
+    TELEMETRY_SERVING,
 )

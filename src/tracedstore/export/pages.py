@@ -1,0 +1,111 @@
+"""What the HTTP endpoint of a process has to show."""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from tracedstore.coordination import ranges
+from tracedstore.core.barriers import Stalled
+from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core.recorder import RECORDER
+from tracedstore.export.discovery import targets
+from tracedstore.export.server import Answer, Page
+from tracedstore.signals import names
+from tracedstore.signals.inflight import in_flight
+
+# Seconds for which an answer is good enough: whoever asks more often gets the last.
+_METRICS_HOLD = 0.5
+_TARGETS_HOLD = 5.0
+# Seconds that a request waits for another one that is being answered.
+_PATIENCE = 4.0
+
+
+def pages(registry: CollectorRegistry, identity: ProcessIdentity) -> Mapping[str, Page]:
+    """Give the pages of this process, by their paths."""
+
+    def metrics(accept: str) -> Answer:
+        encode, content_type = choose_encoder(accept)
+        return Answer(encode(registry), content_type)
+
+    def health(_accept: str) -> Answer:
+        return Answer(b"ok\n")
+
+    def flight(_accept: str) -> Answer:
+        return _json(snapshot(identity))
+
+    def discovery(_accept: str) -> Answer:
+        return _json(targets(identity.run_id))
+
+    return {
+        "/metrics": _Held(metrics, _METRICS_HOLD),
+        "/healthz": health,
+        "/inflight": _Held(flight, _METRICS_HOLD),
+        "/sd": _Held(discovery, _TARGETS_HOLD),
+    }
+
+
+def snapshot(identity: ProcessIdentity) -> dict[str, Any]:
+    """Tell what this process is blocked on now."""
+    return {
+        **identity.fields(),
+        "in_flight": [asdict(call) for call in in_flight(RECORDER)],
+        "barriers": [_stalled(one) for one in RECORDER.barriers.now_stalled()],
+    }
+
+
+def _stalled(barrier: Stalled) -> dict[str, Any]:
+    return {
+        "barrier": barrier.family,
+        "arrived_count": barrier.arrived,
+        "missing_ranks": list(barrier.missing),
+        "missing_names": list(barrier.missing.values()),
+        "missing": ranges.fold(tuple(barrier.missing)),
+        "possibly_missing_count": barrier.possible,
+    }
+
+
+def _json(found: Any) -> Answer:
+    return Answer(json.dumps(found).encode() + b"\n", "application/json")
+
+
+class _Held:
+    """A page that is made once at a time, and kept for a moment.
+
+    So a client that asks all the time costs no more than one that asks now and then,
+    and one that is stuck (the store does not answer) holds up one thread.
+    """
+
+    def __init__(self, page: Page, seconds: float) -> None:
+        self._page = page
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[float, Answer]] = {}
+
+    def __call__(self, accept: str) -> Answer:
+        if not self._lock.acquire(timeout=_PATIENCE):
+            return Answer(b"busy\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        try:
+            return self._current(accept)
+        except Exception as error:
+            RECORDER.failures.add(names.ENDPOINT, error)
+            return Answer(b"failed\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        finally:
+            self._lock.release()
+
+    def _current(self, accept: str) -> Answer:
+        now = time.monotonic()
+        made, answer = self._kept.get(accept, (None, None))
+        if answer is None or made is None or now - made > self._seconds:
+            answer = self._page(accept)
+            # As many different headers as there are clients, and clients may be odd.
+            if len(self._kept) >= 8:  # noqa: PLR2004
+                self._kept.clear()
+            self._kept[accept] = (time.monotonic(), answer)
+        return answer

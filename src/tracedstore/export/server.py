@@ -1,0 +1,247 @@
+"""An HTTP server that a slow, stuck or hostile client cannot make expensive.
+
+It lives inside somebody's training job, so everything is bounded: connections at a
+time and a second, bytes of a request, and the time that one may take. What is over a
+bound is closed without an answer.
+"""
+
+import errno
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer
+from typing import Any, BinaryIO, cast
+
+_MOST_CONNECTIONS = 8
+# Seconds between two connections, which is what bounds the processor time.
+_PACE = 0.004
+# Bytes of a request line and its headers together.
+_MOST_BYTES = 16 * 1024
+# Seconds for one piece of a request, and for all of it with its answer.
+_PIECE_WITHIN = 5.0
+_DONE_WITHIN = 15.0
+# Ports that are tried, from the one that was asked for.
+_MOST_PORTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is sent back."""
+
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+# Makes an answer, from the Accept header of the request.
+Page = Callable[[str], Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may have what, and how it is carried.
+
+    Attributes:
+        tls: For HTTPS, and for client certificates if it asks for them.
+        credentials: What the Authorization header must be; None for anything.
+        open_pages: Paths that need no credentials.
+    """
+
+    tls: ssl.SSLContext | None = None
+    credentials: Callable[[str], bool] | None = None
+    open_pages: frozenset[str] = frozenset()
+
+
+class Server:
+    """Serves pages in threads of its own, until it is stopped.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(
+        self, pages: Mapping[str, Page], host: str, port: int, access: Access
+    ) -> None:
+        """Listen, on the next free port if this one is taken.
+
+        Raises:
+            OSError: There is none, or the host is not this machine's.
+        """
+        self._listener = _listen(pages, host, port, access)
+        self.port: int = self._listener.server_address[1]
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, name="tracedstore-http", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Listen no longer; requests under way end by their own bound."""
+        self._listener.stopping = True
+        # Waits for the thread, which a process that ends may not have any more.
+        stopping = threading.Thread(target=self._listener.shutdown, daemon=True)
+        with suppress(RuntimeError):
+            stopping.start()
+            stopping.join(timeout)
+        self._listener.server_close()
+
+    def after_fork(self) -> None:
+        """Let go of the port, which is the parent's."""
+        self._listener.socket.close()
+
+
+def _listen(
+    pages: Mapping[str, Page], host: str, port: int, access: Access
+) -> "_Listener":
+    tries = [0] if port == 0 else range(port, min(port + _MOST_PORTS, 65536))
+    for number in tries:
+        try:
+            return _Listener(pages, host, number, access)
+        except OSError as error:
+            taken = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    raise taken
+
+
+class _Listener(TCPServer):
+    # Others may not take a port that is in use; this only skips the pause after one
+    # was closed.
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def __init__(
+        self, pages: Mapping[str, Page], host: str, port: int, access: Access
+    ) -> None:
+        self.pages = pages
+        self.access = access
+        self.stopping = False
+        self._open: dict[int, tuple[float, socket.socket]] = {}
+        self._lock = threading.Lock()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, or close it if there are enough."""
+        time.sleep(_PACE)
+        with self._lock:
+            full = len(self._open) >= _MOST_CONNECTIONS
+            if not full:
+                self._open[id(request)] = (time.monotonic(), request)
+        if full:
+            self.shutdown_request(request)
+            return
+        threading.Thread(
+            target=self._serve,
+            args=(request, client_address),
+            name="tracedstore-http-request",
+            daemon=True,
+        ).start()
+
+    def service_actions(self) -> None:
+        """Cut off those that take too long; called twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for began, connection in self._open.values():
+                if now - began > _DONE_WITHIN:
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, request: socket.socket, client_address: Any) -> None:
+        key = id(request)
+        connection = request
+        try:
+            request.settimeout(_PIECE_WITHIN)
+            if self.access.tls is not None:
+                connection = secured = self.access.tls.wrap_socket(
+                    request, server_side=True, do_handshake_on_connect=False
+                )
+                with self._lock:
+                    began, _ = self._open[key]
+                    self._open[key] = (began, secured)
+                secured.do_handshake()
+            self.finish_request(connection, client_address)
+        except Exception:  # noqa: S110
+            # Gone, too slow, too long, or not speaking TLS or HTTP: the client's
+            # affair, and no reason to write to the job's standard error.
+            pass
+        finally:
+            with self._lock:
+                self._open.pop(key, None)
+            self.shutdown_request(connection)
+
+    def server_close(self) -> None:
+        """Close the port, and what is open."""
+        super().server_close()
+        with self._lock:
+            for _, connection in self._open.values():
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Listener
+    server_version = "tracedstore"
+    sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast("Any", _Limited(cast("Any", self.rfile)))
+
+    def do_GET(self) -> None:
+        """Answer."""
+        access = self.server.access
+        path = self.path.partition("?")[0]
+        page = self.server.pages.get(path)
+        given = self.headers.get("Authorization", "")
+        if path not in access.open_pages and not (
+            access.credentials is None or access.credentials(given)
+        ):
+            self._send(Answer(b"credentials needed\n", status=HTTPStatus.UNAUTHORIZED))
+        elif page is None:
+            known = "\n".join(sorted(self.server.pages))
+            self._send(
+                Answer(f"there is:\n{known}\n".encode(), status=HTTPStatus.NOT_FOUND)
+            )
+        else:
+            self._send(page(self.headers.get("Accept", "")))
+
+    do_HEAD = do_GET  # noqa: N815 - likewise
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Bearer, Basic realm="tracedstore"')
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def log_message(self, *_args: Any) -> None:
+        """Say nothing: standard error is the job's."""
+
+
+class _Limited:
+    """A stream that ends in an error after so many bytes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._left = _MOST_BYTES
+
+    def readline(self, most: int = -1) -> bytes:
+        line = self._stream.readline(min(most, self._left) if most > 0 else self._left)
+        self._left -= len(line)
+        if self._left <= 0:
+            raise ConnectionAbortedError("the request is too long")
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
