@@ -35,6 +35,7 @@ class RankInfo:
         local_rank: Its rank on that machine, where known.
         world_size: How many ranks there are.
         metrics: Where its metrics can be had, where they can.
+        answers: Where it says what it is doing, as host:port, where it does.
         started: When it registered, in seconds since the epoch.
     """
 
@@ -44,6 +45,7 @@ class RankInfo:
     local_rank: int | None = None
     world_size: int
     metrics: str | None = None
+    answers: str | None = None
     started: float
 
 
@@ -53,7 +55,11 @@ _registered: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
 def register(
-    store: Any, rank: int, world_size: int, metrics: str | None = None
+    store: Any,
+    rank: int,
+    world_size: int,
+    metrics: str | None = None,
+    answers: str | None = None,
 ) -> None:
     """Write down who this is, once a store."""
     known = _registered.setdefault(store, set())
@@ -68,6 +74,7 @@ def register(
         local_rank=identity.local_rank,
         world_size=world_size,
         metrics=metrics,
+        answers=answers,
         started=time.time(),
     )
     line = json.dumps(asdict(info))

@@ -154,7 +154,16 @@ METRICS_OBSERVER: Final = "metrics"
 EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
-OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT, BARRIERS)
+DEBUG_PAGE: Final = "debug_page"
+OBSERVERS: Final = (
+    RECORDING,
+    SPANS,
+    METRICS_OBSERVER,
+    EVENTS,
+    INFLIGHT,
+    BARRIERS,
+    DEBUG_PAGE,
+)
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
 KEY: Final = "tracedstore.key"
