@@ -4,18 +4,23 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from html import unescape
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from integration.children.debugged import KEY
-from integration.harness import Child, in_background, wait_until
+from integration.harness import Child, forked, in_background, wait_until
+from tracedstore.auto.debug_page.answers import Answering
 from tracedstore.coordination.ranks import registered
 
 pytestmark = pytest.mark.processes
@@ -195,7 +200,7 @@ class TestExit:
                     try:
                         urllib.request.urlopen(f"http://{address}", timeout=5).read()
                         answers += 1
-                    except OSError:
+                    except (OSError, HTTPException):  # gone, or gone in the middle
                         return answers
 
             asking = [in_background(ask) for _ in range(4)]
@@ -207,3 +212,58 @@ class TestExit:
             assert "Traceback" not in job.ranks[0].errors()
         finally:
             job.kill()
+
+    def test_children_do_not_listen(self) -> None:
+        """A data loader's worker would take questions that it never answers."""
+        server = Answering()
+        try:
+            assert server.socket.fileno() > 0
+            assert forked(server.socket.fileno) == -1
+        finally:
+            server.server_close()
+
+
+class TestDocs:
+    """The example of docs/debug-server.md, as it stands there."""
+
+    def test_dump(self, tmp_path: Path) -> None:
+        """What torch dumps is what the page of the docs shows."""
+        page = Path(__file__).parents[2] / "docs/debug-server.md"
+        text = page.read_text("utf-8").replace("25999", str(free_port()))
+        ((program, command),) = re.findall(
+            r"```python\n(.*?)```\n\n```console\n(.*?)```", text, re.DOTALL
+        )
+        (expected,) = re.findall(r"```\n(4 ranks.*?)```", text, re.DOTALL)
+        (tmp_path / "train.py").write_text(program)
+        with (tmp_path / "log").open("wb") as log:
+            job = subprocess.Popen(
+                command.split(),
+                cwd=tmp_path,
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                },
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            with suppress(AssertionError):  # the one below says more
+                wait_until(lambda: self._newest(tmp_path) == self._folded(expected), 30)
+            newest = self._newest(tmp_path)
+        finally:
+            # Its ranks are in sessions of their own; it ends them.
+            job.terminate()
+            job.wait(30)
+
+        assert newest == self._folded(expected)
+
+    def _newest(self, folder: Path) -> list[str]:
+        dumps = sorted(folder.glob("dumps/*"))[-1:]
+        return self._folded("".join(dump.read_text() for dump in dumps))
+
+    @staticmethod
+    def _folded(text: str) -> list[str]:
+        """Without what differs from run to run; the blocked are in order of time."""
+        text = text.replace(socket.gethostname(), "node0")
+        text = re.sub(r"for [0-9.]+ s|pid [0-9]+|localhost:[0-9]+", "*", text)
+        return sorted(text.splitlines())

@@ -13,6 +13,7 @@ import torch
 
 from tracedstore.auto.debug_page.answers import Answering
 from tracedstore.coordination import ranks
+from tracedstore.coordination.missing import let_go
 from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.recorder import RECORDER
 from tracedstore.signals import names
@@ -42,8 +43,8 @@ def add(handlers: "Sequence[DebugHandler] | None" = None) -> dict[str, Any]:
         are without it, and `telemetry.disabled` says why.
     """
     given = {} if handlers is None else {_HANDLERS: list(handlers)}
+    RECORDER.set_up()
     try:
-        RECORDER.set_up()
         _register()
         if os.environ["RANK"] != "0":
             return given
@@ -63,7 +64,10 @@ def _register() -> None:
     if _answering is None:
         _answering = Answering()
         _answering.start()
-    ranks.register(store, rank, found.get_world_size(), answers=_answering.address)
+    try:
+        ranks.register(store, rank, found.get_world_size(), answers=_answering.address)
+    finally:
+        let_go(store)
 
 
 def _others(handlers: "Sequence[DebugHandler] | None") -> "Sequence[DebugHandler]":

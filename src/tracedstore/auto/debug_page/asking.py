@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tracedstore.auto.debug_page.answers import Answer
-from tracedstore.coordination.missing import bisect
+from tracedstore.coordination.missing import bisect, let_go
 from tracedstore.coordination.ranks import RankInfo, registered
 
 # Seconds that one rank has to answer, and the store to say where the ranks are.
@@ -89,14 +89,12 @@ class Directory:
     def _read(self) -> None:
         try:
             store = self._connect()
-            ours = registered(store, self._ranks)
-            rest = [rank for rank in self._ranks if rank not in ours]
-            nowhere = bisect(
-                lambda some: bool(store.check([f"rank{rank}" for rank in some])), rest
-            )
-            self._known = _Known(ours, frozenset(rest) - frozenset(nowhere))
-            # This runs in what torch's rank 0 started after it had registered.
-            self._trouble = "" if store.check(["rank0"]) else _KEYS_CHANGED
+            try:
+                self._known = self._registered(store)
+                # This runs in what torch's rank 0 started after it had registered.
+                self._trouble = "" if store.check(["rank0"]) else _KEYS_CHANGED
+            finally:
+                let_go(store)
         except Exception as error:
             self._trouble = f"the store could not be read: {error!r:.200}"
         finally:
@@ -104,6 +102,14 @@ class Directory:
                 if self._under_way is not None:
                     self._under_way.set()
                 self._under_way = None
+
+    def _registered(self, store: Any) -> _Known:
+        ours = registered(store, self._ranks)
+        rest = [rank for rank in self._ranks if rank not in ours]
+        nowhere = bisect(
+            lambda some: bool(store.check([f"rank{rank}" for rank in some])), rest
+        )
+        return _Known(ours, frozenset(rest) - frozenset(nowhere))
 
 
 def ask_all(
