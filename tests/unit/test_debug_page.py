@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.debug as torchs
 from torch.distributed.debug import _store
+from torch.distributed.debug._frontend import FrontendServer
 
 import tracedstore
 from support import events as schema
@@ -368,6 +370,31 @@ class TestAdd:
         assert names[:3] == ["IndexHandler", "StoreHandler", "StacksHandler"]
         assert [link.path for link in given[1].nav_links()] == ["/tracedstore"]
         assert events() == []
+
+    def test_spawned(self, rank_0: dist.Store) -> None:
+        """A frontend in a process that is not forked is sent the page."""
+        (_, page, *_) = debug_page.add()["handlers"]
+
+        sent = pickle.loads(pickle.dumps(page))
+
+        assert sent.dump_filename() == "tracedstore"
+
+    def test_frame_has_changed(self, rank_0: dist.Store) -> None:
+        """The page does without torch's frame, and escapes all the same."""
+
+        class Asked:
+            frontend = FrontendServer.__new__(FrontendServer)
+
+        RECORDER.barriers.stalled(
+            RECORDER.barriers.token(),
+            Stalled(family="<b>", arrived=1, missing={1: "node1"}, possible=0),
+        )
+        (_, page, *_) = debug_page.add()["handlers"]
+        (route,) = page.routes()
+        shown = route.handler(Asked()).decode()
+
+        assert shown.startswith("<!doctype html><pre>2 ranks: 1 answered, 1 never")
+        assert "barrier &lt;b&gt;: 1 arrived, missing 1 of 2: node1 (rank 1)" in shown
 
     def test_own_pages(self, rank_0: dist.Store) -> None:
         """Instead of torch's."""

@@ -5,6 +5,7 @@ else does. The class is found by name, so that a frontend that is spawned has it
 """
 
 import functools
+from html import escape
 
 from torch.distributed.debug._frontend import (
     DebugHandler,
@@ -105,7 +106,11 @@ class StoreHandler(DebugHandler):
         return names.SCOPE
 
     def _handle(self, req: HTTPRequestHandler) -> bytes:
-        return req.frontend.render_template("tracedstore.html", view=self._view())
+        shown = self._view()
+        try:
+            return req.frontend.render_template("tracedstore.html", view=shown)
+        except Exception:  # torch's frame has changed: then without it
+            return f"<!doctype html><pre>{escape(shown.text())}</pre>".encode()
 
     def _view(self) -> View:
         # fetch_timeout is torch's setting; a minute of it is too long for a page.
