@@ -162,6 +162,11 @@ class Child:
         self._process.stdin.write(text)
         self._process.stdin.flush()
 
+    def close(self) -> None:
+        """End its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def exit_status(self, timeout: float = 30.0) -> int:
         """Wait until it ends by itself."""
         return self._process.wait(timeout)

@@ -121,8 +121,9 @@ class TestPages:
         assert (call["operation"], call["key"]) == ("wait", "step/7/last_member")
         assert call["waited_seconds"] > 0
         (barrier,) = found["barriers"]
-        assert (barrier["barrier"], barrier["missing_ranks"]) == ("step/*", [1])
-        assert found["pid"] == os.getpid()
+        assert (barrier["barrier"], barrier["arrived_count"]) == ("step/*", 1)
+        assert list(barrier["missing"].values()) == ["1"]
+        assert found["process"]["pid"] == os.getpid()
 
     @staticmethod
     def _stalled(endpoint: Endpoint) -> dict[str, Any] | None:

@@ -200,10 +200,14 @@ def beside(store: Any) -> Iterator[Any]:
     try:
         yield clone
     finally:
-        # A traced clone is kept alive until it is closed.
-        close = getattr(bottom_of(clone), "close", None)
-        if close is not None:
-            close()
+        let_go(clone)
+
+
+def let_go(store: Any) -> None:
+    """Be done with a store of one's own: a traced one is kept alive until closed."""
+    close = getattr(bottom_of(store), "close", None)
+    if close is not None:
+        close()
 
 
 def _bare(store: Any) -> Any:

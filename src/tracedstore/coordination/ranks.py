@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,9 @@ class RankInfo:
         pid: In which process.
         local_rank: Its rank on that machine, where known.
         world_size: How many ranks there are.
+        run_id: Of which job, where known.
         metrics: The address of its metrics, where it serves them.
+        answers: Where it says what it is doing, as host:port, where it does.
         started: When it registered, in seconds since the epoch.
     """
 
@@ -43,40 +45,56 @@ class RankInfo:
     pid: int
     local_rank: int | None = None
     world_size: int
+    run_id: str | None = None
     metrics: str | None = None
+    answers: str | None = None
     started: float
 
 
-# The ranks that this process has registered, by store, and the world size of each.
-# Weak: a store that is gone needs no entry, and its address may be another's.
-_registered: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
+# What this process has registered, by store and rank. Weak: a store that is gone needs
+# no entry, and its address may be another's.
+_registered: WeakKeyDictionary[Any, dict[int, RankInfo]] = WeakKeyDictionary()
 # Where this process's metrics can be had.
 _metrics: str | None = None
 
 
-def register(store: Any, rank: int, world_size: int) -> None:
+def register(
+    store: Any, rank: int, world_size: int, answers: str | None = None
+) -> None:
     """Write down who this is, once a store."""
     known = _registered.setdefault(store, {})
-    if rank not in known:
-        known[rank] = world_size
-        _write(store, rank, world_size)
+    if rank in known:
+        return
+    identity = ProcessIdentity.from_environment(os.environ)
+    known[rank] = RankInfo(
+        rank=rank,
+        host=identity.host,
+        pid=os.getpid(),
+        local_rank=identity.local_rank,
+        world_size=world_size,
+        run_id=identity.run_id,
+        answers=answers,
+        started=time.time(),
+    )
+    _write(store, known[rank])
 
 
 def serve_at(metrics: str | None) -> None:
     """Register with an address from now on, and where that was done before, anew."""
     global _metrics  # noqa: PLW0603 - a process has one
     _metrics = metrics
-    if metrics is not None:
-        for store, known in list(_registered.items()):
-            for rank, world_size in known.items():
-                with beside(store) as free:
-                    _write(free, rank, world_size)
+    if metrics is None:
+        return
+    for store, known in list(_registered.items()):
+        with beside(store) as free:
+            for info in known.values():
+                _write(free, info)
 
 
 def stores() -> list[tuple[Any, int]]:
     """List the stores this process registered in, with their world sizes."""
     return [
-        (store, max(known.values()))
+        (store, max(info.world_size for info in known.values()))
         for store, known in list(_registered.items())
         if known
     ]
@@ -87,22 +105,12 @@ def forget() -> None:
     _registered.clear()
 
 
-def _write(store: Any, rank: int, world_size: int) -> None:
-    identity = ProcessIdentity.from_environment(os.environ)
-    info = RankInfo(
-        rank=rank,
-        host=identity.host,
-        pid=os.getpid(),
-        local_rank=identity.local_rank,
-        world_size=world_size,
-        metrics=_metrics,
-        started=time.time(),
-    )
-    line = json.dumps(asdict(info))
+def _write(store: Any, info: RankInfo) -> None:
+    line = json.dumps(asdict(replace(info, metrics=_metrics)))
     if store.has_extended_api():
         store.append(REGISTRY, line + "\n")
     else:
-        store.set(f"{REGISTRY}/{rank}", line)
+        store.set(f"{REGISTRY}/{info.rank}", line)
 
 
 def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:

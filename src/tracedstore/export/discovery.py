@@ -8,16 +8,16 @@ from tracedstore.coordination import ranks
 from tracedstore.coordination.missing import beside
 
 
-def targets(run_id: str | None) -> list[dict[str, Any]]:
+def targets() -> list[dict[str, Any]]:
     """List the ranks that registered in the stores this process registered in."""
     found: dict[int, ranks.RankInfo] = {}
     for store, world_size in ranks.stores():
         with beside(store) as free:
             found |= ranks.registered(free, range(world_size))
-    return listed(found.values(), run_id)
+    return listed(found.values())
 
 
-def listed(infos: Iterable[ranks.RankInfo], run_id: str | None) -> list[dict[str, Any]]:
+def listed(infos: Iterable[ranks.RankInfo]) -> list[dict[str, Any]]:
     """Write ranks down as ``http_sd`` and ``file_sd`` have them.
 
     Ranks without an endpoint are left out.
@@ -27,16 +27,19 @@ def listed(infos: Iterable[ranks.RankInfo], run_id: str | None) -> list[dict[str
             "targets": [urlsplit(info.metrics).netloc],
             "labels": {
                 "__scheme__": urlsplit(info.metrics).scheme,
-                **({} if run_id is None else {"run_id": run_id}),
-                "rank": str(info.rank),
-                **(
-                    {}
-                    if info.local_rank is None
-                    else {"local_rank": str(info.local_rank)}
-                ),
-                "host": info.host,
+                **_labels(info),
             },
         }
         for info in sorted(infos, key=lambda info: info.rank)
         if info.metrics
     ]
+
+
+def _labels(info: ranks.RankInfo) -> dict[str, str]:
+    known = {
+        "run_id": info.run_id,
+        "rank": info.rank,
+        "local_rank": info.local_rank,
+        "host": info.host,
+    }
+    return {name: str(value) for name, value in known.items() if value is not None}

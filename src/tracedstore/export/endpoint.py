@@ -11,11 +11,8 @@ from prometheus_client import CollectorRegistry
 from tracedstore.core.errors import ConfigurationError
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.export.pages import pages
-from tracedstore.export.server import Access, Server
+from tracedstore.export.server import ANY_ADDRESS, Access, Server
 from tracedstore.export.settings import PREFIX, Settings
-
-# Addresses that stand for all there are, and are none to go to.
-_EVERYWHERE = ("0.0.0.0", "::", "")  # noqa: S104 - compared with, not listened at
 
 
 class Endpoint:
@@ -34,13 +31,13 @@ class Endpoint:
     ) -> None:
         port = settings.http_port or 0
         self._server = Server(
-            pages(registry, identity),
+            pages(registry),
             settings.http_host,
             port + (identity.local_rank or 0) if port else 0,
             access,
         )
         host = settings.http_host
-        if host in _EVERYWHERE:
+        if host in ANY_ADDRESS:
             host = socket.gethostname()
         scheme = "http" if access.tls is None else "https"
         shown = f"[{host}]" if ":" in host else host

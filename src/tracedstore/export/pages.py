@@ -4,21 +4,15 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from tracedstore.coordination import ranges
-from tracedstore.core.barriers import Stalled
-from tracedstore.core.identity import ProcessIdentity
-from tracedstore.core.recorder import RECORDER
+from tracedstore.export import answers
 from tracedstore.export.discovery import targets
 from tracedstore.export.server import Answer, Page
-from tracedstore.signals import names
-from tracedstore.signals.inflight import in_flight
 
 # Seconds for which an answer is good enough: whoever asks more often gets the last.
 _METRICS_HOLD = 0.5
@@ -27,7 +21,7 @@ _TARGETS_HOLD = 5.0
 _PATIENCE = 4.0
 
 
-def pages(registry: CollectorRegistry, identity: ProcessIdentity) -> Mapping[str, Page]:
+def pages(registry: CollectorRegistry) -> Mapping[str, Page]:
     """Give the pages of this process, by their paths."""
 
     def metrics(accept: str) -> Answer:
@@ -37,37 +31,14 @@ def pages(registry: CollectorRegistry, identity: ProcessIdentity) -> Mapping[str
     def health(_accept: str) -> Answer:
         return Answer(b"ok\n")
 
-    def flight(_accept: str) -> Answer:
-        return _json(snapshot(identity))
-
     def discovery(_accept: str) -> Answer:
-        return _json(targets(identity.run_id))
+        return _json(targets())
 
     return {
         "/metrics": _Held(metrics, _METRICS_HOLD),
         "/healthz": health,
-        "/inflight": _Held(flight, _METRICS_HOLD),
+        "/inflight": _Held(answers.page, _METRICS_HOLD),
         "/sd": _Held(discovery, _TARGETS_HOLD),
-    }
-
-
-def snapshot(identity: ProcessIdentity) -> dict[str, Any]:
-    """Tell what this process is blocked on now."""
-    return {
-        **identity.fields(),
-        "in_flight": [asdict(call) for call in in_flight(RECORDER)],
-        "barriers": [_stalled(one) for one in RECORDER.barriers.now_stalled()],
-    }
-
-
-def _stalled(barrier: Stalled) -> dict[str, Any]:
-    return {
-        "barrier": barrier.family,
-        "arrived_count": barrier.arrived,
-        "missing_ranks": list(barrier.missing),
-        "missing_names": list(barrier.missing.values()),
-        "missing": ranges.fold(tuple(barrier.missing)),
-        "possibly_missing_count": barrier.possible,
     }
 
 
@@ -93,9 +64,6 @@ class _Held:
             return Answer(b"busy\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         try:
             return self._current(accept)
-        except Exception as error:
-            RECORDER.failures.add(names.ENDPOINT, error)
-            return Answer(b"failed\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
         finally:
             self._lock.release()
 

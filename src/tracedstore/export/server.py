@@ -18,6 +18,9 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 from typing import Any, BinaryIO, cast
 
+from tracedstore.core.recorder import RECORDER
+from tracedstore.signals import names
+
 _MOST_CONNECTIONS = 8
 # Seconds between two connections, which is what bounds the processor time.
 _PACE = 0.004
@@ -28,6 +31,9 @@ _PIECE_WITHIN = 5.0
 _DONE_WITHIN = 15.0
 # Ports that are tried, from the one that was asked for.
 _MOST_PORTS = 128
+
+# Addresses that stand for all there are, and are none to go to.
+ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - whoever listens there was told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +72,18 @@ class Server:
     """
 
     def __init__(
-        self, pages: Mapping[str, Page], host: str, port: int, access: Access
+        self,
+        pages: Mapping[str, Page],
+        host: str,
+        port: int,
+        access: Access | None = None,
     ) -> None:
         """Listen, on the next free port if this one is taken.
 
         Raises:
             OSError: There is none, or the host is not this machine's.
         """
-        self._listener = _listen(pages, host, port, access)
+        self._listener = _listen(pages, host, port, access or Access())
         self.port: int = self._listener.server_address[1]
         self._thread = threading.Thread(
             target=self._listener.serve_forever, name="tracedstore-http", daemon=True
@@ -89,6 +99,11 @@ class Server:
             stopping.start()
             stopping.join(timeout)
         self._listener.server_close()
+
+    @property
+    def listening(self) -> bool:
+        """Whether this process has the port."""
+        return self._listener.socket.fileno() >= 0
 
     def after_fork(self) -> None:
         """Let go of the port, which is the parent's."""
@@ -210,7 +225,7 @@ class _Request(BaseHTTPRequestHandler):
                 Answer(f"there is:\n{known}\n".encode(), status=HTTPStatus.NOT_FOUND)
             )
         else:
-            self._send(page(self.headers.get("Accept", "")))
+            self._send(_made(page, self.headers.get("Accept", "")))
 
     do_HEAD = do_GET  # noqa: N815 - likewise
 
@@ -227,6 +242,14 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, *_args: Any) -> None:
         """Say nothing: standard error is the job's."""
+
+
+def _made(page: Page, accept: str) -> Answer:
+    try:
+        return page(accept)
+    except Exception as error:
+        RECORDER.failures.add(names.ENDPOINT, error)
+        return Answer(b"failed\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class _Limited:

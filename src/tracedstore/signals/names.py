@@ -155,6 +155,7 @@ EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
 ENDPOINT: Final = "endpoint"
+DEBUG_PAGE: Final = "debug_page"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,
@@ -163,6 +164,7 @@ OBSERVERS: Final = (
     INFLIGHT,
     BARRIERS,
     ENDPOINT,
+    DEBUG_PAGE,
 )
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.

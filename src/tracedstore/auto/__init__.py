@@ -1,0 +1,1 @@
+"""Zero code: what switches itself on inside torch's own tools."""
