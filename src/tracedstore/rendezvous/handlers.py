@@ -96,18 +96,18 @@ class TracedRendezvousHandler(RendezvousHandler):
         where: tuple[str, int] | None = None,
     ) -> None:
         self._inner: Any = handler
-        self._backend = backend
-        self._name = name
+        self._traced_backend = backend
+        self._plugin_name = name
         self._endpoint = endpoint or backend.identity.server
         self._where = where
-        self._told = False
-        self._store: TracedStore | None = None
+        self._failure_told = False
+        self._traced_store: TracedStore | None = None
         torchs_barrier.replace()
         _quietly(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
         """Give the name by which torchrun was told to use this."""
-        return self._name or str(self._inner.get_backend())
+        return self._plugin_name or str(self._inner.get_backend())
 
     @property
     def use_agent_store(self) -> bool:
@@ -116,8 +116,8 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
-        self._told = False
-        self._backend.attendance.begin()
+        self._failure_told = False
+        self._traced_backend.attendance.begin()
         started = time.perf_counter_ns()
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
@@ -165,11 +165,11 @@ class TracedRendezvousHandler(RendezvousHandler):
     # What follows only tells, and may not fail the rendezvous.
 
     def _joined(self, info: RendezvousInfo) -> RendezvousInfo:
-        store = _traced(info.store, self._backend)
-        before, self._store = self._store, store
+        store = _traced(info.store, self._traced_backend)
+        before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        place = places.Place(info.rank, info.world_size, _names(self._backend))
+        place = places.Place(info.rank, info.world_size, _names(self._traced_backend))
         places.take(store, place)
         if store is info.store:
             return info
@@ -185,12 +185,12 @@ class TracedRendezvousHandler(RendezvousHandler):
             timed_out = isinstance(error, RendezvousTimeoutError)
             self._ended("timeout" if timed_out else "failed", started)
         # What failed once fails again in every call after it.
-        if self._told or isinstance(error, RendezvousGracefulExitError):
+        if self._failure_told or isinstance(error, RendezvousGracefulExitError):
             return
-        self._told = True
+        self._failure_told = True
         settings = getattr(self._inner, "settings", None)
         failure = Failure(
-            backend=self._backend.name,
+            backend=self._traced_backend.name,
             run_id=self.get_run_id(),
             endpoint=self._endpoint,
             during=during,
@@ -199,14 +199,14 @@ class TracedRendezvousHandler(RendezvousHandler):
             max_nodes=getattr(settings, "max_nodes", None),
             where=self._where,
             own=_own_node(self._inner),
-            attendance=self._backend.attendance,
+            attendance=self._traced_backend.attendance,
         )
         _quietly(tell, error, failure)
 
     def _ended(self, result: Any, started: int) -> None:
         if RECORDER.on:
             RECORDER.rendezvous.ended(
-                self._backend.name, result, time.perf_counter_ns() - started
+                self._traced_backend.name, result, time.perf_counter_ns() - started
             )
 
 
