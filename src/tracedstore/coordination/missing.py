@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
 from tracedstore.core.identity import bottom_of
+
+T = TypeVar("T")
 
 # A check has all its keys in one request; this keeps requests small.
 _MOST_KEYS_A_CHECK = 4096
@@ -135,7 +137,8 @@ def _traced(store: Any, keys: Keys, ranks: Sequence[int]) -> set[int]:
     listed = listing(store)
     if listed is not None:
         return {rank for rank in ranks if keys.trace(rank) in listed}
-    return set(ranks) - set(bisect(_checker(store, keys), ranks))
+    absent = bisect(_checker(store, keys), ranks)
+    return set(ranks) - set(absent)
 
 
 def _checker(store: Any, keys: Keys) -> Callable[[Sequence[int]], bool]:
@@ -145,11 +148,9 @@ def _checker(store: Any, keys: Keys) -> Callable[[Sequence[int]], bool]:
     return all_there
 
 
-def bisect(
-    all_there: Callable[[Sequence[int]], bool], ranks: Sequence[int]
-) -> list[int]:
+def bisect(all_there: Callable[[Sequence[T]], bool], ranks: Sequence[T]) -> list[T]:
     """Find the ranks that are not there by halving those that are not all there."""
-    missing: list[int] = []
+    missing: list[T] = []
     # Depth first from the left, so that what is found is in order.
     pending = [
         ranks[start : start + _MOST_KEYS_A_CHECK]

@@ -24,6 +24,15 @@ class Durations:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS) + 1))
     nanoseconds: int = 0
 
+    def add(self, nanoseconds: int) -> None:
+        """Count one that took so long."""
+        self.buckets[bisect_left(WAIT_BOUNDS, nanoseconds)] += 1
+        self.nanoseconds += nanoseconds
+
+    def copy(self) -> "Durations":
+        """Give what was counted so far."""
+        return Durations(list(self.buckets), self.nanoseconds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
@@ -61,9 +70,7 @@ class BarrierBook:
     def ended(self, family: str, result: Result, nanoseconds: int) -> None:
         """Count a barrier that ended."""
         with self._lock:
-            durations = self._durations[family, result]
-            durations.buckets[bisect_left(WAIT_BOUNDS, nanoseconds)] += 1
-            durations.nanoseconds += nanoseconds
+            self._durations[family, result].add(nanoseconds)
 
     def came_last(self, family: str) -> None:
         """Count that this process was the one the others waited for."""
@@ -90,10 +97,7 @@ class BarrierBook:
             for family in {family for family, _ in self._durations}:
                 for result in RESULTS:
                     self._durations[family, result]
-            return {
-                labels: Durations(list(found.buckets), found.nanoseconds)
-                for labels, found in self._durations.items()
-            }
+            return {labels: found.copy() for labels, found in self._durations.items()}
 
     def last_arrivals(self) -> dict[str, int]:
         """Give how often this process came last, by family."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tracedstore.core.identity import StoreIdentity
+from tracedstore.signals import names
 
 Arguments = tuple[Any, ...]
 
@@ -24,6 +25,8 @@ class Method:
             None where a call moves no value.
         swapped: Whether a compare-and-set went through, from its arguments and
             result; None where a call is none.
+        contended: The event that tells of compare-and-sets lost in a row.
+        attributes: What else its span says, from its arguments and result.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Method:
     blocks: bool = False
     size: Callable[[Arguments, Any], int] | None = None
     swapped: Callable[[Arguments, Any], bool] | None = None
+    contended: str = names.CAS_CONTENDED
+    attributes: Callable[[Arguments, Any], Mapping[str, Any]] | None = None
 
     def positional(self, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
         """Order keyword arguments as the table has them; unknown ones are dropped."""
@@ -172,6 +177,8 @@ class Operation:
         in_flight: Other calls that were in flight on this store when it returned.
         slow: It took longer than it should: over the slow threshold.
         admitted: The span budget has room for it, whatever else it is.
+        attributes: What else its span says.
+        explained: What else its event says, of a call that timed out.
         trace_id: Set by the spans observer, for those after it.
         span_id: Likewise.
     """
@@ -193,6 +200,8 @@ class Operation:
     in_flight: int = 0
     slow: bool = False
     admitted: bool = False
+    attributes: Mapping[str, Any] | None = None
+    explained: Mapping[str, Any] | None = None
     trace_id: str = field(default="", init=False)
     span_id: str = field(default="", init=False)
 

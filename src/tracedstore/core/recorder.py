@@ -6,16 +6,17 @@ that observers are told about.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tracedstore.core.barriers import BarrierBook
 from tracedstore.core.budget import Budget, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
-from tracedstore.core.errors import error_type, is_ordinary_answer
+from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Attempts, Operation
+from tracedstore.core.rendezvous import RendezvousBook
 from tracedstore.core.tally import (
     BOUNDS,
     BUCKETS,
@@ -49,6 +50,7 @@ class Recorder:
         failures: The telemetry that broke.
         observers: Who is told.
         barriers: What the barriers did.
+        rendezvous: What the rendezvous did.
         emit: Writes an event, by its name and fields.
         set_up: Sets the telemetry up, unless it is.
         detailed: Whether anybody reads events of debug level.
@@ -74,6 +76,7 @@ class Recorder:
         "failures",
         "flush",
         "observers",
+        "rendezvous",
         "series",
         "set_up",
         "start_span",
@@ -83,6 +86,7 @@ class Recorder:
     def __init__(self) -> None:
         self.on = True
         self.barriers = BarrierBook()
+        self.rendezvous = RendezvousBook()
         self.emit: Callable[..., None] = _nobody
         self.detailed: Callable[[], bool] = bool
         self.set_up: Callable[[], None] = _nothing
@@ -113,6 +117,7 @@ class Recorder:
         """
         self.tallies = Tallies(self.tallies.on_first_call)
         self.barriers.forget()
+        self.rendezvous.forget()
         self.families.forget()
         self.failures.forget()
 
@@ -151,6 +156,9 @@ class Recorder:
                 value_bytes=method.size(args, result) if method.size else 0,
                 swapped=swapped,
                 attempts=attempts,
+                attributes=(
+                    method.attributes(args, result) if method.attributes else None
+                ),
             )
         elif self.budget.counting:
             tally.without_span += 1
@@ -168,10 +176,25 @@ class Recorder:
             attempts = _count_attempts(cell, state.probe) if state.probe else None
             if not is_ordinary_answer(name):
                 self._tell(
-                    tally, call, now, error=error, error_type=name, attempts=attempts
+                    tally,
+                    call,
+                    now,
+                    error=error,
+                    error_type=name,
+                    attempts=attempts,
+                    explained=self.explained(call) if name == TIMEOUT else None,
                 )
         except Exception as recording_error:
             self.broke(recording_error)
+
+    def explained(self, call: Call) -> Mapping[str, Any]:
+        """Say more of a call that waits in vain, where its store has more to say."""
+        method, state, args, *_ = call
+        try:
+            return state.explain(method, args) if state.explain else {}
+        except Exception as error:
+            self.failures.add(names.RENDEZVOUS, error)
+            return {}
 
     def _tell(self, tally: ThreadTally, call: Call, now: int, **facts: Any) -> None:
         method, state, args, started, _ = call

@@ -78,7 +78,7 @@ class RecordingStore(Store):
             if method.blocks:
                 recorder.series.of(identity.kind, method, TIMEOUT)
         object.__setattr__(self, "_traced", state)
-        _take_timeout(self, state.timeout)
+        _take_timeout(self, state.inner.timeout)
 
     # Whatever the caller passes goes to the inner store, which knows what it takes.
 
@@ -127,7 +127,7 @@ def _pass_on_timeout(store: RecordingStore) -> None:
         state.inner.set_timeout(timeout)
 
 
-def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
+def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
     method: Method, bind: Callable[[Any], Callable[..., Any]]
 ) -> Any:
     """Make the method that forwards a call and records it.
@@ -137,6 +137,9 @@ def _forwarder(  # noqa: C901 - the fast path in one piece: a call costs more th
         bind: Gives what to call of an inner store. It is asked on every call: what
             the inner store has is its own affair, and what it lacks fails here as it
             does there.
+
+    What it becomes a method of has its `StoreState` in ``_traced``; only a method
+    that blocks takes that to be a RecordingStore.
     """
     index, size, swapped = method.index, method.size, method.swapped
     # A clone inherits the timeout; everything that blocks ends by it.
@@ -214,12 +217,12 @@ def _own_property(name: str) -> property:
 RECORDED = methods_of(Store)
 
 for _method in RECORDED.values():
-    setattr(RecordingStore, _method.name, _forwarder(_method, attrgetter(_method.name)))
+    setattr(RecordingStore, _method.name, forwarder(_method, attrgetter(_method.name)))
 # torch's C++ looks for these two under its own spelling. Going through the base
 # class reaches the inner store the way C++ would.
 for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
     _bind = partial(partial, getattr(Store, _name))
-    setattr(RecordingStore, _spelling, _forwarder(RECORDED[_name], _bind))
+    setattr(RecordingStore, _spelling, forwarder(RECORDED[_name], _bind))
 # Properties that a newer Store may have are the inner store's too.
 for _name, _attribute in vars(Store).items():
     if isinstance(_attribute, property) and _name != "timeout":

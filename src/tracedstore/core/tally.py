@@ -101,6 +101,10 @@ class Probe(Protocol):
         """It ended: this is what happened inside it."""
 
 
+# Says more of a call, from its method and its arguments, as fields of an event.
+Explain = Callable[[Method, Arguments], Mapping[str, Any]]
+
+
 class StoreState:
     """What the wrapper of one store keeps.
 
@@ -118,13 +122,16 @@ class StoreState:
         clones: The traced clones of this one that are still there; they are
             released with it.
         probe: Sees what happens inside a call.
-        timeout: The timeout that `inner` was last known to have.
+        explain: Says more of a call that waits in vain, by asking the store: only
+            for a call that timed out or stalls.
+        timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
     """
 
     __slots__ = (
         "below",
         "clones",
+        "explain",
         "identity",
         "inner",
         "losses_in_a_row",
@@ -144,7 +151,8 @@ class StoreState:
         self.below: StoreState | None = None
         self.clones: WeakSet[Any] = WeakSet()
         self.probe: Probe | None = None
-        self.timeout: timedelta = inner.timeout
+        self.explain: Explain | None = None
+        self.timeout = timedelta()
         self.losses_in_a_row = 0
 
     def stands_on(self, other: "StoreState") -> bool:

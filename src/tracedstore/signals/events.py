@@ -34,6 +34,9 @@ LEVELS: Final = {
     names.BARRIER_TIMEOUT: "error",
     names.BARRIER_FAILED: "error",
     names.BARRIER_STALE_KEY: "warning",
+    names.RENDEZVOUS_CONFLICT: "warning",
+    names.RENDEZVOUS_TIMEOUT: "error",
+    names.RENDEZVOUS_FAILED: "error",
     names.TELEMETRY_DISABLED: "error",
     names.TELEMETRY_SERVING: "info",
 }
@@ -72,6 +75,7 @@ class Events:
                 names.OPERATION_FAILED,
                 error_type=operation.error_type,
                 error=error_message(operation.error),
+                **(operation.explained or {}),
             )
         elif operation.duration_ns >= self._blocked_after_ns or (
             # To wait is what a blocking call is for.
@@ -80,7 +84,7 @@ class Events:
             self._tell(operation, names.OPERATION_SLOW, in_flight=operation.in_flight)
         losses = max(operation.retries, operation.losses_in_a_row)
         if losses >= self._contended_after and operation.swapped is not True:
-            self._tell(operation, names.CAS_CONTENDED, losses_in_a_row=losses)
+            self._tell(operation, operation.method.contended, losses_in_a_row=losses)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event; what raises here is for the caller to handle."""

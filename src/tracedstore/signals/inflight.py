@@ -160,6 +160,7 @@ class StallWatch:
                 waited_seconds=round(described.waited_seconds, 3),
                 thread=described.thread,
                 stalled_calls=len(due),
+                **self._recorder.explained(call),
             )
         for _, call in due:
             # Doubling from its start: after 30 s, then at 60 s, 120 s, ...

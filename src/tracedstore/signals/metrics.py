@@ -20,9 +20,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from tracedstore._version import __version__
-from tracedstore.core.barriers import BarrierBook
+from tracedstore.core.barriers import BarrierBook, Durations, Result
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.rendezvous import RendezvousBook
 from tracedstore.core.tally import (
     BOUNDS,
     BUCKETS,
@@ -41,6 +42,8 @@ from tracedstore.signals import names
 # Where the compare-and-sets inside one call are known; elsewhere only calls that are
 # compare-and-sets themselves have the metric.
 _REPEATS_SWAPS = frozenset({("etcd_store", "add")})
+# Who loses one of these has to make it again.
+_MADE_AGAIN = frozenset({"set_state"})
 
 _MOST_RANKS_NAMED = 64
 
@@ -104,6 +107,7 @@ class Metrics(Collector):
         yield from _counters(every, sums)
         yield from self._in_flight(every)
         yield from _barriers(self._recorder.barriers)
+        yield from _rendezvous(self._recorder.rendezvous)
         suppressed = _counter(names.SPANS_SUPPRESSED)
         over_budget = self._recorder.tallies.without_span()
         suppressed.add_metric([names.OVER_BUDGET], over_budget)
@@ -168,12 +172,7 @@ class Metrics(Collector):
 
 
 def _barriers(book: BarrierBook) -> Iterator[Family]:
-    duration = _histogram(names.BARRIER_DURATION)
-    bounds = [*(str(bound / 1e9) for bound in WAIT_BOUNDS), "+Inf"]
-    for labels, found in book.durations().items():
-        buckets = list(zip(bounds, accumulate(found.buckets), strict=True))
-        duration.add_metric(labels, buckets, found.nanoseconds / 1e9)
-    yield duration
+    yield _durations(names.BARRIER_DURATION, book.durations())
     last = _counter(names.BARRIER_LAST_ARRIVALS)
     for family, times in book.last_arrivals().items():
         last.add_metric([family], times)
@@ -188,6 +187,40 @@ def _barriers(book: BarrierBook) -> Iterator[Family]:
         for rank, host in list(stalled.missing.items())[:_MOST_RANKS_NAMED]:
             rank_missing.add_metric([stalled.family, str(rank), host], 1)
     yield from (arrived, missing, rank_missing)
+
+
+def _rendezvous(book: RendezvousBook) -> Iterator[Family]:
+    yield _durations(names.RENDEZVOUS_DURATION, book.durations())
+    writes = _counter(names.RENDEZVOUS_WRITES)
+    for labels, count in book.writes().items():
+        writes.add_metric(labels, count)
+    yield writes
+    size = _gauge(names.RENDEZVOUS_STATE_BYTES)
+    participants = _gauge(names.RENDEZVOUS_PARTICIPANTS)
+    wait_list = _gauge(names.RENDEZVOUS_WAIT_LIST)
+    which = _gauge(names.RENDEZVOUS_ROUND)
+    complete = _gauge(names.RENDEZVOUS_COMPLETE)
+    oldest = _gauge(names.RENDEZVOUS_OLDEST_HEARTBEAT)
+    for backend, view in book.views().items():
+        size.add_metric([backend], view.size)
+        participants.add_metric([backend], view.participants)
+        wait_list.add_metric([backend], view.wait_list)
+        which.add_metric([backend], view.round)
+        complete.add_metric([backend], int(view.complete))
+        if view.oldest_heartbeat is not None:
+            oldest.add_metric([backend], view.oldest_heartbeat)
+    yield from (size, participants, wait_list, which, complete, oldest)
+
+
+def _durations(
+    metric: names.Metric, found: Mapping[tuple[str, Result], Durations]
+) -> Family:
+    family = _histogram(metric)
+    bounds = [*(str(bound / 1e9) for bound in WAIT_BOUNDS), "+Inf"]
+    for labels, durations in found.items():
+        buckets = list(zip(bounds, accumulate(durations.buckets), strict=True))
+        family.add_metric(labels, buckets, durations.nanoseconds / 1e9)
+    return family
 
 
 def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
@@ -211,6 +244,8 @@ def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
             attempts.add_metric((*labels, names.LOST), total[SWAPS_LOST])
         if repeats:
             retries.add_metric(labels, total[RETRIES])
+        elif method.name in _MADE_AGAIN:
+            retries.add_metric(labels, total[SWAPS_LOST])
         if method.size is not None:
             value_bytes.add_metric(labels, total[BYTES])
     yield from (attempts, retries, value_bytes)

@@ -51,7 +51,8 @@ CAS_RETRIES = Metric(
     "tracedstore_cas_retries_total",
     "counter",
     _CALL,
-    "Compare-and-sets repeated inside one call.",
+    "Compare-and-sets that were lost and made again, inside one call or by a node"
+    " of a rendezvous.",
 )
 VALUE_BYTES = Metric(
     "tracedstore_value_bytes_total",
@@ -101,6 +102,55 @@ BARRIER_LAST_ARRIVALS = Metric(
     ("barrier",),
     "Barriers that this process came to as the last one.",
 )
+RENDEZVOUS_DURATION = Metric(
+    "tracedstore_rendezvous_duration_seconds",
+    "histogram",
+    ("backend", "result"),
+    "How long a node took to join a round of the rendezvous, or to give up.",
+)
+RENDEZVOUS_WRITES = Metric(
+    "tracedstore_rendezvous_state_writes_total",
+    "counter",
+    ("backend", "result"),
+    "Writes of the rendezvous state: accepted, in conflict with another node's,"
+    " or failed.",
+)
+RENDEZVOUS_STATE_BYTES = Metric(
+    "tracedstore_rendezvous_state_bytes",
+    "gauge",
+    ("backend",),
+    "Size of the rendezvous state as last seen; absent until it was.",
+)
+RENDEZVOUS_PARTICIPANTS = Metric(
+    "tracedstore_rendezvous_participants",
+    "gauge",
+    ("backend",),
+    "Nodes that have joined the round, as last seen.",
+)
+RENDEZVOUS_WAIT_LIST = Metric(
+    "tracedstore_rendezvous_wait_list",
+    "gauge",
+    ("backend",),
+    "Nodes that wait for the next round, as last seen.",
+)
+RENDEZVOUS_ROUND = Metric(
+    "tracedstore_rendezvous_round",
+    "gauge",
+    ("backend",),
+    "The round of the rendezvous, from 0 on, as last seen.",
+)
+RENDEZVOUS_COMPLETE = Metric(
+    "tracedstore_rendezvous_complete",
+    "gauge",
+    ("backend",),
+    "1 if the round was complete when last seen, else 0.",
+)
+RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
+    "tracedstore_rendezvous_oldest_heartbeat_timestamp_seconds",
+    "gauge",
+    ("backend",),
+    "When the node that has been silent for longest was last heard of.",
+)
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
@@ -133,6 +183,14 @@ METRICS: Final = (
     BARRIER_MISSING,
     BARRIER_RANK_MISSING,
     BARRIER_LAST_ARRIVALS,
+    RENDEZVOUS_DURATION,
+    RENDEZVOUS_WRITES,
+    RENDEZVOUS_STATE_BYTES,
+    RENDEZVOUS_PARTICIPANTS,
+    RENDEZVOUS_WAIT_LIST,
+    RENDEZVOUS_ROUND,
+    RENDEZVOUS_COMPLETE,
+    RENDEZVOUS_OLDEST_HEARTBEAT,
     SPANS_SUPPRESSED,
     TELEMETRY_FAILURES,
     BUILD_INFO,
@@ -156,6 +214,7 @@ INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
 ENDPOINT: Final = "endpoint"
 DEBUG_PAGE: Final = "debug_page"
+RENDEZVOUS: Final = "rendezvous"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,
@@ -165,6 +224,7 @@ OBSERVERS: Final = (
     BARRIERS,
     ENDPOINT,
     DEBUG_PAGE,
+    RENDEZVOUS,
 )
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
@@ -176,6 +236,12 @@ CAS_SWAPPED: Final = "tracedstore.cas.swapped"
 CAS_RETRY_COUNT: Final = "tracedstore.cas.retries"
 ETCD_REQUESTS: Final = "tracedstore.etcd.requests"
 ETCD_WATCH_TIMEOUTS: Final = "tracedstore.etcd.watch_timeouts"
+RENDEZVOUS_STATE_PARTICIPANTS: Final = "tracedstore.rendezvous.participants"
+RENDEZVOUS_STATE_WAIT_LIST: Final = "tracedstore.rendezvous.wait_list"
+RENDEZVOUS_STATE_ROUND: Final = "tracedstore.rendezvous.round"
+RENDEZVOUS_STATE_COMPLETE: Final = "tracedstore.rendezvous.complete"
+RENDEZVOUS_NODES: Final = "tracedstore.rendezvous.nodes"
+RENDEZVOUS_SILENT_SECONDS: Final = "tracedstore.rendezvous.silent_seconds"
 RUN_ID: Final = "tracedstore.run_id"
 RANK: Final = "tracedstore.rank"
 LOCAL_RANK: Final = "tracedstore.local_rank"
@@ -198,6 +264,16 @@ ATTRIBUTES: Final = {
     CAS_RETRY_COUNT: "EtcdStore: compare-and-sets repeated inside the call.",
     ETCD_REQUESTS: "EtcdStore: requests the call made to etcd.",
     ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that ended without news.",
+    RENDEZVOUS_STATE_PARTICIPANTS: (
+        "get_state, set_state: nodes that have joined the round."
+    ),
+    RENDEZVOUS_STATE_WAIT_LIST: "Likewise: nodes that wait for the next one.",
+    RENDEZVOUS_STATE_ROUND: "Likewise: which round it is.",
+    RENDEZVOUS_STATE_COMPLETE: "Likewise: whether it is complete.",
+    RENDEZVOUS_NODES: "Likewise: the first 64 nodes that were heard of.",
+    RENDEZVOUS_SILENT_SECONDS: (
+        "How long each of these has been silent, in the same order."
+    ),
     RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
     RANK: "The rank, from `RANK`; of a barrier, the one it was given.",
     LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
@@ -225,6 +301,9 @@ BARRIER_COMPLETED: Final = "barrier.completed"
 BARRIER_TIMEOUT: Final = "barrier.timeout"
 BARRIER_FAILED: Final = "barrier.failed"
 BARRIER_STALE_KEY: Final = "barrier.stale_key"
+RENDEZVOUS_CONFLICT: Final = "rendezvous.conflict"
+RENDEZVOUS_TIMEOUT: Final = "rendezvous.timeout"
+RENDEZVOUS_FAILED: Final = "rendezvous.failed"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
 EVENT_NAMES: Final = (
@@ -237,6 +316,9 @@ EVENT_NAMES: Final = (
     BARRIER_TIMEOUT,
     BARRIER_FAILED,
     BARRIER_STALE_KEY,
+    RENDEZVOUS_CONFLICT,
+    RENDEZVOUS_TIMEOUT,
+    RENDEZVOUS_FAILED,
     TELEMETRY_DISABLED,
     TELEMETRY_SERVING,
 )

@@ -148,6 +148,8 @@ class Spans:
             attributes[names.CAS_RETRY_COUNT] = operation.attempts.swaps_lost
             attributes[names.ETCD_REQUESTS] = operation.attempts.requests
             attributes[names.ETCD_WATCH_TIMEOUTS] = operation.attempts.watch_timeouts
+        if operation.attributes is not None:
+            attributes |= operation.attributes
         return attributes
 
 

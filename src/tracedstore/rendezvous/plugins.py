@@ -1,0 +1,37 @@
+"""What torchrun finds under the entry points ``torchrun.handlers``.
+
+torch loads these in the middle of importing elastic's rendezvous, which may be in the
+middle of importing ours: so nothing is imported here before a handler is asked for.
+"""
+
+from typing import Any
+
+
+def traced_c10d() -> Any:
+    """Give what makes the handler of ``--rdzv-backend traced-c10d``."""
+    return _create_c10d
+
+
+def traced_etcd_v2() -> Any:
+    """Give what makes the handler of ``--rdzv-backend traced-etcd-v2``."""
+    return _create_etcd_v2
+
+
+def _create_c10d(params: Any) -> Any:
+    from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+        c10d_rendezvous_backend as c10d,
+    )
+
+    from tracedstore.rendezvous.handlers import create  # noqa: PLC0415
+
+    return create(params, c10d.create_backend, c10d.DEFAULT_PORT)
+
+
+def _create_etcd_v2(params: Any) -> Any:
+    from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
+        etcd_rendezvous_backend as etcd_v2,
+    )
+
+    from tracedstore.rendezvous.handlers import create  # noqa: PLC0415
+
+    return create(params, etcd_v2.create_backend, 2379)

@@ -1,0 +1,310 @@
+"""Rendezvous backends: what torch documents of them, bare against traced."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from prometheus_client import CollectorRegistry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+)
+
+import tracedstore
+from support.etcd import EtcdServer
+from support.rendezvous import BACKENDS, Rendezvous
+from tracedstore.rendezvous import TracedRendezvousBackend
+from tracedstore.testing import FlakyStore
+
+pytestmark = pytest.mark.etcd
+
+Outcome = tuple[type, Any]
+
+
+@pytest.fixture(params=BACKENDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each of torch's backends, on each of its stores."""
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(autouse=True)
+def telemetry(registry: CollectorRegistry) -> None:
+    """Count into the test's own registry."""
+    tracedstore.configure(registry=registry, log_format="off")
+
+
+@pytest.fixture
+def pair(
+    kind: str, tmp_path: Path, etcd_server: EtcdServer
+) -> tuple["Journal", "Journal"]:
+    """Two rendezvous, one of which is traced."""
+    bare = Rendezvous(kind, tmp_path, etcd_server)
+    traced = Rendezvous(kind, tmp_path, etcd_server)
+    return Journal(bare, lambda backend: backend), Journal(
+        traced, TracedRendezvousBackend
+    )
+
+
+class Journal:
+    """Does things with a backend and writes down what came of each."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, trace: Callable[[Any], Any] = lambda b: b
+    ) -> None:
+        self.rendezvous = rendezvous
+        self.backend = trace(rendezvous.connect())
+        self.other = trace(rendezvous.connect())
+        self.outcomes: list[Outcome] = []
+        self._tokens: list[Any] = []
+
+    def get(self) -> Any:
+        """Get the state."""
+        return self._do(self.backend.get_state)
+
+    def set(self, state: bytes, *token: Any, by: Any = None) -> Any:
+        """Set the state."""
+        return self._do(lambda: (by or self.backend).set_state(state, *token))
+
+    def _do(self, step: Callable[[], Any]) -> Any:
+        try:
+            result = step()
+        except Exception as error:
+            cause = error.__cause__
+            self.outcomes.append((type(error), (str(error), type(cause))))
+            return None
+        self.outcomes.append((type(result), self._comparable(result)))
+        return result
+
+    def _comparable(self, result: Any) -> Any:
+        if result is None:
+            return None
+        # etcd's tokens are its own index: which one it was is what can be compared.
+        state, token, *rest = result
+        if token not in self._tokens:
+            self._tokens.append(token)
+        return (state, type(token), self._tokens.index(token), *rest)
+
+
+def documented(journal: Journal) -> None:
+    """Do all that torch documents of get_state and set_state."""
+    journal.get()
+    _, first, _ = journal.set(b"one")
+    journal.get()
+    # Without a token only where there is no state.
+    journal.set(b"two")
+    # With the right one.
+    _, second, _ = journal.set(b"two", first)
+    # With one that was right, and with some that never were.
+    journal.set(b"three", first)
+    for token in ("invalid", object(), 123456789, b"bm9uZQ==", "", None, 0):
+        journal.set(b"three", token)
+    journal.get()
+    # Somebody else is faster.
+    journal.set(b"theirs", second, by=journal.other)
+    journal.set(b"ours", second)
+    journal.get()
+    journal.set(b"")
+    journal.set("not bytes")  # type: ignore[arg-type]
+    journal.set(b"\x00" * 100_000, journal.backend.get_state()[1])
+    journal.get()
+
+
+class TestDocumented:
+    """Every result and every exception is the bare backend's."""
+
+    def test_get_and_set(self, pair: tuple[Journal, Journal]) -> None:
+        """With right, stale and invalid tokens, with and without a state."""
+        bare, traced = pair
+
+        documented(bare)
+        documented(traced)
+
+        assert traced.outcomes == bare.outcomes
+        # And it was no row of errors.
+        states = [found[0] for _, found in bare.outcomes if found is not None]
+        assert {b"one", b"two", b"theirs", b"\x00" * 100_000} <= set(states)
+
+    def test_corrupt(self, pair: tuple[Journal, Journal]) -> None:
+        """What is no base64 is a RendezvousStateError."""
+        for journal in pair:
+            journal.rendezvous.corrupt()
+            journal.get()
+            journal.set(b"mine")
+            journal.set(b"mine", "invalid")
+
+        bare, traced = pair
+        assert traced.outcomes == bare.outcomes
+        assert bare.outcomes[0][0] is RendezvousStateError
+
+    def test_keywords(self, pair: tuple[Journal, Journal]) -> None:
+        """Arguments have the names that torch's have."""
+        for journal in pair:
+            token = journal.backend.set_state(state=b"one")[1]
+            assert journal.backend.set_state(token=token, state=b"two")[2] is True
+
+
+class TestObject:
+    """Everything else is the other backend's."""
+
+    def test_name_and_attributes(self, pair: tuple[Journal, Journal]) -> None:
+        """Its name, and what it keeps."""
+        bare, traced = pair
+
+        assert traced.backend.name == bare.backend.name
+        assert type(traced.backend._key) is str
+        assert not hasattr(traced.backend, "no_such_thing")
+        assert repr(traced.backend).startswith("TracedRendezvousBackend(<torch.")
+
+    def test_twice(
+        self, pair: tuple[Journal, Journal], registry: CollectorRegistry
+    ) -> None:
+        """What is traced is not traced twice."""
+        backend = TracedRendezvousBackend(pair[1].backend)
+        backend.get_state()
+
+        kind = "rendezvous_" + backend.name.replace("-", "_")
+        labels = {"store": kind, "operation": "get_state", "error_type": ""}
+        name = "tracedstore_operation_duration_seconds_count"
+        assert registry.get_sample_value(name, labels) == 1
+
+    def test_no_backend(self) -> None:
+        """Anything else is refused, with its type."""
+        with pytest.raises(TypeError, match="takes a RendezvousBackend, not HashStore"):
+            TracedRendezvousBackend(dist.HashStore())  # type: ignore[arg-type]
+
+
+class TestTelemetry:
+    """Telemetry that fails, or is off, is nobody's business but its own."""
+
+    @pytest.mark.parametrize("state", [b"", b"not a pickle", pickle.dumps({"a": 1})])
+    def test_unreadable(
+        self,
+        pair: tuple[Journal, Journal],
+        registry: CollectorRegistry,
+        state: bytes,
+    ) -> None:
+        """A state that is not torch's passes, and is no failure."""
+        backend = pair[1].backend
+        backend.set_state(state)
+
+        assert backend.get_state()[0] == state
+        failures = "tracedstore_telemetry_failures_total"
+        for observer in ("recording", "rendezvous"):
+            assert registry.get_sample_value(failures, {"observer": observer}) == 0
+
+    def test_disabled(
+        self, pair: tuple[Journal, Journal], registry: CollectorRegistry
+    ) -> None:
+        """Nothing is counted, and everything works."""
+        tracedstore.configure(registry=registry, disabled=True)
+        backend = pair[1].backend
+        backend.set_state(b"one")
+
+        assert backend.get_state()[0] == b"one"
+        labels = {"backend": backend.name, "result": "accepted"}
+        name = "tracedstore_rendezvous_state_writes_total"
+        assert registry.get_sample_value(name, labels) == 0
+
+
+class TestLostConnection:
+    """A store that fails is a RendezvousConnectionError."""
+
+    @pytest.mark.parametrize(
+        "error", [ValueError("v"), RuntimeError("r"), TimeoutError("t"), OSError("o")]
+    )
+    def test_c10d(self, error: Exception) -> None:
+        """Of the kinds that torch takes for that; others pass as they are."""
+        told = []
+        for trace in (lambda backend: backend, TracedRendezvousBackend):
+            flaky = FlakyStore()
+            backend = trace(C10dRendezvousBackend(flaky, "run"))
+            flaky.fail("get", error)
+            flaky.fail("compare_set", error)
+            for call in (backend.get_state, lambda b=backend: b.set_state(b"state")):
+                with pytest.raises(Exception) as raised:  # noqa: PT011 - compared below
+                    call()
+                told.append((raised.type, str(raised.value), raised.value.__cause__))
+
+        assert told[:2] == told[2:]
+        expected = type(error) if type(error) is OSError else RendezvousConnectionError
+        assert {kind for kind, *_ in told} == {expected}
+
+
+BAD_PARAMETERS = [
+    ("c10d", {"store_type": "redis"}),
+    ("c10d", {"read_timeout": "0"}),
+    ("c10d", {"read_timeout": "soon"}),
+    ("c10d", {"is_host": "perhaps"}),
+    ("c10d", {"join_timeout": "0"}),
+    ("c10d", {"keep_alive_interval": "often"}),
+    ("etcd-v2", {"read_timeout": "-1"}),
+    ("etcd-v2", {"protocol": "gopher"}),
+    ("etcd-v2", {"last_call_timeout": "0"}),
+]
+
+
+class TestParameters:
+    """The plug-ins take the originals' parameters, because torch reads them."""
+
+    @pytest.mark.parametrize(("name", "config"), BAD_PARAMETERS)
+    def test_bad(
+        self, name: str, config: dict[str, str], etcd_server: EtcdServer
+    ) -> None:
+        """They are refused in the same words."""
+        told = []
+        for backend in (name, f"traced-{name}"):
+            endpoint = f"127.0.0.1:{etcd_server.port if 'etcd' in name else 0}"
+            params = RendezvousParameters(backend, endpoint, "run", 1, 2, **config)
+            with pytest.raises(ValueError, match=r".") as raised:
+                rendezvous_handler_registry.create_handler(params)
+            told.append(str(raised.value))
+
+        assert told[0] == told[1]
+
+    def test_good(self, tmp_path: Path, etcd_server: EtcdServer) -> None:
+        """They have the same effect."""
+        timeouts = {
+            "join_timeout": "11",
+            "last_call_timeout": "12",
+            "close_timeout": "13",
+            "heartbeat_timeout": "14",
+            "keep_alive_interval": "15",
+            "keep_alive_max_attempt": "16",
+            "read_timeout": "17",
+        }
+        places = {
+            "c10d": [
+                ("127.0.0.1:0", {"is_host": "1"}),
+                (str(tmp_path / "file"), {"store_type": "file"}),
+            ],
+            "etcd-v2": [(f"127.0.0.1:{etcd_server.port}", {"protocol": "http"})],
+        }
+        for name, where in places.items():
+            for endpoint, config in where:
+                found = []
+                for backend in (name, f"traced-{name}"):
+                    params = RendezvousParameters(
+                        backend, endpoint, "run", 2, 3, **config, **timeouts
+                    )
+                    handler: Any = rendezvous_handler_registry.create_handler(params)
+                    settings = dict(vars(handler.settings))
+                    timeout = vars(settings.pop("timeout"))
+                    store = handler._store
+                    client = getattr(store, "client", None)
+                    found.append(
+                        (settings, timeout, type(store), store.timeout)
+                        + ((client.read_timeout, client.protocol) if client else ())
+                    )
+                    assert handler.get_backend() == backend
+                    assert handler.get_run_id() == "run"
+
+                assert found[0] == found[1]

@@ -1,0 +1,110 @@
+"""Rendezvous backends of torch's, on real servers, made the same way for all tests."""
+
+import itertools
+import pickle
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+from torch.distributed.elastic.rendezvous.etcd_rendezvous_backend import (
+    EtcdRendezvousBackend,
+)
+
+from support.etcd import EtcdServer
+from support.stores import tcp
+
+_runs = itertools.count()
+
+# Connects one more node to a rendezvous.
+Connect = Callable[[], RendezvousBackend]
+BACKENDS = ("c10d-tcp", "c10d-file", "etcd-v2")
+
+
+def fresh_run() -> str:
+    """A run id that no other test uses."""
+    return f"run-{next(_runs)}"
+
+
+class Rendezvous:
+    """One rendezvous that any number of backends connect to.
+
+    Attributes:
+        run_id: Which.
+        kind: Which of `BACKENDS`.
+    """
+
+    def __init__(self, kind: str, folder: Path, etcd: EtcdServer) -> None:
+        self.kind = kind
+        self.run_id = fresh_run()
+        self._folder = folder
+        self._etcd = etcd
+        self._server = tcp(folder) if kind == "c10d-tcp" else None
+        self._client = etcd.client()
+
+    def connect(self) -> RendezvousBackend:
+        """Connect one more node."""
+        if self.kind == "etcd-v2":
+            client = self._etcd.client()
+            return EtcdRendezvousBackend(client, self.run_id, key_prefix="/rdzv")
+        return C10dRendezvousBackend(self._store(), self.run_id)
+
+    def corrupt(self) -> None:
+        """Write what no backend has written."""
+        if self.kind == "etcd-v2":
+            self._client.set(f"/rdzv/{self.run_id}", "x")
+        else:
+            self._store().set(f"torch.rendezvous.{self.run_id}", "x")
+
+    def _store(self) -> dist.Store:
+        if self._server is not None:
+            return dist.TCPStore("127.0.0.1", self._server.port, None, is_master=False)
+        return dist.FileStore(str(self._folder / f"{self.run_id}.store"), -1)
+
+
+def a_state(
+    joined: dict[str, float] | None = None,
+    waiting: dict[str, float] | None = None,
+    **facts: Any,
+) -> bytes:
+    """Make a state as torch does, of nodes and how long each has been silent."""
+    state = dynamic._RendezvousState()
+    for name, value in facts.items():
+        setattr(state, name, value)
+    now = datetime.now(UTC)
+    for rank, (addr, silent) in enumerate((joined or {}).items()):
+        node = dynamic._NodeDesc(addr, 100 + rank, 0)
+        state.participants[node] = rank
+        state.last_heartbeats[node] = now - timedelta(seconds=silent)
+    for addr, silent in (waiting or {}).items():
+        node = dynamic._NodeDesc(addr, 200, 0)
+        state.wait_list.add(node)
+        state.last_heartbeats[node] = now - timedelta(seconds=silent)
+    return pickle.dumps(state)
+
+
+def handler(
+    backend: str,
+    endpoint: str,
+    run_id: str,
+    *,
+    nodes: tuple[int, int] = (2, 2),
+    addr: str | None = None,
+    **config: Any,
+) -> RendezvousHandler:
+    """Make a handler by its name, as torchrun does."""
+    params = RendezvousParameters(
+        backend, endpoint, run_id, *nodes, local_addr=addr, **config
+    )
+    return rendezvous_handler_registry.create_handler(params)

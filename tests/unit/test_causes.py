@@ -1,0 +1,137 @@
+"""Why a rendezvous failed, from the exceptions that really come."""
+
+import socket
+import ssl
+from collections.abc import Iterator
+from itertools import pairwise
+
+import etcd
+import pytest
+import urllib3
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+
+from support.etcd import free_port
+from tracedstore.rendezvous import causes
+from tracedstore.rendezvous.causes import diagnose
+
+
+def chained(*errors: BaseException) -> BaseException:
+    """Raise one from the other; the first is the one that is caught."""
+    for outer, inner in pairwise(errors):
+        outer.__cause__ = inner
+    return errors[0]
+
+
+POOL = urllib3.HTTPConnectionPool("h")
+
+
+class TestClassification:
+    """The exception nearest to the root says it."""
+
+    @pytest.mark.parametrize(
+        ("error", "cause"),
+        [
+            (socket.gaierror(-2, "Name or service not known"), "name_resolution"),
+            (ConnectionRefusedError(111, "Connection refused"), "refused"),
+            (OSError(113, "No route to host"), "unreachable"),
+            (TimeoutError("timed out"), "no_answer"),
+            (ConnectionResetError(104, "Connection reset by peer"), "no_answer"),
+            (urllib3.exceptions.ReadTimeoutError(POOL, "/", "late"), "no_answer"),
+            (ssl.SSLCertVerificationError(1, "expired"), "tls"),
+            (etcd.EtcdException("Bad response : 404 page not found\n"), "v2_api_off"),
+            (RendezvousStateError("corrupt"), "corrupt_state"),
+            (RendezvousClosedError(), "closed"),
+            (LookupError("Key MASTER_ADDR not found in EtcdStore"), "not_written"),
+            (DistStoreError("wait timeout after 9ms, keys: /k"), "not_written"),
+            (RuntimeError("Timeout waiting for key: k after 50 ms"), "not_written"),
+            (
+                DistNetworkError("The server socket has failed ... name: EADDRINUSE"),
+                "address_in_use",
+            ),
+            (KeyError("what"), "unknown"),
+        ],
+        ids=lambda given: given if isinstance(given, str) else type(given).__name__,
+    )
+    def test_each(self, error: Exception, cause: str) -> None:
+        """Under what torch wraps it in."""
+        wrapped = chained(
+            RendezvousConnectionError("See inner exception for details."), error
+        )
+
+        diagnosis = diagnose(wrapped)
+
+        assert diagnosis.cause == cause
+        assert len(diagnosis.causes) == 2
+        assert bool(diagnosis.remedy) == (cause != "unknown")
+
+    def test_chain(self) -> None:
+        """From what is raised to what it came of, each with its class."""
+        error = chained(
+            RendezvousConnectionError("outer"),
+            etcd.EtcdException("middle\nmore"),
+            ConnectionRefusedError(111, "Connection refused"),
+        )
+
+        assert diagnose(error).causes == (
+            "RendezvousConnectionError: outer",
+            "EtcdException: middle",
+            "ConnectionRefusedError: [Errno 111] Connection refused",
+        )
+
+    def test_context(self) -> None:
+        """What was raised while another was handled came of that, unless hidden."""
+        for suppress, expected in ((False, "refused"), (True, "unknown")):
+            error = RendezvousError("outer")
+            error.__context__ = ConnectionRefusedError()
+            error.__suppress_context__ = suppress
+            assert diagnose(error).cause == expected
+
+    def test_circle_and_length(self) -> None:
+        """A chain without end has one here."""
+        first, second = RendezvousError("1"), RendezvousError("2")
+        first.__cause__, second.__cause__ = second, first
+        assert len(diagnose(first).causes) == 2
+
+        long = chained(*(RendezvousError(str(number)) for number in range(50)))
+        assert len(diagnose(long).causes) == 8
+
+    def test_values_are_not_quoted(self) -> None:
+        """A text that may hold a value is left out."""
+        assert diagnose(ValueError("secret")).causes == ("ValueError",)
+
+
+class TestAsking:
+    """A TCPStore says of everything that it timed out, so we ask once more."""
+
+    TIMED_OUT = DistNetworkError("The client socket has timed out after 9ms")
+
+    @pytest.fixture
+    def listening(self) -> Iterator[int]:
+        """A port that takes connections and says nothing."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            yield server.getsockname()[1]
+
+    def test_refused(self) -> None:
+        """Nothing listens there."""
+        assert diagnose(self.TIMED_OUT, ("127.0.0.1", free_port())).cause == "refused"
+
+    def test_name(self) -> None:
+        """There is no such host."""
+        found = diagnose(self.TIMED_OUT, ("no.such.host.invalid", 1))
+        assert found.cause == "name_resolution"
+
+    def test_no_answer(self, listening: int) -> None:
+        """Something listens, and is no store."""
+        assert diagnose(self.TIMED_OUT, ("127.0.0.1", listening)).cause == "no_answer"
+
+    def test_only_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is clear is not asked about."""
+        monkeypatch.setattr(causes, "_asked", lambda *_: pytest.fail("asked"))
+        refused = ConnectionRefusedError()
+        assert diagnose(refused, ("127.0.0.1", 1)).cause == "refused"

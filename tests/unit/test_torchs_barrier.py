@@ -1,0 +1,115 @@
+"""Our barrier in the place of torch's, and out of it again."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.utils import distributed as torchs_distributed
+from torch.distributed.elastic.utils import store as torchs_store
+
+import tracedstore
+from integration.harness import in_threads, results
+from tracedstore.coordination import places, torchs_barrier
+from tracedstore.coordination.places import Place
+
+TORCHS = torchs_store.barrier
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No events, and torch's own barrier afterwards."""
+    torchs_barrier.restore()
+    tracedstore.configure(log_format="off")
+    yield
+    torchs_barrier.restore()
+
+
+class TestReplacing:
+    """Idempotent and reversible."""
+
+    def test_there_and_back(self) -> None:
+        """In both of the places where torch has it."""
+        for _ in range(2):
+            torchs_barrier.replace()
+            torchs_barrier.replace()
+            assert torchs_store.barrier is torchs_barrier.barrier
+            assert torchs_distributed.barrier is torchs_barrier.barrier
+            torchs_barrier.restore()
+            torchs_barrier.restore()
+            assert torchs_store.barrier is TORCHS
+            assert torchs_distributed.barrier is TORCHS
+
+    def test_somebody_elses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was put over ours meanwhile stays."""
+        torchs_barrier.replace()
+
+        theirs: Any = partial(TORCHS)
+        monkeypatch.setattr(torchs_store, "barrier", theirs)
+        torchs_barrier.restore()
+
+        assert torchs_store.barrier is theirs
+        assert torchs_distributed.barrier is TORCHS
+
+
+class TestBarrier:
+    """What torch's callers get."""
+
+    def test_completes(self) -> None:
+        """As torch's does, with its arguments by name and by position."""
+        torchs_barrier.replace()
+        store = dist.HashStore()
+
+        def come(number: int) -> None:
+            if number:
+                torchs_store.barrier(store, 2, "key", 10)
+            else:
+                torchs_store.barrier(
+                    store=store, world_size=2, key_prefix="key", barrier_timeout=10
+                )
+
+        results(in_threads(2, come))
+
+    def test_place(self) -> None:
+        """A caller without a rank has the one that is known for its store."""
+        torchs_barrier.replace()
+        store = dist.HashStore()
+        places.take(store, Place(1, 3, lambda rank: f"node-{rank}"))
+
+        with pytest.raises(tracedstore.BarrierTimeout) as raised:
+            torchs_store.barrier(store, 3, "key", 0.1)
+
+        assert raised.value.rank == 1
+        assert raised.value.missing_names == ("node-0", "node-2")
+
+    @pytest.mark.parametrize("rank", [None, 0])
+    def test_another_world(self, rank: int | None) -> None:
+        """A place in another world says nothing, nor one where a rank is given."""
+        torchs_barrier.replace()
+        store = dist.HashStore()
+        places.take(store, Place(1, 3 if rank is not None else 4, str))
+
+        with pytest.raises(tracedstore.BarrierTimeout) as raised:
+            torchs_store.barrier(store, 3, "key", 0.1, rank, trace_timeout=0.1)
+
+        assert raised.value.rank == rank
+
+    def test_torchs_assertion(self) -> None:
+        """A decoder without a rank is refused, as torch refuses it."""
+        torchs_barrier.replace()
+        store = dist.HashStore()
+        places.take(store, Place(1, 3, str))
+        with pytest.raises(AssertionError, match="Tracing requires rank information"):
+            torchs_store.barrier(store, 3, "key", 0.1, rank_tracing_decoder=str)
+
+    def test_a_place_goes_with_its_store(self) -> None:
+        """Nothing is kept of a store that is gone."""
+        store = dist.HashStore()
+        places.take(store, Place(0, 1, str))
+        before = len(places._places)
+        del store
+
+        assert len(places._places) == before - 1
+        assert places.of(dist.HashStore()) is None
+        assert places.of([]) is None
