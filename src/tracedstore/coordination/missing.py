@@ -186,6 +186,13 @@ def listing(store: Any) -> frozenset[str] | None:
     )
 
 
+def all_keys(store: Any) -> Iterable[str]:
+    """List all keys of a store, which takes one request and blocks on nothing."""
+    listed = listing(store)
+    keys: Iterable[str] = store.list_keys() if listed is None else listed
+    return keys
+
+
 @contextmanager
 def beside(store: Any) -> Iterator[Any]:
     """Give a store to look through while another thread waits on this one.

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tracedstore.coordination.decoders import Decoder
-from tracedstore.coordination.missing import beside, listing
+from tracedstore.coordination.missing import all_keys, beside, listing
 from tracedstore.core.identity import ProcessIdentity
 
 # One line a rank, appended; or one key a rank, where a store cannot append.
@@ -127,6 +127,32 @@ def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
         if info is not None:
             entries[info.rank] = info
     return entries
+
+
+def everybody(store: Any) -> list[RankInfo]:
+    """Read everybody who registered, wherever in the store that was.
+
+    A job registers under the prefixes that its stores have, and anew with each
+    restart; where prefixes differ only in a number, the later entry of a rank counts.
+    Ranks that a job lost when it shrank are left out.
+    """
+    groups: dict[str, dict[int, RankInfo]] = {}
+    for key in sorted(all_keys(store)):
+        prefix, found, rest = key.partition(REGISTRY)
+        if not found or (rest and not rest.removeprefix("/").isdecimal()):
+            continue
+        group = groups.setdefault(re.sub("[0-9]+", "*", prefix), {})
+        for info in map(_read, store.get(key).splitlines()):
+            if info is not None:
+                before = group.get(info.rank)
+                if before is None or before.started <= info.started:
+                    group[info.rank] = info
+    return [
+        info
+        for group in groups.values()
+        for info in group.values()
+        if info.rank < max(group.values(), key=lambda one: one.started).world_size
+    ]
 
 
 def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:

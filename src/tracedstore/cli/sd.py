@@ -1,0 +1,82 @@
+"""List the ranks of a job for Prometheus, as a file_sd file.
+
+Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store, with
+their addresses. Any rank's /sd says the same over HTTP; this is for clusters where
+Prometheus cannot reach the ranks' /sd.
+
+Examples:
+  tracedstore sd --store tcp://node1:29400
+  tracedstore sd --store tcp://node1:29400 --output targets.json --watch
+
+Exit codes: 0 written, 1 the store cannot be reached
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tracedstore.cli.stores import add_store_argument, look
+from tracedstore.coordination import ranks
+from tracedstore.export.discovery import listed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what it takes."""
+    add_store_argument(parser)
+    parser.add_argument(
+        "--run-id", metavar="ID", help="only ranks of this job, and its run_id label"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
+    )
+    parser.add_argument(
+        "--watch", action="store_true", help="go on, and write when something changes"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="how often to look, with --watch (15)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the list, once or again and again."""
+    written = None
+    while True:
+        infos = look(arguments.store, ranks.everybody)
+        found = _targets(infos, arguments.run_id)
+        if found != written:
+            _write(found, arguments.output)
+            written = found
+        if not arguments.watch:
+            return 0
+        time.sleep(arguments.interval)
+
+
+def _targets(infos: list[ranks.RankInfo], run_id: str | None) -> str:
+    if run_id is not None:
+        # Where nobody named the job, who asks does.
+        ours = [info for info in infos if info.run_id in (None, run_id)]
+        infos = [replace(info, run_id=run_id) for info in ours]
+    return json.dumps(listed(infos), indent=2) + "\n"
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    # Prometheus reads the file whenever it changes, so it is never half written.
+    with tempfile.NamedTemporaryFile(
+        "w", dir=output.parent, prefix=f".{output.name}.", delete=False
+    ) as file:
+        file.write(text)
+    Path(file.name).chmod(0o644)
+    os.replace(file.name, output)  # noqa: PTH105 - named for what it is

@@ -1,0 +1,246 @@
+"""``tracedstore sd``, on the stores of jobs that run, and on what is none."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from integration.harness import wait_until
+from support.etcd import EtcdServer
+from tracedstore.cli.main import main
+from tracedstore.cli.stores import look
+from tracedstore.coordination import ranks
+
+Store = Any
+
+
+def register(
+    store: Store, *numbers: int, world_size: int = 4, run_id: str | None = None
+) -> None:
+    """Let ranks register that serve their metrics."""
+    for rank in numbers:
+        info = ranks.RankInfo(
+            rank=rank,
+            host=f"node{rank}",
+            pid=7,
+            local_rank=0,
+            world_size=world_size,
+            run_id=run_id,
+            metrics=f"http://node{rank}:9400/metrics",
+            started=float(rank),
+        )
+        ranks._write(store, info)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks keep the address that a test gives them."""
+    monkeypatch.setattr(ranks, "replace", lambda info, **_: info)
+
+
+@pytest.fixture(params=["tcp", "file", "etcd"])
+def job(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd_server: EtcdServer
+) -> tuple[Store, str]:
+    """A store that a job has, and its address."""
+    if request.param == "tcp":
+        store: Store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+        return store, f"tcp://127.0.0.1:{store.port}"
+    if request.param == "file":
+        path = tmp_path / "store"
+        return dist.FileStore(str(path), -1), f"file://{path}"
+    from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
+
+    prefix = f"/sd/{tmp_path.name}"
+    url = f"etcd://127.0.0.1:{etcd_server.port}{prefix}"
+    return EtcdStore(etcd_server.client(), prefix), url
+
+
+@pytest.mark.usefixtures("served")
+class TestListing:
+    """What is written."""
+
+    def test_to_the_terminal(
+        self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Every rank that serves, with its labels."""
+        store, url = job
+        register(store, 1, 0, run_id="job-7")
+
+        assert main(["sd", "--store", url]) == 0
+
+        first, second = json.loads(capsys.readouterr().out)
+        assert first == {
+            "targets": ["node0:9400"],
+            "labels": {
+                "__scheme__": "http",
+                "run_id": "job-7",
+                "rank": "0",
+                "local_rank": "0",
+                "host": "node0",
+            },
+        }
+        assert second["targets"] == ["node1:9400"]
+
+    def test_nothing_is_written_to_the_store(self, job: tuple[Store, str]) -> None:
+        """Whoever looks leaves no trace."""
+        store, url = job
+        register(store, 0)
+        before = look(url, _everything)
+
+        main(["sd", "--store", url])
+
+        assert look(url, _everything) == before
+
+    def test_under_prefixes(
+        self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A restart's entry counts, and a rank of a job that has shrunk does not."""
+        store, url = job
+        register(dist.PrefixStore("/worker/attempt_0", store), 0, 1, world_size=2)
+        register(dist.PrefixStore("/worker/attempt_1", store), 2, world_size=4)
+        register(dist.PrefixStore("other", store), 3, world_size=1)
+
+        main(["sd", "--store", url])
+
+        found = [one["labels"]["rank"] for one in json.loads(capsys.readouterr().out)]
+        assert found == ["0", "1", "2"]
+
+    def test_of_one_job(
+        self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Others' ranks are left out; those of no name get the one asked for."""
+        store, url = job
+        register(store, 0, run_id="mine")
+        register(store, 1, run_id="yours")
+        register(store, 2)
+
+        main(["sd", "--store", url, "--run-id", "mine"])
+
+        found = [one["labels"] for one in json.loads(capsys.readouterr().out)]
+        assert [(one["rank"], one["run_id"]) for one in found] == [
+            ("0", "mine"),
+            ("2", "mine"),
+        ]
+
+    def test_to_a_file(self, job: tuple[Store, str], tmp_path: Path) -> None:
+        """Readable by Prometheus, and nothing else is left in its folder."""
+        store, url = job
+        register(store, 0)
+        folder = tmp_path / "targets"
+        folder.mkdir()
+
+        main(["sd", "--store", url, "--output", str(folder / "job.json")])
+
+        (file,) = folder.iterdir()
+        assert len(json.loads(file.read_text())) == 1
+        assert file.stat().st_mode & 0o444 == 0o444
+
+    def test_watch(self, job: tuple[Store, str], tmp_path: Path) -> None:
+        """The file follows the job."""
+        store, url = job
+        register(store, 0)
+        output = tmp_path / "targets.json"
+        command = [sys.executable, "-m", "tracedstore.cli.main", "sd", "--watch"]
+        command += ["--interval", "0.1", "--store", url, "--output", str(output)]
+        watching = subprocess.Popen(command)
+        try:
+            wait_until(lambda: _ranks(output) == ["0"])
+            register(store, 1)
+            wait_until(lambda: _ranks(output) == ["0", "1"])
+        finally:
+            watching.kill()
+            watching.wait(10)
+
+    def test_ranks_that_do_not_serve(
+        self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Are no targets; what is no entry is skipped."""
+        store, url = job
+        store.set("tracedstore/RANKS/3", "nonsense")
+        store.set("tracedstore/RANKS.bak", "nonsense")
+
+        assert main(["sd", "--store", url]) == 0
+        assert json.loads(capsys.readouterr().out) == []
+
+
+def _everything(store: Store) -> dict[str, bytes]:
+    from tracedstore.coordination.missing import all_keys
+
+    return {key: store.get(key) for key in all_keys(store) if "count" not in key}
+
+
+def _ranks(output: Path) -> list[str]:
+    if not output.exists():
+        return []
+    return [one["labels"]["rank"] for one in json.loads(output.read_text())]
+
+
+class TestErrors:
+    """One sentence on standard error, and exit code 1, within seconds."""
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [
+            ("redis://here:1", "--store is 'redis://here:1'; accepted is tcp://"),
+            ("tcp://here", "--store is 'tcp://here'; accepted is tcp://"),
+            ("tcp://here:port", "--store is 'tcp://here:port'; accepted is tcp://"),
+            ("tcp://127.0.0.1:1", "cannot be reached: nothing listens there"),
+            ("etcd://127.0.0.1:1/p", "cannot be reached: nothing listens there"),
+            ("file:///no/such/store", "/no/such/store: No such file"),
+            ("file:///", "/: Is a directory"),
+        ],
+    )
+    def test_no_store(
+        self, url: str, said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Which says what is wrong."""
+        assert main(["sd", "--store", url]) == 1
+
+        error = capsys.readouterr().err
+        assert error.startswith("tracedstore: ")
+        assert said in error
+        assert error.count("\n") == 1
+
+    @pytest.mark.parametrize("scheme", ["tcp", "etcd"])
+    def test_something_that_never_answers(
+        self,
+        scheme: str,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Is not waited for."""
+        monkeypatch.setattr("tracedstore.cli.stores._WITHIN", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+
+            assert main(["sd", "--store", f"{scheme}://127.0.0.1:{port}/p"]) == 1
+
+        assert "does not answer" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["nonsense"], ["sd"]], ids=["none", "unknown", "no store"]
+    )
+    def test_bad_command_lines(
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Are told apart by their exit code."""
+        with pytest.raises(SystemExit) as exited:
+            main(arguments)
+
+        assert exited.value.code == 2
+        assert "usage: tracedstore" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """With an example that can be copied."""
+    with pytest.raises(SystemExit) as exited:
+        main(["sd", "--help"])
+
+    assert exited.value.code == 0
+    assert "tracedstore sd --store tcp://node1:29400" in capsys.readouterr().out
