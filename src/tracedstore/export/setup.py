@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -47,7 +48,7 @@ class _Telemetry:
         clock: Clock,
         more_observers: Iterable[Observer],
     ) -> None:
-        identity = ProcessIdentity.from_environment(os.environ)
+        identity = _identity()
         self.provider = provider
         self.own_provider: SDKTracerProvider | None = None
         if settings.tracing and provider is None:
@@ -120,6 +121,11 @@ class _Telemetry:
         with suppress(KeyError):  # it is not there if registering failed
             self._registry.unregister(self._metrics)
 
+    def speak_for(self, identity: ProcessIdentity) -> None:
+        """Put another identity on what is told from here on."""
+        self._spans.speak_for(identity)
+        self._events.speak_for(identity)
+
     def after_fork(self) -> None:
         """Be the child's: nothing counted, nothing in flight, no thread."""
         self._spans.suppressed_by_caller = 0
@@ -131,6 +137,9 @@ class _Telemetry:
 
 
 _telemetry: _Telemetry | None = None
+# The rank and world size of the default process group, which say more than the
+# environment: it may have none (``tcp://``, mp.spawn).
+_in_group: tuple[int, int] | None = None
 _lock = threading.RLock()
 _hooks_set = False
 # Seconds; only where a thread of torch's C++ is in a call at the very end. Such a call
@@ -221,6 +230,24 @@ def ensure_configured() -> None:
     with _lock:
         if _telemetry is None:
             configure()
+
+
+def speak_for(rank: int, world_size: int) -> None:
+    """Put the rank that the process group gave this process on what is told of it."""
+    global _in_group  # noqa: PLW0603 - one rank a process
+    with _lock:
+        if _in_group != (rank, world_size):
+            _in_group = rank, world_size
+            if _telemetry is not None:
+                _telemetry.speak_for(_identity())
+
+
+def _identity() -> ProcessIdentity:
+    known = ProcessIdentity.from_environment(os.environ)
+    if _in_group is None:
+        return known
+    rank, world_size = _in_group
+    return replace(known, rank=rank, world_size=world_size)
 
 
 def shutdown(timeout: float = 5.0) -> None:

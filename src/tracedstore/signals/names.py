@@ -154,7 +154,16 @@ METRICS_OBSERVER: Final = "metrics"
 EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
-OBSERVERS: Final = (RECORDING, SPANS, METRICS_OBSERVER, EVENTS, INFLIGHT, BARRIERS)
+AUTO: Final = "auto"
+OBSERVERS: Final = (
+    RECORDING,
+    SPANS,
+    METRICS_OBSERVER,
+    EVENTS,
+    INFLIGHT,
+    BARRIERS,
+    AUTO,
+)
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
 KEY: Final = "tracedstore.key"
@@ -169,6 +178,8 @@ RUN_ID: Final = "tracedstore.run_id"
 RANK: Final = "tracedstore.rank"
 LOCAL_RANK: Final = "tracedstore.local_rank"
 WORLD_SIZE: Final = "tracedstore.world_size"
+# OpenTelemetry's, which its package has only among what is not stable.
+HOST_NAME: Final = "host.name"
 ATTRIBUTES: Final = {
     KEY: "The key, cut at 256 characters.",
     KEYS: "The first 16 keys of a call that takes several.",
@@ -179,9 +190,10 @@ ATTRIBUTES: Final = {
     ETCD_REQUESTS: "EtcdStore: requests the call made to etcd.",
     ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that ended without news.",
     RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
-    RANK: "The rank, from `RANK`.",
+    RANK: "The rank, from `init_process_group` or `RANK`.",
     LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
-    WORLD_SIZE: "How many ranks there are, from `WORLD_SIZE`.",
+    WORLD_SIZE: "How many ranks there are, likewise, or from `WORLD_SIZE`.",
+    HOST_NAME: "The machine's name.",
 }
 
 OPERATION_SLOW: Final = "store.operation.slow"

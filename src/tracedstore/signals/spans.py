@@ -80,6 +80,10 @@ class Spans:
             operation.trace_id = trace.format_trace_id(found.trace_id)
             operation.span_id = trace.format_span_id(found.span_id)
 
+    def speak_for(self, identity: ProcessIdentity) -> None:
+        """Put another identity on the spans from here on."""
+        self._process = process_attributes(identity)
+
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given or trace.get_tracer_provider()
         budget = self._recorder.budget
@@ -150,5 +154,6 @@ def process_attributes(identity: ProcessIdentity) -> dict[str, AttributeValue]:
         names.RANK: identity.rank,
         names.LOCAL_RANK: identity.local_rank,
         names.WORLD_SIZE: identity.world_size,
+        names.HOST_NAME: identity.host,
     }
     return {name: value for name, value in known.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Zero code: the stores that torch makes by itself become traced."""
