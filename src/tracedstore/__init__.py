@@ -13,20 +13,20 @@ Importing this package does nothing, and loads nothing: torch comes with the fir
 the names below that is used. The first `wrap` or `configure` sets the telemetry up.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from tracedstore._version import __version__ as __version__
 from tracedstore.auto.places import instrument as instrument
 from tracedstore.auto.places import offer_init_methods as _offer_init_methods
 from tracedstore.auto.places import uninstrument as uninstrument
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from tracedstore._public import *  # noqa: F403 - it has a list of them
     from tracedstore._public import __all__ as __all__
 else:
     # tracedstore-run, and what every process below it loads, pass through here and
     # must not pay for torch.
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name == "__all__" or not name.startswith("_"):
             from tracedstore import _public  # noqa: PLC0415 - see above
 

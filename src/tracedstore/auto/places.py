@@ -14,7 +14,6 @@ functions stay the very same objects.
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -182,24 +181,15 @@ class _Finder:
             return None
         spec = _found_by_others(self, name, path, target)
         if spec is not None and spec.loader is not None:
-            self._call_after_loading(name, spec.loader)
+            loader: Any = _Loader(spec.loader)
+            spec.loader = loader
         return spec
 
-    def _call_after_loading(self, name: str, loader: Any) -> None:
-        # In the loader and not around it: whoever asks the module for its loader
-        # gets the one it always had.
-        load = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            load(module)
-            for then, _ in self._waiting.pop(name, []):
-                then(module)
-            self._leave_if_done()
-
-        # A loader that forbids it leaves its module alone.
-        with suppress(AttributeError, TypeError):
-            loader.exec_module = exec_module
+    def imported(self, module: ModuleType) -> None:
+        """Do what was to be done with a module."""
+        for then, _ in self._waiting.pop(module.__name__, []):
+            then(module)
+        self._leave_if_done()
 
     def _leave_if_done(self) -> None:
         if not self._waiting and self in sys.meta_path:
@@ -219,6 +209,24 @@ def _found_by_others(
             if spec is not None:
                 return spec
     return None
+
+
+class _Loader:
+    """Loads a module with another loader, and says so to the finder."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Whoever asks the module for its loader gets the one it always had.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _finder.imported(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 _finder: Final = _Finder()
