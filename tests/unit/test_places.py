@@ -119,6 +119,26 @@ class TestTorch:
         assert type(found) is dist.FileStore
         assert (rank, world_size) == (0, 1)
 
+    def test_a_package_that_is_broken(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """Where the rest cannot be loaded, torch is left alone, and that is told."""
+        before = in_torch()
+        monkeypatch.delattr("tracedstore.auto.stores", raising=False)
+        monkeypatch.setitem(sys.modules, "tracedstore.auto.stores", None)
+        tracedstore.instrument()
+
+        url = f"file://{tmp_path / 'store'}"
+        stores = [next(dist.rendezvous(url, 0, 1))[0] for _ in range(2)]
+
+        assert [type(found) for found in stores] == [dist.FileStore] * 2
+        assert same(before, in_torch()) == list(before)
+        (record,) = caplog.records
+        assert "telemetry.disabled: torch is left as it is" in record.getMessage()
+
     def test_errors_are_torchs(self, tmp_path: Path) -> None:
         """A bad URL fails with torch's words, and the second turn does too."""
         tracedstore.instrument()

@@ -78,6 +78,8 @@ PLACES: Final = (
 _on = False
 # What was swapped: where, its name there, torch's own, and ours.
 _swapped: list[tuple[Any, str, Any, Any]] = []
+# What else is to be done to give back everything.
+_undo: list[Callable[[], None]] = []
 
 
 def instrument() -> None:
@@ -112,11 +114,8 @@ def uninstrument() -> None:
         # What somebody else put there meanwhile is not ours to remove.
         if _get(owner, name) is ours:
             _set(owner, name, original)
-    restore = getattr(
-        sys.modules.get("tracedstore.coordination.torchs_barrier"), "restore", None
-    )
-    if restore is not None:
-        restore()
+    while _undo:
+        _undo.pop()()
 
 
 def watch_groups() -> None:
@@ -275,6 +274,7 @@ def _replace_barrier(module: ModuleType) -> None:
         from tracedstore.export import setup  # noqa: F401, PLC0415 - barriers set it up
 
         torchs_barrier.replace()
+        _undo.append(torchs_barrier.restore)
     except Exception as error:
         _report(error)
 
