@@ -21,6 +21,7 @@ from support.etcd import EtcdServer
 from tracedstore import store as store_module
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import SeriesTable
+from tracedstore.export import setup
 
 # torch asks for the name behind the address of every connection. No name server has
 # one for loopback, so none is asked: a slow one would cost five seconds a time.
@@ -34,7 +35,9 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     structlog.reset_defaults()
     yield
+    tracedstore.uninstrument()
     tracedstore.shutdown(timeout=1)
+    setup._in_group = None
     RECORDER.forget()
     RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):

@@ -6,37 +6,38 @@ compare-and-set counted, and every wait while it is still waiting:
     store = tracedstore.wrap(dist.TCPStore(...))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
-Importing this package does nothing; the first `wrap` or `configure` does.
+or let torch make it: ``tracedstore.instrument()``, or the init method
+``traced+env://``.
+
+Importing this package does nothing, and loads nothing: torch comes with the first of
+the names below that is used. The first `wrap` or `configure` sets the telemetry up.
 """
 
-from tracedstore._version import __version__
-from tracedstore.coordination.barrier import barrier
-from tracedstore.coordination.errors import BarrierTimeout
-from tracedstore.coordination.exchange import get_all, store_timeout, synchronize
-from tracedstore.core.errors import ConfigurationError, TracedStoreError
-from tracedstore.core.observer import Observer
-from tracedstore.core.operation import Operation
-from tracedstore.export.settings import Settings
-from tracedstore.export.setup import configure, in_flight, shutdown
-from tracedstore.signals.inflight import InFlight
-from tracedstore.store import TracedStore, wrap
+import typing as _typing
 
-__all__ = [
-    "BarrierTimeout",
-    "ConfigurationError",
-    "InFlight",
-    "Observer",
-    "Operation",
-    "Settings",
-    "TracedStore",
-    "TracedStoreError",
-    "__version__",
-    "barrier",
-    "configure",
-    "get_all",
-    "in_flight",
-    "shutdown",
-    "store_timeout",
-    "synchronize",
-    "wrap",
-]
+from tracedstore._version import __version__ as __version__
+from tracedstore.auto.places import instrument as instrument
+from tracedstore.auto.places import offer_init_methods as _offer_init_methods
+from tracedstore.auto.places import uninstrument as uninstrument
+
+if _typing.TYPE_CHECKING:
+    from tracedstore._public import *  # noqa: F403 - it has a list of them
+    from tracedstore._public import __all__ as __all__
+else:
+    # tracedstore-run, and what every process below it loads, pass through here and
+    # must not pay for torch.
+    def __getattr__(name: str) -> object:
+        if name == "__all__" or not name.startswith("_"):
+            from tracedstore import _public  # noqa: PLC0415 - see above
+
+            globals().update({each: getattr(_public, each) for each in _public.__all__})
+            globals()["__all__"] = _public.__all__
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return [*__getattr__("__all__")]
+
+
+_offer_init_methods()

@@ -1,13 +1,16 @@
 """Fixtures of the integration tests: processes that are gone when the test is."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.harness import Child
+from integration.harness import Child, Running
 
 StartChild = Callable[..., Child]
+StartCommand = Callable[..., Running]
 
 
 @pytest.fixture
@@ -22,6 +25,28 @@ def start_child(tmp_path: Path) -> Iterator[StartChild]:
     yield start
     for child in started:
         child.kill()
+
+
+@pytest.fixture
+def start_command(tmp_path: Path) -> Iterator[StartCommand]:
+    """Start a command of this environment's, each call of a store being slow."""
+    started: list[Running] = []
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        # So that every call that does not wait is told of.
+        "TRACEDSTORE_SLOW_AFTER": "0",
+    }
+
+    def start(*command: object, **env: str) -> Running:
+        name = Path(str(command[0])).name
+        started.append(Running(tmp_path, name, *command, env={**environ, **env}))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.kill()
 
 
 @pytest.fixture

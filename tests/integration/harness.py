@@ -123,22 +123,21 @@ def forked(work: Callable[[], Any], timeout: float = 15.0) -> Any:
     return json.loads(answer)
 
 
-class Child:
-    """A process that runs one of the scripts in children/ and reports in JSON.
+class Running:
+    """A command under way, whose standard error is kept.
 
     Attributes:
         pid: Its process id.
     """
 
     def __init__(
-        self, folder: Path, script: str, *args: object, env: dict[str, str]
+        self, folder: Path, name: str, *command: object, env: dict[str, str]
     ) -> None:
-        self._errors = folder / f"{script}-{time.monotonic_ns()}.stderr"
+        self._errors = folder / f"{name}-{time.monotonic_ns()}.stderr"
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"integration.children.{script}"]
-                + [str(arg) for arg in args],
-                env={**os.environ, "PYTHONPATH": str(_TESTS), **env},
+                [str(part) for part in command],
+                env={**os.environ, **env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -147,6 +146,42 @@ class Child:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+
+    def exit_status(self, timeout: float = 30.0) -> int:
+        """Wait until it ends by itself."""
+        return self._process.wait(timeout)
+
+    def errors(self) -> str:
+        """What it wrote to standard error so far."""
+        return self._errors.read_text(errors="replace")
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The events of that name among it, or all."""
+        lines = [line for line in self.errors().splitlines() if line[:1] == "{"]
+        events = map(json.loads, lines)
+        return [event for event in events if name in (None, event["event"])]
+
+    def kill(self) -> None:
+        """End it and what it started, without warning, unless it ended by itself."""
+        if self._process.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Child(Running):
+    """A process that runs one of the scripts in children/ and reports in JSON."""
+
+    def __init__(
+        self, folder: Path, script: str, *args: object, env: dict[str, str]
+    ) -> None:
+        module = f"integration.children.{script}"
+        environ = {"PYTHONPATH": str(_TESTS), **env}
+        super().__init__(
+            folder, script, sys.executable, "-m", module, *args, env=environ
+        )
 
     def next_report(self) -> dict[str, Any]:
         """Wait for what it reports next; how long is for pytest's timeout to say."""
@@ -166,25 +201,3 @@ class Child:
         """End its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-
-    def exit_status(self, timeout: float = 30.0) -> int:
-        """Wait until it ends by itself."""
-        return self._process.wait(timeout)
-
-    def errors(self) -> str:
-        """What it wrote to standard error so far."""
-        return self._errors.read_text(errors="replace")
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of that name among it."""
-        lines = [line for line in self.errors().splitlines() if line[:1] == "{"]
-        return [event for event in map(json.loads, lines) if event["event"] == name]
-
-    def kill(self) -> None:
-        """End it and what it started, without warning, unless it ended by itself."""
-        if self._process.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()

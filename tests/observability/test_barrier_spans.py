@@ -1,5 +1,6 @@
 """The spans of barriers: one trace over all ranks, in one process for once."""
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ class TestWhatIsInIt:
             PREFIX + "last_rank": 0,
             "tracedstore.rank": 0,
             "tracedstore.world_size": 1,
+            "host.name": socket.gethostname(),
         }
         assert span.status.is_ok or span.status.status_code.name == "UNSET"
 

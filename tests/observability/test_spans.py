@@ -1,5 +1,6 @@
 """What a trace shows of a call, read back from a real SDK."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class TestContent:
         assert span.kind is SpanKind.CLIENT
         assert span.status.status_code is StatusCode.UNSET
         assert dict(span.attributes or {}) == {
+            "host.name": socket.gethostname(),
             "db.system.name": "pytorch.tcp_store",
             "db.operation.name": "set",
             "db.query.summary": "set worker/*",

@@ -1,6 +1,8 @@
 """README and docs keep their word."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +108,59 @@ class TestExamples:
         assert done.returncode == 0, done.stderr
         assert '"name": "set key"' in done.stdout
         assert '"service.name": "my-job"' in done.stdout
+
+    def test_zero_code(self, tmp_path: Path) -> None:
+        """The commands of docs/zero-code.md, as written, on its train.py."""
+        text = (ROOT / "docs/zero-code.md").read_text("utf-8")
+        train = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+        commands = re.findall(r"```console\n(.*)\n```", text)
+        (tmp_path / "train.py").write_text(train)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environ = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        running = [
+            subprocess.Popen(
+                command,
+                shell=True,
+                cwd=tmp_path,
+                env={**os.environ, **environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for command in commands
+        ]
+        try:
+            plain, told, otel = [each.communicate(timeout=50) for each in running]
+        finally:
+            for each in running:
+                if each.poll() is None:
+                    os.killpg(each.pid, signal.SIGKILL)
+                    each.communicate()
+
+        assert [each.returncode for each in running] == [0, 0, 0], (told, otel)
+        for printed, _ in (plain, told, otel):
+            assert printed.count("the sum is 1.0") == 2
+        assert "tracedstore.rank" not in plain[0]
+        assert re.search(r'"event": "store.operation.slow".*"rank": 1', told[1])
+        for printed, _ in (told, otel):
+            assert '"name": "append tracedstore/RANKS"' in printed
+            assert '"tracedstore.rank": 1' in printed
+            # The agent's, which is no rank.
+            assert "torchelastic/role_info" in printed
+
+    def test_explicit_init_method(self) -> None:
+        """The last example of docs/zero-code.md runs."""
+        text = (ROOT / "docs/zero-code.md").read_text("utf-8")
+        example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1]
+        example += (
+            "group_store = dist.distributed_c10d._get_default_store()\n"
+            "print(type(group_store.underlying_store.underlying_store))\n"
+        )
+
+        done = run(sys.executable, "-W", "ignore", "-c", example)
+
+        assert done.stdout == "<class 'tracedstore.store.TracedStore'>\n", done.stderr
 
     def test_links(self) -> None:
         """Every link to a file has a file."""

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import zipfile
+from configparser import ConfigParser
 from email.parser import Parser
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,30 @@ class TestWheel:
         assert {"tracedstore/py.typed", "tracedstore/signals/events.schema.json"} <= (
             packed
         )
+
+    def test_start_up(self, wheel: zipfile.ZipFile) -> None:
+        """The folder for PYTHONPATH has one module and is no package."""
+        folder = "tracedstore/auto/startup/"
+        packed = [name for name in wheel.namelist() if name.startswith(folder)]
+
+        assert packed == [folder + "sitecustomize.py"]
+
+    def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
+        """The commands and the plug-ins point at what is there."""
+        (name,) = [name for name in wheel.namelist() if "entry_points" in name]
+        found = ConfigParser()
+        found.read_string(wheel.read(name).decode())
+
+        assert found["console_scripts"]["tracedstore-run"] == (
+            "tracedstore.auto.command:main"
+        )
+        assert found["opentelemetry_instrumentor"]["torch_store"] == (
+            "tracedstore.auto.otel:TracedStoreInstrumentor"
+        )
+        for group in found.sections():
+            for entry in found[group].values():
+                module, _, attribute = entry.partition(":")
+                assert hasattr(import_module(module), attribute), entry
 
     def test_torch_has_a_floor_and_no_pin(self, wheel: zipfile.ZipFile) -> None:
         """The job chooses its torch."""

@@ -1,6 +1,8 @@
 """The rooms of the package, and which doors there are between them."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,10 @@ BELOW = {
     "testing": {"core"},
     "store": {"core", "etcd", "export"},
     "rendezvous": {"core", "coordination", "store"},
-    "auto": {"core", "signals", "coordination", "etcd", "export", "store"},
+    "auto": {"core", "signals", "coordination", "export", "store"},
     "cli": {"core", "signals", "coordination", "etcd", "export", "store", "auto"},
-    "__init__": {"core", "signals", "coordination", "export", "store"},
+    "_public": {"core", "signals", "coordination", "export", "store", "auto"},
+    "__init__": {"auto", "_public"},
 }
 # Words, which belong to nobody and import nothing.
 VOCABULARY = {"tracedstore.signals.names"}
@@ -41,19 +44,30 @@ ONLY_IN = {
         "auto/debug_page/adding.py",
         "auto/debug_page/handler.py",
     },
+    "opentelemetry.instrumentation": {"auto/otel.py"},
 }
+# What every Python process below tracedstore-run or opentelemetry-instrument loads.
+LIGHT = ("auto/places.py", "auto/command.py", "auto/otel.py", "__init__.py")
+
+
+_NO_EXTRA = "import sys; sys.modules['opentelemetry.instrumentation'] = None\n"
 
 
 def imports(module: Path) -> set[str]:
     """Every module that a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
-            found |= {f"{node.module}.{name.name}" for name in node.names}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            assert getattr(node, "level", 0) == 0, f"{module}: relative import"
+            found |= imports_of(node)
     return found
+
+
+def imports_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    """Every module, or name in a module, that a statement imports."""
+    if isinstance(statement, ast.Import):
+        return {name.name for name in statement.names}
+    return {f"{statement.module}.{name.name}" for name in statement.names}
 
 
 def room(path: Path) -> str:
@@ -97,6 +111,19 @@ class TestModules:
                 if name == library or name.startswith(library + "."):
                     assert path in users, f"{path} imports {name}"
 
+    def test_light_modules_load_nothing(self, module: Path) -> None:
+        """At their top they import the standard library, and each other."""
+        if str(module.relative_to(ROOT)) not in LIGHT:
+            return
+        for node in ast.parse(module.read_text()).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for name in imports_of(node):
+                    assert name.split(".")[
+                        0
+                    ] in sys.stdlib_module_names or name.startswith(
+                        ("tracedstore.auto.", "tracedstore._version")
+                    ), f"{module} imports {name}"
+
     def test_size(self, module: Path) -> None:
         """A module past 400 lines holds two ideas."""
         assert len(module.read_text().splitlines()) <= 400
@@ -128,6 +155,36 @@ class TestPublicSurface:
         for name in tracedstore.__all__:
             if name != "__version__":
                 assert getattr(tracedstore, name).__doc__, name
+
+    def test_torch_comes_with_the_first_name(self) -> None:
+        """Neither importing the package nor its light modules loads torch."""
+        light = [
+            "tracedstore." + path.removesuffix(".py").replace("/", ".")
+            for path in LIGHT
+            if path != "__init__.py"
+        ]
+        script = (
+            f"import sys, tracedstore, {', '.join(light)}\n"
+            "heavy = {'torch', 'structlog', 'prometheus_client', 'logging'}\n"
+            "print(heavy & set(sys.modules))\n"
+            "tracedstore.instrument()\n"
+            "print(heavy & set(sys.modules))\n"
+            "print(tracedstore.wrap.__name__, 'torch' in sys.modules)\n"
+            "print(hasattr(tracedstore, 'no_such_name'))\n"
+        )
+
+        done = subprocess.run(
+            # Without the extra, whose own import is not light.
+            [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        assert done.stdout.splitlines() == ["set()", "set()", "wrap True", "False"], (
+            done.stderr
+        )
 
     def test_doctest_of_the_helpers(self) -> None:
         """The example in tracedstore.testing runs."""

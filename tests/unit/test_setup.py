@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -12,6 +13,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import ConfigurationError
+from tracedstore.export.setup import speak_for
 
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +40,7 @@ class TestImport:
             "text = prometheus_client.generate_latest()\n"
             "modules = set(sys.modules)\n"
             "import tracedstore\n"
+            "tracedstore.wrap  # which loads all the rest\n"
             "assert threading.active_count() == threads\n"
             "assert b'tracedstore' not in prometheus_client.generate_latest()\n"
             "assert not structlog.is_configured()\n"
@@ -78,6 +81,37 @@ class TestConfigure:
         store.num_keys()
 
         assert len(spans.get_finished_spans()) == 1
+
+    @pytest.mark.parametrize("anew", [False, True])
+    def test_the_rank_of_a_group(
+        self,
+        provider: TracerProvider,
+        spans: InMemorySpanExporter,
+        monkeypatch: pytest.MonkeyPatch,
+        anew: bool,
+    ) -> None:
+        """It is on what is told from then on, set up anew or not."""
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        options: dict[str, Any] = {
+            "registry": CollectorRegistry(),
+            "tracer_provider": provider,
+        }
+        tracedstore.configure(**options)
+        store = tracedstore.wrap(HashStore())
+        store.num_keys()
+        speak_for(rank=3, world_size=8)
+        if anew:
+            tracedstore.configure(**options)
+
+        store.num_keys()
+
+        keys = ("tracedstore.rank", "tracedstore.local_rank", "tracedstore.world_size")
+        found = [
+            tuple((span.attributes or {}).get(key) for key in keys)
+            for span in spans.get_finished_spans()
+        ]
+        assert found == [(1, 2, None), (3, 2, 8)]
 
     def test_shutdown_and_back(self) -> None:
         """wrap() after shutdown() switches it on again."""

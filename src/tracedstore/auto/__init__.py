@@ -1,1 +1,1 @@
-"""Zero code: what switches itself on inside torch's own tools."""
+"""Zero code: what torch makes by itself, and its own tools, become traced."""

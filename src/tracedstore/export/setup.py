@@ -3,12 +3,10 @@
 import atexit
 import logging
 import os
-import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,13 +15,12 @@ from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore.coordination import barrier, ranks
-from tracedstore.core import recording
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.tally import thread_names
+from tracedstore.export.ending import in_time, let_native_calls_end
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.signals import inflight, names
@@ -49,7 +46,7 @@ class _Telemetry:
         clock: Clock,
         more_observers: Iterable[Observer],
     ) -> None:
-        identity = ProcessIdentity.from_environment(os.environ)
+        identity = _identity()
         # Whether it can be used is known before what was set up before is stopped.
         access = access_of(settings)
         self._serve = partial(Endpoint, settings, access, registry, identity)
@@ -135,11 +132,11 @@ class _Telemetry:
 
     def flush(self, timeout: float) -> None:
         """Have spans exported; return in time, exported or not."""
-        _in_time(self._flush, timeout)
+        in_time(self._flush, timeout)
 
     def end(self, timeout: float) -> None:
         """Have spans exported, and end what was set up for them, in time."""
-        _in_time(self._end, timeout)
+        in_time(self._end, timeout)
 
     def _flush(self, timeout: float) -> None:
         provider = self.own_provider or self.provider or trace.get_tracer_provider()
@@ -166,6 +163,11 @@ class _Telemetry:
         with suppress(KeyError):  # it is not there if registering failed
             self._registry.unregister(self._metrics)
 
+    def speak_for(self, identity: ProcessIdentity) -> None:
+        """Put another identity on what is told from here on."""
+        self._spans.speak_for(identity)
+        self._events.speak_for(identity)
+
     def after_fork(self) -> None:
         """Be the child's: nothing counted, nothing in flight, no thread."""
         self._spans.suppressed_by_caller = 0
@@ -180,14 +182,11 @@ class _Telemetry:
 
 
 _telemetry: _Telemetry | None = None
+# The rank and world size of the default process group, which say more than the
+# environment: it may have none (``tcp://``, mp.spawn).
+_in_group: tuple[int, int] | None = None
 _lock = threading.RLock()
 _hooks_set = False
-# Seconds; only where a thread of torch's C++ is in a call at the very end. Such a call
-# ends by its store's timeout, which torch sets to this by default.
-_LONGEST_WAIT_AT_EXIT = 1800.0
-# Seconds that C++ gets after such a call to drop what it holds of Python's, an
-# exception mostly, or to make its next one.
-_QUIET_AT_EXIT = 0.5
 
 
 def configure(
@@ -275,6 +274,24 @@ def ensure_configured() -> None:
             configure()
 
 
+def speak_for(rank: int, world_size: int) -> None:
+    """Put the rank that the process group gave this process on what is told of it."""
+    global _in_group  # noqa: PLW0603 - one rank a process
+    with _lock:
+        if _in_group != (rank, world_size):
+            _in_group = rank, world_size
+            if _telemetry is not None:
+                _telemetry.speak_for(_identity())
+
+
+def _identity() -> ProcessIdentity:
+    known = ProcessIdentity.from_environment(os.environ)
+    if _in_group is None:
+        return known
+    rank, world_size = _in_group
+    return replace(known, rank=rank, world_size=world_size)
+
+
 def shutdown(timeout: float = 5.0) -> None:
     """Flush and end the telemetry of this process, in bounded time.
 
@@ -298,24 +315,6 @@ def in_flight() -> list[inflight.InFlight]:
     return inflight.in_flight(RECORDER)
 
 
-def _in_time(export: Callable[[float], None], timeout: float) -> None:
-    """Export, for so long at most: exporters do not always end when told to."""
-
-    def safely() -> None:
-        try:
-            export(timeout)
-        except Exception as error:
-            RECORDER.failures.add(names.SPANS, error)
-
-    exporting = threading.Thread(target=safely, name="tracedstore-flush", daemon=True)
-    try:
-        exporting.start()
-    except RuntimeError:  # too many of them, or the interpreter is on its way out
-        safely()
-    else:
-        exporting.join(timeout)
-
-
 def _budget(settings: Settings) -> Budget:
     if settings.spans == "all":
         return Unlimited()
@@ -328,39 +327,8 @@ def _set_hooks() -> None:
     global _hooks_set  # noqa: PLW0603 - a fork hook cannot be taken back
     if not _hooks_set:
         os.register_at_fork(after_in_child=_after_fork)
-        atexit.register(_let_native_calls_end)
+        atexit.register(let_native_calls_end)
         _hooks_set = True
-
-
-def _let_native_calls_end() -> None:
-    """Wait for calls that torch's own threads are in, as long as those take.
-
-    A call from C++ returns through Python. When that happens while the interpreter
-    is being torn down, CPython before 3.14 ends the thread in a way that C++ answers
-    with abort(). The bare store knows nothing of that, so neither shall the job.
-    """
-    deadline = time.monotonic() + _LONGEST_WAIT_AT_EXIT
-    last_seen = None
-    while (now := time.monotonic()) < deadline:
-        if _in_native_call():
-            last_seen = now
-        elif last_seen is None or now - last_seen > _QUIET_AT_EXIT:
-            return
-        time.sleep(0.01)
-
-
-def _in_native_call() -> bool:
-    """Tell whether a thread that Python did not start is in a call of a store.
-
-    Its frames tell, recorded or not; a thread of C++ has some only during a call.
-    """
-    known = thread_names()
-    return any(
-        frame.f_code.co_filename == recording.__file__
-        for thread_id, innermost in sys._current_frames().items()  # noqa: SLF001
-        if thread_id not in known
-        for frame, _ in traceback.walk_stack(innermost)
-    )
 
 
 def _after_fork() -> None:

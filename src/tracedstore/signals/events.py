@@ -112,6 +112,10 @@ class Events:
             error=error_message(error),
         )
 
+    def speak_for(self, identity: ProcessIdentity) -> None:
+        """Put another identity on the events from here on."""
+        self._identity = identity
+
     def after_fork(self) -> None:
         """Let go of what the parent's threads may have held."""
         self._lock = threading.Lock()

@@ -215,6 +215,7 @@ BARRIERS: Final = "barriers"
 ENDPOINT: Final = "endpoint"
 DEBUG_PAGE: Final = "debug_page"
 RENDEZVOUS: Final = "rendezvous"
+AUTO: Final = "auto"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,
@@ -225,6 +226,7 @@ OBSERVERS: Final = (
     ENDPOINT,
     DEBUG_PAGE,
     RENDEZVOUS,
+    AUTO,
 )
 
 # Span attributes of our own; those of OpenTelemetry come from its own package.
@@ -255,6 +257,8 @@ BARRIER_ARRIVED_COUNT: Final = "tracedstore.barrier.arrived_count"
 BARRIER_MISSING_COUNT: Final = "tracedstore.barrier.missing_count"
 BARRIER_MISSING_RANKS: Final = "tracedstore.barrier.missing_ranks"
 BARRIER_MISSING_TEXT: Final = "tracedstore.barrier.missing"
+# OpenTelemetry's, which its package has only among what is not stable.
+HOST_NAME: Final = "host.name"
 ATTRIBUTES: Final = {
     KEY: "The key, cut at 256 characters.",
     KEYS: "The first 16 keys of a call that takes several.",
@@ -275,9 +279,13 @@ ATTRIBUTES: Final = {
         "How long each of these has been silent, in the same order."
     ),
     RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
-    RANK: "The rank, from `RANK`; of a barrier, the one it was given.",
+    RANK: (
+        "The rank, from `init_process_group` or `RANK`; of a barrier, the one it was"
+        " given."
+    ),
     LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
-    WORLD_SIZE: "How many ranks there are, from `WORLD_SIZE`; likewise.",
+    WORLD_SIZE: "How many ranks there are, likewise, or from `WORLD_SIZE`.",
+    HOST_NAME: "The machine's name.",
     BARRIER_PREFIX: "Barrier: its key prefix.",
     BARRIER_RESULT: "Barrier: `completed`, `timeout` or `failed`.",
     BARRIER_PLACE: "Barrier: this rank was the so-manieth to arrive, from 1 on.",

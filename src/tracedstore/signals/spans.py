@@ -107,6 +107,10 @@ class Spans:
             links=links,
         )
 
+    def speak_for(self, identity: ProcessIdentity) -> None:
+        """Put another identity on the spans from here on."""
+        self._process = process_attributes(identity)
+
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given or trace.get_tracer_provider()
         budget = self._recorder.budget
@@ -179,5 +183,6 @@ def process_attributes(identity: ProcessIdentity) -> dict[str, AttributeValue]:
         names.RANK: identity.rank,
         names.LOCAL_RANK: identity.local_rank,
         names.WORLD_SIZE: identity.world_size,
+        names.HOST_NAME: identity.host,
     }
     return {name: value for name, value in known.items() if value is not None}

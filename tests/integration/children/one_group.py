@@ -1,0 +1,33 @@
+"""One process group, in an environment that the test chooses.
+
+Arguments: an init method, and any number of ``instrument``.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from prometheus_client import REGISTRY
+from torch.distributed.distributed_c10d import _get_default_store
+
+import tracedstore
+from integration.harness import all_counted, report
+from tracedstore.coordination.ranks import registered
+from tracedstore.core.identity import bottom_of
+
+for _ in sys.argv[2:]:
+    tracedstore.instrument()
+dist.init_process_group("gloo", sys.argv[1], rank=0, world_size=1)
+value = torch.tensor([3.0])
+dist.all_reduce(value)
+bottom = bottom_of(_get_default_store())
+report(
+    store=type(bottom).__name__,
+    value=value.item(),
+    counted=all_counted(REGISTRY),
+    registered=[
+        [info.rank, info.world_size, info.pid]
+        for info in registered(bottom, [0]).values()
+    ],
+)
+sys.stdin.readline()

@@ -1,0 +1,101 @@
+"""tracedstore-run with real torchrun, and with jobs that start their own ranks."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from integration.conftest import StartCommand
+from support.etcd import free_port
+from support.events import check
+
+pytestmark = pytest.mark.processes
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def counted(folder: Path, rank: int) -> dict[str, float]:
+    """How many calls of each operation a rank told Prometheus."""
+    return {
+        f"{sample.labels['store']}.{sample.labels['operation']}": sample.value
+        for family in text_string_to_metric_families(
+            (folder / f"{rank}.prom").read_text()
+        )
+        for sample in family.samples
+        if sample.name == "tracedstore_operation_duration_seconds_count"
+        and sample.value
+    }
+
+
+class TestTorchrun:
+    """One agent, two workers, DistributedDataParallel."""
+
+    def test_agent_and_workers(
+        self, start_command: StartCommand, tmp_path: Path
+    ) -> None:
+        """Both are traced, and what the job learns is the same to the last bit."""
+        folders = tmp_path / "bare", tmp_path / "traced"
+        for folder in folders:
+            folder.mkdir()
+        torchrun = ("torchrun", "--nproc-per-node", 2, JOBS / "train.py")
+        bare = start_command(*torchrun, folders[0])
+        traced = start_command("tracedstore-run", *torchrun, folders[1])
+
+        statuses = bare.exit_status(), traced.exit_status()
+
+        assert statuses == (0, 0), traced.errors()
+        assert bare.events() == []
+        events = traced.events()
+        for event in events:
+            check(event)
+        assert {event["event"] for event in events} == {"store.operation.slow"}
+        for rank in range(2):
+            learned = [
+                json.loads((folder / f"{rank}.json").read_text()) for folder in folders
+            ]
+            assert learned[0] == learned[1]
+            assert counted(folders[0], rank) == {}
+            calls = counted(folders[1], rank)
+            # Itself in the registry, its address for the others, theirs for it.
+            assert calls["tcp_store.append"] == 1
+            assert calls["tcp_store.set"] >= 1
+            assert calls["tcp_store.get"] >= 1
+            own = [event for event in events if event.get("rank") == rank]
+            assert {event["operation"] for event in own} >= {"append", "set"}
+            assert len({event["run_id"] for event in own}) == 1
+            for event in own:
+                assert event["local_rank"] == rank
+                assert event["world_size"] == 2
+                assert event["host"] == socket.gethostname()
+        agents = [event for event in events if "rank" not in event]
+        assert len({event["pid"] for event in agents}) == 1
+        keys = " ".join(event["key"] for event in agents)
+        # How agents meet, how they number their workers, and their exit barrier.
+        assert "compare_set" in {event["operation"] for event in agents}
+        assert "torchelastic/role_info/0" in keys
+        assert "torchelastic/agent/terminal_state/num_members" in keys
+
+
+class TestOwnRanks:
+    """A job that starts its ranks itself, without torchrun."""
+
+    @pytest.mark.parametrize("method", ["spawn", "fork"])
+    def test_children(self, start_command: StartCommand, method: str) -> None:
+        """Each child says which rank it is, though no environment says so."""
+        script = JOBS / "start_ranks.py"
+        job = start_command(
+            *("tracedstore-run", sys.executable, script, method, free_port())
+        )
+
+        status = job.exit_status()
+
+        assert status == 0, job.errors()
+        by_process: dict[int, set[tuple[int, int]]] = {}
+        for event in job.events():
+            who = event["rank"], event["world_size"]
+            by_process.setdefault(event["pid"], set()).add(who)
+        assert sorted(map(sorted, by_process.values())) == [[(0, 2)], [(1, 2)]]
+        assert "Traceback" not in job.errors()
