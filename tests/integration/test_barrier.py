@@ -1,5 +1,6 @@
 """Ranks that are real processes meet at a barrier, or do not."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +142,11 @@ class TestUsedPrefixes:
             assert "ranks 2 arrived more than once" in one["text"]
 
 
+def patience(meeting: Meeting) -> float:
+    """How long to wait for names of torch's ranks, which only come over TCP."""
+    return 10 if meeting.kind == "tcp" else 0.2
+
+
 class TestMixedFleets:
     """Traced ranks and torch's own meet."""
 
@@ -157,7 +163,7 @@ class TestMixedFleets:
         """Torch's ranks write their names late; they get the time to do so."""
         meeting.start(0, 2, flavour="torch", trace_timeout=2)
         meeting.arrived(2)
-        meeting.start(1)
+        meeting.start(1, trace_timeout=patience(meeting))
 
         plain, traced, _ = meeting.results(0, 1, 2)
 
@@ -170,3 +176,37 @@ class TestMixedFleets:
             assert traced["missing"] == []
             assert traced["unidentified"] == 2
             assert "1 of ranks 0,2-3 missing, 2 more arrived" in traced["text"]
+
+    def test_torchs_rank_0_looks(self, meeting: Meeting) -> None:
+        """It finds traced ranks present, and names exactly those that are missing.
+
+        These come last: after the first that is missing torch gives each of the others
+        1 ms, and accuses some on a busy machine.
+        """
+        meeting.start(0, 3, world_size=8, flavour="torch", trace_timeout=2)
+        meeting.arrived(2)
+        meeting.start(1, 2, 4, world_size=8, trace_timeout=patience(meeting))
+
+        looked, *traced, _ = meeting.results(0, 1, 2, 4, 3)
+
+        assert [one["result"] for one in traced] == ["timeout"] * 3
+        if meeting.kind == "tcp":
+            (named,) = re.findall(r"missing_ranks=\[(.*?)\]", looked["text"])
+            assert sorted(named.split(", ")) == ["5", "6", "7"]
+            assert [one["missing"] for one in traced] == [[5, 6, 7]] * 3
+        else:
+            # Elsewhere torch's rank 0 does not look at all.
+            assert "missing_ranks" not in looked["text"]
+
+    def test_torchs_others_learn_where_to_look(self, meeting: Meeting) -> None:
+        """A traced rank 0 opens the gate that torch's other ranks wait at."""
+        meeting.start(0, trace_timeout=patience(meeting))
+        meeting.arrived(1)
+        meeting.start(1, 2, flavour="torch")
+
+        traced, *plain = meeting.results(0, 1, 2)
+
+        assert traced["result"] == "timeout"
+        for one in plain:
+            referred = "[<check rank 0 (0) for missing rank info>]" in one["text"]
+            assert referred == (meeting.kind == "tcp")

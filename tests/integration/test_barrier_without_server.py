@@ -1,6 +1,6 @@
 """The store's server is gone while ranks, real processes, wait at a barrier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,30 +25,43 @@ Kill = Callable[[], None]
 
 
 @pytest.fixture(params=ERRORS)
-def meeting_and_kill(
-    request: pytest.FixtureRequest, start_child: StartChild, tmp_path: Path
-) -> tuple[Meeting, Kill]:
-    """A barrier of a fleet that has a server to itself, and how to kill that."""
-    if request.param == "tcp":
-        server = start_child("tcp_server")
-        where, kill = str(server.next_report()["port"]), server.kill
-    else:
-        etcd = EtcdServer(tmp_path)
-        request.addfinalizer(etcd.stop)
-        etcd.start()
-        where, kill = f"{etcd.port},/fleet", etcd.kill
-    child = start_child("fleet", request.param, where)
-    fleet = Fleet(child, connect(request.param, where))
-    return Meeting(fleet, request.param), kill
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of store that has a server."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def server(
+    kind: str, start_child: StartChild, tmp_path: Path
+) -> Iterator[tuple[str, Kill]]:
+    """A server of the test's own: where it is, and how to kill it."""
+    if kind == "tcp":
+        child = start_child("tcp_server")
+        yield str(child.next_report()["port"]), child.kill
+        return
+    etcd = EtcdServer(tmp_path)
+    etcd.start()
+    yield f"{etcd.port},/fleet", etcd.kill
+    etcd.stop()
+
+
+@pytest.fixture
+def meeting(kind: str, server: tuple[str, Kill], start_child: StartChild) -> Meeting:
+    """A barrier through it."""
+    where, _ = server
+    return Meeting(Fleet(start_child("fleet", kind, where), connect(kind, where)), kind)
 
 
 class TestKilled:
     """The server is killed, with SIGKILL."""
 
-    def test_the_stores_own_error(self, meeting_and_kill: tuple[Meeting, Kill]) -> None:
+    def test_the_stores_own_error(
+        self, kind: str, meeting: Meeting, server: tuple[str, Kill]
+    ) -> None:
         """Every rank gets it, at once, and tells; nobody is called missing."""
-        meeting, kill = meeting_and_kill
-        raised, told_as = ERRORS[meeting.kind]
+        _, kill = server
+        raised, told_as = ERRORS[kind]
         meeting.start(0, 1, 2, timeout=TIMEOUT)
         meeting.arrived(3)
 
