@@ -1,13 +1,19 @@
 """The store's server is gone while ranks, real processes, wait at a barrier."""
 
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import tracedstore
 from integration.children.fleet import connect
 from integration.conftest import StartChild
 from integration.fleets import Fleet, Meeting
+from integration.harness import Child
 from support.etcd import EtcdServer
 from support.events import check
 
@@ -78,3 +84,36 @@ class TestKilled:
             assert 0 < event["waited_seconds"] < TIMEOUT / 2
         assert not meeting.events("barrier.timeout")
         assert not meeting.events("telemetry.disabled")
+
+
+class TestGoneAtTheTimeout:
+    """Rank 0 often serves the store, is the first to give up, and takes it along."""
+
+    def test_soon(self, tcp_server: Child) -> None:
+        """The others have their timeout when it is due, with or without names.
+
+        A new connection could not be had before the store's own timeout is over.
+        """
+
+        class TCPStore(dist.TCPStore):
+            """By name too; its server is gone when a wait times out."""
+
+            def wait(self, *args: Any) -> None:
+                """Wait, and kill the server if that was in vain."""
+                try:
+                    super().wait(*args)
+                except dist.DistStoreError:
+                    tcp_server.kill()
+                    raise
+
+        port = tcp_server.next_report()["port"]
+        own_timeout = timedelta(seconds=20)
+        store = TCPStore("127.0.0.1", port, None, is_master=False, timeout=own_timeout)
+
+        began = time.monotonic()
+        with pytest.raises(tracedstore.BarrierTimeout) as raised:
+            tracedstore.barrier(store, 3, "b", 0.5, rank=1)
+
+        assert time.monotonic() - began < 10
+        assert raised.value.missing_ranks == ()
+        assert "who is missing could not be found out" in str(raised.value)
