@@ -14,7 +14,7 @@ help:
 	@echo "make lint | types | unit   one of these alone"
 	@echo "make docs    fill the tables in README.md and docs/"
 	@echo "make format  format the code"
-	@echo "make bench   measure what tracing costs; writes bench-results/overhead.json"
+	@echo "make bench   measure what tracing and barriers cost; writes bench-results/"
 	@echo "make clean   remove everything that make made"
 
 setup: $(VENV)/.ready $(TOOLS)/promtool
@@ -47,7 +47,11 @@ docs: $(VENV)/.ready
 	$(BIN)/python scripts/update_docs.py
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/overhead.py --output bench-results/overhead.json
+	@# Both of them, even if the first one misses a bar.
+	$(BIN)/python benchmarks/overhead.py --output bench-results/overhead.json; \
+	overhead=$$?; \
+	$(BIN)/python benchmarks/barriers.py --output bench-results/barriers.json \
+	&& exit $$overhead
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -9,32 +9,20 @@ server is another process, as it is for every rank of a job but one.
 Exits with 1 where a bar is missed.
 """
 
-import argparse
-import json
 import logging
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from contrib_style import SpanPerCallStore
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    SpanExporter,
-    SpanExportResult,
-)
+from harness import Bar, finish, parser, provider_to_nowhere, tcp_server
 from prometheus_client import CollectorRegistry
 from torch.distributed import Store
 
@@ -73,35 +61,6 @@ class Row:
     def cost_ratio(self) -> float:
         """What tracing adds, over what a span per call adds."""
         return self.traced_cost_us / self.span_per_call_cost_us
-
-
-class _Nowhere(SpanExporter):
-    def export(self, spans: Any) -> SpanExportResult:  # noqa: ARG002
-        return SpanExportResult.SUCCESS
-
-
-_SERVER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def _tcp_server() -> Iterator[int]:
-    """Serve a TCPStore from another process; give its port."""
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdout is not None
-        try:
-            yield int(server.stdout.readline())
-        finally:
-            server.kill()
 
 
 def _stores(folder: Path, port: int) -> dict[str, Store]:
@@ -196,51 +155,49 @@ def _print(rows: list[Row]) -> None:
         )
 
 
-def _bars(rows: list[Row], counted: int) -> dict[str, tuple[float, float, bool]]:
+def _bars(rows: list[Row], counted: int) -> list[Bar]:
     barred = [
         row
         for row in rows
         if row.store == "TCPStore" and row.operation in BARRED_OPERATIONS
     ]
-    worst = max(row.traced_ratio for row in barred)
-    cost = statistics.median(row.cost_ratio for row in rows)
-    return {
-        "TCPStore traced / bare, worst of " + ", ".join(BARRED_OPERATIONS): (
-            worst,
+    expected = THREADS * CALLS_EACH
+    return [
+        Bar.at_most(
+            "TCPStore traced / bare, worst of " + ", ".join(BARRED_OPERATIONS),
+            max(row.traced_ratio for row in barred),
             MOST_TRACED_TO_BARE,
-            worst <= MOST_TRACED_TO_BARE,
         ),
-        "cost added / cost a span per call adds, median": (
-            cost,
+        Bar.at_most(
+            "cost added / cost a span per call adds, median",
+            statistics.median(row.cost_ratio for row in rows),
             MOST_COST_TO_SPAN_PER_CALL,
-            cost <= MOST_COST_TO_SPAN_PER_CALL,
         ),
-        f"calls counted of {THREADS} threads x {CALLS_EACH}": (
+        Bar(
+            f"calls counted of {THREADS} threads x {CALLS_EACH}",
             counted,
-            THREADS * CALLS_EACH,
-            counted == THREADS * CALLS_EACH,
+            expected,
+            counted == expected,
         ),
-    }
+    ]
 
 
 def main() -> int:
     """Run the benchmark, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
-    parser.add_argument("--rounds", type=int, default=2000)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=2000)
+    options = arguments.parse_args()
 
     # A span per call fills the exporter's queue faster than it is emptied, which the
     # SDK warns of; that it drops spans only flatters it.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(_Nowhere()))
+    provider = provider_to_nowhere()
     tracer = provider.get_tracer("contrib")
     tracedstore.configure(
         registry=CollectorRegistry(), tracer_provider=provider, log_format="off"
     )
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, _tcp_server() as port:
+    with tempfile.TemporaryDirectory() as folder, tcp_server() as port:
         for name, bare in _stores(Path(folder), port).items():
             variants: dict[str, Store] = {
                 "bare": bare,
@@ -264,26 +221,8 @@ def main() -> int:
                 ]
     counted = _count_exactly()
     _print(rows)
-    bars = _bars(rows, counted)
-    for what, (value, bar, held) in bars.items():
-        print(f"{'ok  ' if held else 'MISS'} {what}: {value:g} (bar {bar:g})")
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        results = {
-            "versions": {
-                "tracedstore": tracedstore.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "cores": os.cpu_count(),
-            "rows": [asdict(row) for row in rows],
-            "bars": {
-                what: {"value": value, "bar": bar, "held": held}
-                for what, (value, bar, held) in bars.items()
-            },
-        }
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
-    return 0 if all(held for _, _, held in bars.values()) else 1
+    results = {"rows": [asdict(row) for row in rows]}
+    return finish(_bars(rows, counted), results, options.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads(
     (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
 )
-BENCHMARK = ROOT / "benchmarks/overhead.json"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -124,8 +124,7 @@ def _settings() -> str:
 
 
 def _cost() -> str:
-    results = json.loads(BENCHMARK.read_text("utf-8"))
-    versions = results["versions"]
+    results = _results("overhead")
     rows = [
         [
             row["store"],
@@ -149,10 +148,59 @@ def _cost() -> str:
         ],
         rows,
     )
+    return f"{table}\n\n{_measured(results)}; all variants interleaved."
+
+
+def _barrier_cost() -> str:
+    results = _results("barriers")
+    completed = _table(
+        [
+            "ranks",
+            "torch's",
+            "ours",
+            "configured",
+            "round trips: torch's",
+            "ours",
+            "configured",
+        ],
+        [
+            [
+                f"{row['ranks']:,}",
+                *(f"{row[f'{of}_ms']:.1f} ms" for of in _VARIANTS),
+                *(str(row[f"{of}_round_trips"]) for of in _VARIANTS),
+            ]
+            for row in results["completed"]
+        ],
+    )
+    naming = _table(
+        ["ranks, 3 missing", "torch's", "ours", "ours / torch's"],
+        [
+            [
+                f"{row['ranks']:,}",
+                f"{row['torch_ms']:.0f} ms",
+                f"{row['ours_ms']:.1f} ms",
+                f"{row['ours_ms'] / row['torch_ms']:.3f}",
+            ]
+            for row in results["naming"]
+        ],
+    )
+    return f"{completed}\n\n{naming}\n\n{_measured(results)}."
+
+
+_VARIANTS = ("torch", "ours", "configured")
+
+
+def _results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((BENCHMARKS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def _measured(results: dict[str, Any]) -> str:
+    versions = results["versions"]
     return (
-        f"{table}\n\nMedians of one `make bench` run with torch"
-        f" {versions['torch']}, Python {versions['python']}, {results['cores']} cores,"
-        " server and client on one machine; all variants interleaved."
+        f"Medians of one `make bench` run with torch {versions['torch']}, Python"
+        f" {versions['python']}, {results['cores']} cores, server and client on one"
+        " machine"
     )
 
 
@@ -163,6 +211,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "event fields": _event_fields,
     "settings": _settings,
     "cost": _cost,
+    "barrier cost": _barrier_cost,
 }
 
 

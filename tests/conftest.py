@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -26,6 +27,14 @@ from tracedstore.export import setup
 # torch asks for the name behind the address of every connection. No name server has
 # one for loopback, so none is asked: a slow one would cost five seconds a time.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+# In a fresh checkout Hypothesis's first draw of a text builds its tables, which takes
+# two seconds, and a busy machine takes its time for any: neither is a failure. How
+# long a test may take is for pytest's timeout to say.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

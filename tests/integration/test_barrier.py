@@ -1,7 +1,7 @@
 """Ranks that are real processes meet at a barrier, or do not."""
 
-import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,112 +9,11 @@ from typing import Any
 import pytest
 
 from integration.children.fleet import connect
+from integration.fleets import Fleet, Meeting
 from integration.harness import Child, wait_until
 from support.etcd import EtcdServer
-from tracedstore.coordination.missing import leader, read_ledger
-from tracedstore.coordination.protocol import Keys
 
 pytestmark = pytest.mark.processes
-
-# A FileStore rounds up to whole seconds.
-TIMEOUT = 1.0
-
-
-class Fleet:
-    """Processes that become ranks, and a client of the store they meet through."""
-
-    def __init__(self, child: Child, store: Any) -> None:
-        self.child = child
-        self.store = store
-        self._reports: list[dict[str, Any]] = []
-        assert child.next_report() == {"ready": True}
-
-    def tell(self, command: dict[str, Any]) -> None:
-        """Start a rank, or kill one."""
-        self.child.write(json.dumps(command) + "\n")
-
-    def report(self, kind: str, prefix: str) -> dict[str, Any]:
-        """Wait for the next report of a kind from one barrier."""
-        for index, one in enumerate(self._reports):
-            if kind in one and one["prefix"] == prefix:
-                return self._reports.pop(index)
-        while True:
-            one = self.child.next_report()
-            if kind in one and one["prefix"] == prefix:
-                return one
-            self._reports.append(one)
-
-
-class Meeting:
-    """One barrier that ranks of a fleet come to."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, fleet: Fleet, kind: str) -> None:
-        self.kind = kind
-        self.prefix = f"barrier/{next(self._numbers)}"
-        self._fleet = fleet
-        self._pids: dict[int, int] = {}
-
-    def start(self, *ranks: int, world_size: int = 4, **options: Any) -> None:
-        """Let ranks come to the barrier."""
-        for rank in ranks:
-            self._fleet.tell(
-                {
-                    "rank": rank,
-                    "world_size": world_size,
-                    "prefix": self.prefix,
-                    "timeout": TIMEOUT,
-                    "flavour": "traced",
-                    "trace_timeout": 10,
-                    "warn_after": 0,
-                    "decode": False,
-                }
-                | options
-            )
-            self._pids[rank] = self._fleet.report("started", self.prefix)["pid"]
-
-    def kill(self, rank: int) -> None:
-        """Kill a rank that came, with SIGKILL."""
-        self._fleet.tell({"kill": self._pids[rank]})
-
-    def arrived(self, count: int) -> None:
-        """Wait until so many have been counted."""
-        key = f"{self.prefix}/num_members"
-        wait_until(lambda: self._fleet.store.add(key, 0) >= count)
-
-    def led(self) -> None:
-        """Wait until the first one has left its trace for the others."""
-        store, keys = self._fleet.store, Keys(self.prefix)
-        wait_until(lambda: leader(store, keys, read_ledger(store, keys)))
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """The events that were told of this barrier."""
-        found = self._fleet.child.events(name)
-        return [event for event in found if event["barrier"] == self.prefix]
-
-    def results(self, *ranks: int) -> list[dict[str, Any]]:
-        """Wait until these ranks are through; give what each of them says."""
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < len(ranks):
-            ended = self._fleet.report("result", self.prefix)
-            found[ended["rank"]] = ended
-        assert sorted(found) == sorted(ranks)
-        assert all(one["timeout_kept"] for one in found.values())
-        return [found[rank] for rank in ranks]
-
-    def completed(self, *ranks: int) -> None:
-        """All of these came through."""
-        results = [one["result"] for one in self.results(*ranks)]
-        assert results == ["completed"] * len(ranks)
-
-    def missed(self, missing: list[int], *ranks: int) -> list[dict[str, Any]]:
-        """All of these name exactly the missing ones."""
-        results = self.results(*ranks)
-        for one in results:
-            assert (one["result"], one["missing"]) == ("timeout", missing), one
-            assert one["unidentified"] == 0
-        return results
 
 
 @pytest.fixture(scope="module", params=["tcp", "file", "etcd"])
@@ -246,6 +145,11 @@ class TestUsedPrefixes:
             assert "ranks 2 arrived more than once" in one["text"]
 
 
+def patience(meeting: Meeting) -> float:
+    """How long to wait for names of torch's ranks, which only come over TCP."""
+    return 10 if meeting.kind == "tcp" else 0.2
+
+
 class TestMixedFleets:
     """Traced ranks and torch's own meet."""
 
@@ -262,7 +166,7 @@ class TestMixedFleets:
         """Torch's ranks write their names late; they get the time to do so."""
         meeting.start(0, 2, flavour="torch", trace_timeout=2)
         meeting.arrived(2)
-        meeting.start(1)
+        meeting.start(1, trace_timeout=patience(meeting))
 
         plain, traced, _ = meeting.results(0, 1, 2)
 
@@ -275,6 +179,40 @@ class TestMixedFleets:
             assert traced["missing"] == []
             assert traced["unidentified"] == 2
             assert "1 of ranks 0,2-3 missing, 2 more arrived" in traced["text"]
+
+    def test_torchs_rank_0_looks(self, meeting: Meeting) -> None:
+        """It finds traced ranks present, and names exactly those that are missing.
+
+        These come last: after the first that is missing torch gives each of the others
+        1 ms, and accuses some on a busy machine.
+        """
+        meeting.start(0, 3, world_size=8, flavour="torch", trace_timeout=2)
+        meeting.arrived(2)
+        meeting.start(1, 2, 4, world_size=8, trace_timeout=patience(meeting))
+
+        looked, *traced, _ = meeting.results(0, 1, 2, 4, 3)
+
+        assert [one["result"] for one in traced] == ["timeout"] * 3
+        if meeting.kind == "tcp":
+            (named,) = re.findall(r"missing_ranks=\[(.*?)\]", looked["text"])
+            assert sorted(named.split(", ")) == ["5", "6", "7"]
+            assert [one["missing"] for one in traced] == [[5, 6, 7]] * 3
+        else:
+            # Elsewhere torch's rank 0 does not look at all.
+            assert "missing_ranks" not in looked["text"]
+
+    def test_torchs_others_learn_where_to_look(self, meeting: Meeting) -> None:
+        """A traced rank 0 opens the gate that torch's other ranks wait at."""
+        meeting.start(0, trace_timeout=patience(meeting))
+        meeting.arrived(1)
+        meeting.start(1, 2, flavour="torch")
+
+        traced, *plain = meeting.results(0, 1, 2)
+
+        assert traced["result"] == "timeout"
+        for one in plain:
+            referred = "[<check rank 0 (0) for missing rank info>]" in one["text"]
+            assert referred == (meeting.kind == "tcp")
 
 
 class TestTraces:

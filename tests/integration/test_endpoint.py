@@ -415,7 +415,7 @@ def test_two_jobs_do_not_mix(endpoint: Endpoint) -> None:
     """Each store has a registry of its own, and so has each job."""
     endpoint.serve()
     mine, other = tracedstore.wrap(dist.HashStore()), tracedstore.wrap(dist.HashStore())
-    other.append("tracedstore/RANKS", '{"rank": 0, "host": "elsewhere"}\n')
+    other.set("tracedstore/RANKS/0", '{"rank": 0, "host": "elsewhere"}')
     tracedstore.barrier(mine, 1, "b", rank=0)
 
     (target,) = json.loads(endpoint.get("/sd")[2])

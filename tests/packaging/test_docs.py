@@ -144,7 +144,7 @@ class TestExamples:
         assert "tracedstore.rank" not in plain[0]
         assert re.search(r'"event": "store.operation.slow".*"rank": 1', told[1])
         for printed, _ in (told, otel):
-            assert '"name": "append tracedstore/RANKS"' in printed
+            assert '"name": "set tracedstore/RANKS/*"' in printed
             assert '"tracedstore.rank": 1' in printed
             # The agent's, which is no rank.
             assert "torchelastic/role_info" in printed

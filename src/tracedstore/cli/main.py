@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if given[:1] == [name]:
             # What torch's C++ says of a connection it tries again is not for here.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             module = import_module(f"tracedstore.cli.{name}")
             said = str(module.__doc__)
             command.description, _, command.epilog = said.partition("\n\n")

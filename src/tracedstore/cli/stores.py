@@ -5,7 +5,6 @@ import fcntl
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 from torch.distributed import FileStore, TCPStore
 
 from tracedstore.cli.errors import CommandError
+from tracedstore.core.patience import within
 
 T = TypeVar("T")
 
@@ -41,34 +41,24 @@ def look(url: str, work: Callable[[Any], T]) -> T:
     connect = {"tcp": _tcp, "file": _file, "etcd": _etcd}.get(parts.scheme)
     if connect is None:
         raise CommandError(f"--store is {url!r}; accepted is {_ACCEPTED}")
+
+    def looking() -> T:
+        with connect(parts, url) as store:
+            return work(store)
+
     what = f"the store at {url}"
-    # In a thread, because a TCPStore waits without end for the first answer of
-    # whatever listens at its port.
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with connect(parts, url) as store:
-                done.append(work(store))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_WITHIN)
-    if failed:
-        error = failed[0]
-        if isinstance(error, CommandError):
-            raise error
+    try:
+        return within(_WITHIN, looking)
+    except CommandError:
+        raise
+    except TimeoutError:
+        raise CommandError(
+            f"{what} does not answer within {_WITHIN:g} s: it hangs, or what listens"
+            " there is something else"
+        ) from None
+    except Exception as error:
         text = str(error).partition("\n")[0]
         raise CommandError(f"{what} cannot be read: {text}") from error
-    if not done:
-        raise CommandError(
-            f"{what} does not answer within {_WITHIN:.0f} s: it hangs, or what listens"
-            " there is something else"
-        )
-    return done[0]
 
 
 @contextmanager

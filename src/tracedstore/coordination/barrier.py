@@ -24,6 +24,7 @@ from tracedstore.coordination.missing import (
     lead,
     leader,
     look,
+    read,
     read_ledger,
     sign,
     signed_twice,
@@ -32,6 +33,7 @@ from tracedstore.coordination.protocol import Keys, Last, Ledger
 from tracedstore.coordination.telling import Telling, quietly
 from tracedstore.coordination.watch import BarrierWatch, Waiting
 from tracedstore.core.errors import TIMEOUT, error_type
+from tracedstore.core.patience import within
 from tracedstore.core.recorder import RECORDER
 from tracedstore.signals import names
 
@@ -42,6 +44,8 @@ WATCH: Final = BarrierWatch(RECORDER)
 _LOOKERS = 2
 # How often to look again for names of ranks that were counted without one.
 _LOOK_AGAIN = 0.1
+# Seconds that looking may take: the store may be gone, or hang.
+_LOOK_WITHIN = 5.0
 # Seconds that the others give those that look to say what they found.
 _VERDICT_WITHIN = 1.0
 
@@ -158,7 +162,7 @@ class _Visit:
                 WATCH.remove(watched)
         if not (RECORDER.detailed() or self._told.span.wanted):
             return Last()
-        written = quietly(self._store.get, self._keys.last_member)
+        written = quietly(read, self._store, self._keys.last_member)
         return Last() if written is None else Last.from_bytes(written)
 
     def _complete(self) -> Last:
@@ -205,29 +209,41 @@ class _Visit:
         self._told.stale(arrived, found.signed_twice)
 
     def _warn(self) -> None:
+        finding = within(_LOOK_WITHIN, self._look_beside)
+        if finding.unnamed:
+            self._told.waiting(finding)
+
+    def _look_beside(self) -> Finding:
         with self._told.span.instead_of_calls(), beside(self._store) as store:
             finding = self._find(store)
-            if not finding.unnamed:
-                return
-            store.set(self._keys.verdict, finding.to_bytes())
-        self._told.waiting(finding)
+            if finding.unnamed:
+                store.set(self._keys.verdict, finding.to_bytes())
+            return finding
 
     def _timed_out(self, place: int) -> BarrierTimeout:
         try:
-            with beside(self._store) as store:
-                if self._rank is not None and store.has_extended_api():
-                    # Where plain torch's rank 0 looks for us; elsewhere it is there.
-                    store.set(self._keys.trace(self._rank), "here")
-                finding = self._settled(store, place)
-                if self._rank == 0:
-                    # Plain torch's other ranks wait for this one to have looked.
-                    store.set(self._keys.tracing_gate, "<val_ignored>")
+            patience = self._trace_timeout + _LOOK_WITHIN
+            finding = within(patience, lambda: self._look_at_the_end(place))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
             finding = Finding.nothing(self._world_size)
         return self._told.timed_out(
             finding, self._timeout, own_names=self._decoder is not None
         )
+
+    def _look_at_the_end(self, place: int) -> Finding:
+        # Not beside it: the wait is over, so its connection is free. Another one could
+        # not be had where rank 0 served the store, gave up first, and is gone.
+        store = self._store
+        with self._told.span.instead_of_calls():
+            if self._rank is not None and store.has_extended_api():
+                # Where plain torch's rank 0 looks for us; elsewhere it is there.
+                store.set(self._keys.trace(self._rank), "here")
+            finding = self._settled(store, place)
+            if self._rank == 0:
+                # Plain torch's other ranks wait for this one to have looked.
+                store.set(self._keys.tracing_gate, "<val_ignored>")
+        return finding
 
     def _settled(self, store: Any, place: int) -> Finding:
         """Find out who is missing, from somebody who has or by looking.
@@ -255,7 +271,7 @@ class _Visit:
         """Read what somebody found, if that still holds."""
         if not store.check([self._keys.verdict]):
             return None
-        written = store.get(self._keys.verdict)
+        written = read(store, self._keys.verdict)
         found = Finding.from_bytes(written, self._world_size)
         if found is None or found.unidentified:
             return None
@@ -265,8 +281,8 @@ class _Visit:
 
     def _find(self, store: Any) -> Finding:
         arrivals = look(store, self._keys, self._world_size)
-        missing = arrivals.missing(self._world_size)
-        return Finding.of(arrivals, self._world_size, self._names(store, missing))
+        names_of = self._names(store, arrivals.missing)
+        return Finding.of(arrivals, self._world_size, names_of)
 
     def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:

@@ -41,7 +41,7 @@ class Finding:
         found = cls(
             world_size=world_size,
             count=arrivals.count,
-            unnamed=arrivals.missing(world_size),
+            unnamed=arrivals.missing,
             unidentified=arrivals.unidentified,
             signed_twice=arrivals.signed_twice,
             names={},
@@ -85,8 +85,13 @@ class Finding:
     @property
     def arrived(self) -> tuple[int, ...]:
         """Ranks that are known to have arrived."""
-        unnamed = set(self.unnamed)
-        return tuple(rank for rank in range(self.world_size) if rank not in unnamed)
+        # By the ranges between those that did not, who are few.
+        found: list[int] = []
+        after = 0
+        for rank in self.unnamed:
+            found += range(after, rank)
+            after = rank + 1
+        return (*found, *range(after, self.world_size))
 
     @property
     def missing_names(self) -> tuple[str, ...]:

@@ -32,23 +32,17 @@ class Arrivals:
 
     Attributes:
         count: How many arrivals were counted.
-        ranks: Those that can be named.
-        times: When they arrived, in seconds since the epoch, where that is known.
+        missing: The ranks that nothing shows to have arrived, in order.
         signed_twice: Ranks that arrived more than once.
         unidentified: Arrivals that no name belongs to: plain torch's, mostly.
         traceparent: The trace of the first to arrive, "" if it left none.
     """
 
     count: int
-    ranks: frozenset[int]
-    times: dict[int, float]
+    missing: tuple[int, ...]
     signed_twice: tuple[int, ...]
     unidentified: int
     traceparent: str = ""
-
-    def missing(self, world_size: int) -> tuple[int, ...]:
-        """List the ranks that are not among those named."""
-        return tuple(rank for rank in range(world_size) if rank not in self.ranks)
 
 
 def sign(store: Any, keys: Keys, rank: int) -> bool:
@@ -70,30 +64,38 @@ def look(store: Any, keys: Keys, world_size: int) -> Arrivals:
     # counted, instead of counted and accused.
     count: int = store.add(keys.num_members, 0)
     ledger = read_ledger(store, keys)
-    signed = list(ledger.signatures())
-    often = Counter(rank for rank, _ in signed)
-    named = set(often)
+    signed = ledger.ranks()
+    missing = set(range(world_size)).difference(signed)
+    repeats = len(signed) - (world_size - len(missing))
+    often = Counter(signed) if repeats > 0 else Counter[int]()
+    twice = [rank for rank, times in often.items() if times > 1]
     if count > len(signed):
         # Somebody came who did not sign: plain torch's ranks, or there is no ledger.
-        unnamed = [rank for rank in range(world_size) if rank not in named]
-        named |= _traced(store, keys, unnamed)
-    times: dict[int, float] = {}
-    for rank, arrived in signed:
-        times.setdefault(rank, arrived)
-    repeats = sum(often.values()) - len(often)
-    twice = [rank for rank, n in often.items() if n > 1]
-    if store.check([keys.repeats]):
+        missing -= _traced(store, keys, sorted(missing))
+    if not ledger.entries and store.check([keys.repeats]):
         repeats += int(store.get(keys.repeats))
-        some = sorted(named)[:_MOST_ASKED_ONE_BY_ONE]
+        came = [rank for rank in range(world_size) if rank not in missing]
+        some = came[:_MOST_ASKED_ONE_BY_ONE]
         twice += [rank for rank in some if store.check([keys.again(rank)])]
+    named = world_size - len(missing)
     return Arrivals(
         count=count,
-        ranks=frozenset(rank for rank in named if 0 <= rank < world_size),
-        times=times,
+        missing=tuple(sorted(missing)),
         signed_twice=tuple(sorted(twice)),
-        unidentified=max(0, count - len(named) - repeats),
+        unidentified=max(0, count - named - repeats),
         traceparent=leader(store, keys, ledger),
     )
+
+
+def read(store: Any, key: str) -> bytes:
+    """Read a key that is there, in one round trip where that can be had.
+
+    A TCPStore's get takes two: it waits for the key, and then asks for it.
+    """
+    # The second changes nothing, because nothing is what it would change.
+    one_trip = store.has_extended_api()
+    found: bytes = store.compare_set(key, "", "") if one_trip else store.get(key)
+    return found
 
 
 def read_ledger(store: Any, keys: Keys, *, signed: bool = False) -> Ledger:
@@ -105,13 +107,13 @@ def read_ledger(store: Any, keys: Keys, *, signed: bool = False) -> Ledger:
         signed: The caller did, so there is a ledger, and nobody has to ask.
     """
     there = signed or store.check([keys.ledger])
-    return Ledger(store.get(keys.ledger)) if there else Ledger()
+    return Ledger(read(store, keys.ledger)) if there else Ledger()
 
 
 def signed_twice(store: Any, keys: Keys, ledger: Ledger) -> bool:
     """Tell whether some rank did, in one round trip at most."""
     if ledger.entries:
-        signed = [rank for rank, _ in ledger.signatures()]
+        signed = ledger.ranks()
         return len(set(signed)) < len(signed)
     return bool(store.check([keys.repeats]))
 

@@ -10,18 +10,19 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from tracedstore.coordination.decoders import Decoder
-from tracedstore.coordination.missing import all_keys, beside, listing
+from tracedstore.coordination.missing import all_keys, beside, bisect, listing
 from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core.patience import within
 
-# One line a rank, appended; or one key a rank, where a store cannot append.
+# What the key of each rank begins with.
 REGISTRY = "tracedstore/RANKS"
-_RANK = re.compile(rb'\{"rank": ([0-9]{1,18}),')
-# Ranks that are looked up one by one, where there is no other way.
-_MOST_LOOKED_UP = 256
+# Seconds that a store gets which may be gone.
+_PATIENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,13 @@ def serve_at(metrics: str | None) -> None:
     if metrics is None:
         return
     for store, known in list(_registered.items()):
-        with beside(store) as free:
-            for info in known.values():
-                _write(free, info)
+        within(_PATIENCE, partial(_write_all, store, list(known.values())))
+
+
+def _write_all(store: Any, infos: list[RankInfo]) -> None:
+    with beside(store) as free:
+        for info in infos:
+            _write(free, info)
 
 
 def stores() -> list[tuple[Any, int]]:
@@ -106,11 +111,10 @@ def forget() -> None:
 
 
 def _write(store: Any, info: RankInfo) -> None:
-    line = json.dumps(asdict(replace(info, metrics=_metrics)))
-    if store.has_extended_api():
-        store.append(REGISTRY, line + "\n")
-    else:
-        store.set(f"{REGISTRY}/{info.rank}", line)
+    # A key for each, not a list of all: who looks wants few of them, and to read two
+    # megabytes for three names takes longer than to find out whose they are. On a
+    # TCPStore nobody waits for an answer to this.
+    store.set(_key(info.rank), json.dumps(asdict(replace(info, metrics=_metrics))))
 
 
 def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
@@ -118,15 +122,8 @@ def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
 
     What is no entry is skipped. Where a rank registered twice, the later one counts.
     """
-    wanted = set(ranks)
-    entries: dict[int, RankInfo] = {}
-    for line in _lines(store, wanted):
-        # The registry of a large job has many lines, of which few are wanted.
-        named = _RANK.match(line)
-        info = _read(line) if named and int(named[1]) in wanted else None
-        if info is not None:
-            entries[info.rank] = info
-    return entries
+    entries = map(_read, _written(store, [_key(rank) for rank in ranks]))
+    return {info.rank: info for info in entries if info is not None}
 
 
 def everybody(store: Any) -> list[RankInfo]:
@@ -138,15 +135,14 @@ def everybody(store: Any) -> list[RankInfo]:
     """
     groups: dict[str, dict[int, RankInfo]] = {}
     for key in sorted(all_keys(store)):
-        prefix, found, rest = key.partition(REGISTRY)
-        if not found or (rest and not rest.removeprefix("/").isdecimal()):
+        prefix, found, number = key.partition(f"{REGISTRY}/")
+        info = _read(store.get(key)) if found and number.isdecimal() else None
+        if info is None:
             continue
         group = groups.setdefault(re.sub("[0-9]+", "*", prefix), {})
-        for info in map(_read, store.get(key).splitlines()):
-            if info is not None:
-                before = group.get(info.rank)
-                if before is None or before.started <= info.started:
-                    group[info.rank] = info
+        before = group.get(info.rank)
+        if before is None or before.started <= info.started:
+            group[info.rank] = info
     return [
         info
         for group in groups.values()
@@ -161,19 +157,21 @@ def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:
     return hosts.__getitem__
 
 
-def _lines(store: Any, ranks: set[int]) -> list[bytes]:
-    if store.has_extended_api():
-        if not store.check([REGISTRY]):
-            return []
-        lines: list[bytes] = store.get(REGISTRY).splitlines()
-        return lines
-    keys = [f"{REGISTRY}/{rank}" for rank in sorted(ranks)]
+def _key(rank: int) -> str:
+    return f"{REGISTRY}/{rank}"
+
+
+def _written(store: Any, keys: list[str]) -> list[bytes]:
+    """Read those of the keys that are there."""
     listed = listing(store)
     if listed is None:
-        there = [key for key in keys[:_MOST_LOOKED_UP] if store.check([key])]
+        absent = set(bisect(lambda some: bool(store.check(list(some))), keys))
+        there = [key for key in keys if key not in absent]
     else:
         there = [key for key in keys if key in listed]
-    return [store.get(key) for key in there]
+    # Where a store has no multi_get of its own, torch makes it of get.
+    found: list[bytes] = store.multi_get(there) if there else []
+    return found
 
 
 def _read(line: bytes) -> RankInfo | None:

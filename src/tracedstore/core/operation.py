@@ -24,7 +24,7 @@ class Method:
         size: Bytes of value that a call moved, from its arguments and result;
             None where a call moves no value.
         swapped: Whether a compare-and-set went through, from its arguments and
-            result; None where a call is none.
+            result; None, or gives None, where a call is none.
         contended: The event that tells of compare-and-sets lost in a row.
         attributes: What else its span says, from its arguments and result.
     """
@@ -35,7 +35,7 @@ class Method:
     keys: Literal["one", "many", "none"] = "one"
     blocks: bool = False
     size: Callable[[Arguments, Any], int] | None = None
-    swapped: Callable[[Arguments, Any], bool] | None = None
+    swapped: Callable[[Arguments, Any], bool | None] | None = None
     contended: str = names.CAS_CONTENDED
     attributes: Callable[[Arguments, Any], Mapping[str, Any]] | None = None
 
@@ -88,7 +88,9 @@ def _all_read(_args: Arguments, result: Any) -> int:
     return sum(map(size_of, result)) if isinstance(result, (list, tuple)) else 0
 
 
-def _swapped(args: Arguments, result: Any) -> bool:
+def _swapped(args: Arguments, result: Any) -> bool | None:
+    if len(args) > 2 and args[1] == args[2]:  # noqa: PLR2004 - key, expected, desired
+        return None  # whichever it was, nothing changed: a way to read without waiting
     # A missing key answers with the *expected* value, so only "is it what I wanted"
     # tells who won.
     desired = args[2] if len(args) > 2 else None  # noqa: PLR2004 - key, expected, desired

@@ -126,8 +126,10 @@ class Recorder:
         self.on = False
         self.failures.add(names.RECORDING, error)
 
-    def swap(self, state: StoreState, cell: Cell, *, won: bool) -> bool:
+    def swap(self, state: StoreState, cell: Cell, *, won: bool | None) -> bool:
         """Count a compare-and-set, and tell whether its store keeps losing them."""
+        if won is None:
+            return False
         if won:
             cell[SWAPS_WON] += 1
             state.losses_in_a_row = 0

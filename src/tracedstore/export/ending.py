@@ -1,12 +1,13 @@
 """What has to be done before a process may end, in bounded time."""
 
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from tracedstore.core import recording
+from tracedstore.core.patience import within
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import thread_names
 from tracedstore.signals import names
@@ -21,20 +22,15 @@ _QUIET_AT_EXIT = 0.5
 
 def in_time(export: Callable[[float], None], timeout: float) -> None:
     """Export, for so long at most: exporters do not always end when told to."""
+    with suppress(TimeoutError):
+        within(timeout, lambda: _safely(export, timeout))
 
-    def safely() -> None:
-        try:
-            export(timeout)
-        except Exception as error:
-            RECORDER.failures.add(names.SPANS, error)
 
-    exporting = threading.Thread(target=safely, name="tracedstore-flush", daemon=True)
+def _safely(export: Callable[[float], None], timeout: float) -> None:
     try:
-        exporting.start()
-    except RuntimeError:  # too many of them, or the interpreter is on its way out
-        safely()
-    else:
-        exporting.join(timeout)
+        export(timeout)
+    except Exception as error:
+        RECORDER.failures.add(names.SPANS, error)
 
 
 def let_native_calls_end() -> None:

@@ -2,12 +2,14 @@
 
 Arguments: the server's port, the world size, the ranks that never come, how many
 processes share the world, which of them this is. Every line on standard input is a
-barrier: its prefix and its timeout.
+barrier: its prefix and its timeout. Reported are what the ranks met with, and how long
+after its timeout the slowest of them had it, counted from its call.
 """
 
 import resource
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,9 +40,11 @@ with ThreadPoolExecutor(16) as pool:
 def meet(prefix: str, timeout: float) -> None:
     """Let all ranks of this process come, and report what they met with."""
     outcomes: Counter[str] = Counter()
+    late: list[float] = []
     lock = threading.Lock()
 
     def visit(rank: int) -> None:
+        due = time.monotonic() + timeout
         try:
             tracedstore.barrier(
                 stores[rank], world_size, prefix, timeout, rank=rank, warn_after=0.5
@@ -48,6 +52,7 @@ def meet(prefix: str, timeout: float) -> None:
             outcome = "completed"
         except tracedstore.BarrierTimeout as error:
             outcome = str(error.missing_ranks)
+        late.append(time.monotonic() - due)
         with lock:
             outcomes[outcome] += 1
 
@@ -57,7 +62,7 @@ def meet(prefix: str, timeout: float) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    report(outcomes=outcomes)
+    report(outcomes=outcomes, late=max(late))
 
 
 report(ready=len(stores))

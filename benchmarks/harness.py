@@ -1,0 +1,112 @@
+"""What the benchmarks share: a server, spans that go nowhere, bars and results."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+
+import tracedstore
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A number to hold.
+
+    Attributes:
+        what: What was measured.
+        value: What it came to.
+        bar: What it is held against.
+        held: Whether it held.
+    """
+
+    what: str
+    value: float
+    bar: float
+    held: bool
+
+    @classmethod
+    def at_most(cls, what: str, value: float, bar: float) -> "Bar":
+        """Hold a number against the most it may be."""
+        return cls(what, value, bar, value <= bar)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser of the options that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--output", type=Path, help="write the results as JSON")
+    return options
+
+
+def finish(bars: list[Bar], results: dict[str, Any], output: Path | None) -> int:
+    """Print the bars, write the results, and give the exit code."""
+    for bar in bars:
+        mark = "ok  " if bar.held else "MISS"
+        print(f"{mark} {bar.what}: {bar.value:g} (bar {bar.bar:g})")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        written = {
+            "versions": {
+                "tracedstore": tracedstore.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "cores": os.cpu_count(),
+            **results,
+            "bars": {
+                bar.what: {"value": bar.value, "bar": bar.bar, "held": bar.held}
+                for bar in bars
+            },
+        }
+        output.write_text(json.dumps(written, indent=2) + "\n")
+    return 0 if all(bar.held for bar in bars) else 1
+
+
+class _Nowhere(SpanExporter):
+    def export(self, spans: Any) -> SpanExportResult:  # noqa: ARG002
+        return SpanExportResult.SUCCESS
+
+
+def provider_to_nowhere() -> TracerProvider:
+    """Make a TracerProvider as a job has it, but for where its spans go."""
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(_Nowhere()))
+    return provider
+
+
+_SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def tcp_server() -> Iterator[int]:
+    """Serve a TCPStore from another process; give its port."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield int(server.stdout.readline())
+        finally:
+            server.kill()
