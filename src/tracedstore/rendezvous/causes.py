@@ -58,7 +58,10 @@ _REMEDIES = {
     ),
     TOO_FEW_NODES: "fewer nodes came than the job needs",
     NO_ROOM: "the job runs with the nodes it has, and did not start anew for this one",
-    CLOSED: "the rendezvous is closed: the job has ended, and its run id is used up",
+    CLOSED: (
+        "the rendezvous is closed, because the job has ended or another node gave up;"
+        " its run id is used up"
+    ),
 }
 
 # By the class, or one of its bases, and by name: none of these libraries need be there.
