@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import zipfile
+from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
 
@@ -45,6 +46,40 @@ class TestWheel:
         assert {"tracedstore/py.typed", "tracedstore/signals/events.schema.json"} <= (
             packed
         )
+
+    def test_torchrun_finds_its_handlers(self, wheel: zipfile.ZipFile) -> None:
+        """They are registered by name, and point to what is there."""
+        (name,) = [n for n in wheel.namelist() if n.endswith("/entry_points.txt")]
+        written = ConfigParser()
+        written.read_string(wheel.read(name).decode())
+
+        assert dict(written["torchrun.handlers"]) == {
+            "traced-c10d": "tracedstore.rendezvous.plugins:traced_c10d",
+            "traced-etcd-v2": "tracedstore.rendezvous.plugins:traced_etcd_v2",
+        }
+
+    @pytest.mark.parametrize("first", ["tracedstore.rendezvous", "torchs"])
+    def test_imports(self, first: str) -> None:
+        """Ours imports nothing of elastic's by itself; both may come first."""
+        torchs = "torch.distributed.elastic.rendezvous"
+        script = f"""
+import importlib, sys, tracedstore
+foreign = [m for m in sys.modules if m == "etcd" or m.startswith("{torchs}")]
+assert foreign == [], foreign
+importlib.import_module("{first if first != "torchs" else torchs}")
+import tracedstore.rendezvous
+from {torchs} import rendezvous_handler_registry as registry
+assert {{"traced-c10d", "traced-etcd-v2"}} <= registry._registry.keys()
+assert "etcd" not in sys.modules
+"""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_torch_has_a_floor_and_no_pin(self, wheel: zipfile.ZipFile) -> None:
         """The job chooses its torch."""
