@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
+from tracedstore.coordination import torchs_barrier
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import SeriesTable
 
@@ -35,6 +36,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.reset_defaults()
     yield
     tracedstore.shutdown(timeout=1)
+    torchs_barrier.restore()
     RECORDER.forget()
     RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):

@@ -30,18 +30,15 @@ from support.etcd import EtcdServer, free_port
 from support.events import Events, check
 from support.rendezvous import fresh_run, handler
 from tracedstore import TracedStore
-from tracedstore.coordination import torchs_barrier
 from tracedstore.signals import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 
 @pytest.fixture(autouse=True)
-def telemetry(registry: CollectorRegistry) -> Iterator[None]:
-    """Count into the test's own registry, and leave torch as it was."""
+def telemetry(registry: CollectorRegistry) -> None:
+    """Count into the test's own registry."""
     tracedstore.configure(registry=registry, slow_after=5)
-    yield
-    torchs_barrier.restore()
 
 
 @pytest.fixture
@@ -75,13 +72,16 @@ def only(events: Events, *wanted: str) -> dict[str, Any]:
 class TestTogether:
     """Traced and plain nodes in one rendezvous."""
 
-    @BOTH
-    def test_meet(self, backend: str, endpoints: dict[str, str]) -> None:
+    @pytest.mark.parametrize("kind", ["c10d", "c10d-file", "etcd-v2"])
+    def test_meet(self, kind: str, endpoints: dict[str, str], tmp_path: Path) -> None:
         """They get different ranks in one world, and one store."""
-        run_id = fresh_run()
+        run_id, backend = fresh_run(), kind.removesuffix("-file")
+        endpoints["c10d-file"] = str(tmp_path / "rendezvous")
+        config = {"store_type": "file"} if kind == "c10d-file" else {}
         names_ = [backend, f"traced-{backend}", f"traced-{backend}"]
         nodes = [
-            handler(name, endpoints[backend], run_id, nodes=(3, 3)) for name in names_
+            handler(name, endpoints[kind], run_id, nodes=(3, 3), **config)
+            for name in names_
         ]
 
         infos = meet(nodes)
@@ -123,6 +123,25 @@ class TestTogether:
 
         assert len(store_module._kept_alive) == 1
         node.shutdown()
+
+
+class TestDisabled:
+    """Where nothing is to be recorded, everything is torch's own."""
+
+    def test_exception_and_barrier(
+        self, registry: CollectorRegistry, endpoints: dict[str, str], events: Events
+    ) -> None:
+        """The exception is as empty as ever, and the barrier is torch's."""
+        tracedstore.configure(registry=registry, disabled=True)
+        before = torchs_store.barrier
+        node = handler("traced-c10d", endpoints["c10d"], "run", join_timeout="1")
+
+        with pytest.raises(RendezvousTimeoutError) as raised:
+            node.next_rendezvous()
+
+        assert str(raised.value) == ""
+        assert torchs_store.barrier is before
+        assert events() == []
 
 
 class TestTimeout:
