@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import wait_until
+from integration.harness import Child, wait_until
 from support.etcd import EtcdServer, free_port
 from support.events import check
 from support.rendezvous import fresh_run
@@ -123,27 +123,23 @@ class TestTwoAgents:
             joined = "tracedstore.rendezvous.participants"
             assert {said.get(joined) for said in written} >= {2}
 
-    def test_etcd_traced_and_plain(
-        self, start_agent: StartAgent, etcd_server: EtcdServer
-    ) -> None:
-        """An agent with the traced backend and one with torch's own meet."""
+    def test_etcd(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
+        """They meet in etcd, and all they say to each other goes through there."""
         endpoint, run_id = f"127.0.0.1:{etcd_server.port}", fresh_run()
         options = ["--nnodes", "2", "--nproc-per-node", "2", str(TRAIN)]
         agents = [
-            start_agent(backend, endpoint, run_id, *options)
-            for backend in ("traced-etcd-v2", "etcd-v2")
+            start_agent("traced-etcd-v2", endpoint, run_id, *options) for _ in range(2)
         ]
 
         assert [agent.exit_status() for agent in agents] == [0, 0]
         text = "".join(agent.out() for agent in agents)
         assert len(re.findall(r"rank \d of 4: done after 10 steps", text)) == 4
-        traced = agents[0]
-        assert traced.metric("tracedstore_rendezvous_participants") == 2
-        # The agents' own words to each other went through a traced store.
         calls = "tracedstore_operation_duration_seconds_count"
-        assert traced.metric(calls, store="etcd_store", operation="get") > 0
-        assert traced.metric(calls, store="rendezvous_etcd_v2") > 0
-        assert traced.events("rendezvous.failed") == []
+        for agent in agents:
+            assert agent.metric("tracedstore_rendezvous_participants") == 2
+            assert agent.metric(calls, store="etcd_store", operation="get") > 0
+            assert agent.metric(calls, store="rendezvous_etcd_v2") > 0
+            assert agent.events("rendezvous.failed") == []
 
     def test_scale_up(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """One starts alone, a plain one comes later; both go on together."""
@@ -174,11 +170,15 @@ class TestTwoAgents:
 class TestSomebodyIsMissing:
     """What torchrun's agents say then."""
 
-    def test_an_agent_that_never_comes(self, start_agent: StartAgent) -> None:
+    def test_an_agent_that_never_comes(
+        self, start_agent: StartAgent, tcp_server: Child
+    ) -> None:
         """Those who came are named, once each, in the event and in the exception."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        # The store is nobody's of theirs: it would go with the first to give up.
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = fresh_run()
         options = ["--nnodes", "3", "--nproc-per-node", "1"]
-        options += ["--rdzv-conf", "join_timeout=6"]
+        options += ["--rdzv-conf", "join_timeout=6,is_host=0"]
         agents = [
             start_agent(
                 *("traced-c10d", endpoint, run_id, *options),
