@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
+from tracedstore.coordination import torchs_barrier
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import SeriesTable
 from tracedstore.export import setup
@@ -46,6 +47,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     tracedstore.uninstrument()
     tracedstore.shutdown(timeout=1)
+    torchs_barrier.restore()
     setup._in_group = None
     RECORDER.forget()
     RECORDER.series = SeriesTable()

@@ -1,57 +1,246 @@
-"""What becomes of a BarrierTimeout in a worker of torchrun."""
+"""Real torchrun, with the traced backends: what its agents tell."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
+import re
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+from integration.harness import Child, wait_until
+from support.etcd import EtcdServer, free_port
+from support.events import check
+from support.rendezvous import fresh_run
+from support.torchrun import TRAIN, Agent
 
-TESTS = Path(__file__).parents[1]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(120)]
+
+StartAgent = Callable[..., Agent]
+
+# Agents look after their workers this often; five seconds are torchrun's default.
+QUICKLY = ("--monitor-interval", "0.1")
 
 
-class TestErrorFile:
-    """torchelastic's error file is what schedulers show of a job that failed."""
+# By default torch 2.13 keeps the workers' store over all rounds, with whatever stood in
+# it: workers of a second round find the addresses of the first (gloo: "Connection
+# refused"), and a node that comes later waits for a MASTER_ADDR that nobody writes.
+NEW_STORE_EVERY_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-    def test_readable(self, tmp_path: Path) -> None:
-        """It says who was missing and where, and so does torchrun's own summary."""
-        error_file = tmp_path / "error.json"
 
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *("--standalone", "--nproc-per-node", "2"),
-                *("--log-dir", str(tmp_path / "logs")),
-                *("--module", "integration.children.elastic_rank"),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(TESTS),
-                "TORCHELASTIC_ERROR_FILE": str(error_file),
-            },
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
+@pytest.fixture
+def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
+    """Start torchrun; it is gone when the test is."""
+    started: list[Agent] = []
+
+    def start(
+        backend: str, endpoint: str, run_id: str, *args: str, **env: str
+    ) -> Agent:
+        folder = tmp_path / f"agent-{len(started)}"
+        rendezvous = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+        agent = Agent(
+            folder, *rendezvous, "--rdzv-id", run_id, *QUICKLY, *args, env=env
         )
+        started.append(agent)
+        return agent
 
-        assert done.returncode == 1, done.stderr
-        message = json.loads(error_file.read_text("utf-8"))["message"]
-        said = message["message"]
-        assert said.startswith(
-            "BarrierTimeout: Timed out waiting on barrier on rank 0, for key prefix:"
-            " checkpoint/7 (world_size=2, missing_ranks=[1 on "
+    yield start
+    for agent in started:
+        agent.kill()
+
+
+def training(
+    agents: list[Agent], world_size: int, restart: int = 0
+) -> list[int] | None:
+    """The process ids of all workers by rank, once all of them train."""
+    pattern = rf"rank (\d+) of {world_size}: training, pid (\d+), restart {restart}"
+    text = "\n".join(agent.out() for agent in agents)
+    found = dict(re.findall(pattern, text))
+    if len(found) < world_size:
+        return None
+    return [int(found[str(rank)]) for rank in range(world_size)]
+
+
+class TestTwoAgents:
+    """Two agents with two workers each, who train together."""
+
+    def test_c10d_and_workers_that_die(
+        self, start_agent: StartAgent, tmp_path: Path
+    ) -> None:
+        """All of them are restarted, and meet again."""
+        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        stop = tmp_path / "stop"
+        options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1"]
+        options += [str(TRAIN), "--steps", "100000", "--pause", "0.05"]
+        options += ["--stop-file", str(stop)]
+        agents = [
+            start_agent(
+                "traced-c10d",
+                endpoint,
+                run_id,
+                *options,
+                **NEW_STORE_EVERY_ROUND,
+                TRACEDSTORE_TRACING="1",
+                OTEL_TRACES_EXPORTER="console",
+            )
+            for _ in range(2)
+        ]
+        workers = wait_until(lambda: training(agents, 4), 60)
+
+        # One of each agent: an agent that restarts because its neighbour does, and
+        # not for a worker of its own, does not count that as a restart.
+        for worker in (workers[0], workers[3]):
+            os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: training(agents, 4, restart=1), 60)
+        stop.touch()
+
+        assert [agent.exit_status() for agent in agents] == [0, 0]
+        text = "".join(agent.out() for agent in agents)
+        assert len(re.findall(r"rank \d of 4: done after", text)) == 4
+        writes = "tracedstore_rendezvous_state_writes_total"
+        for agent in agents:
+            rounds = "tracedstore_rendezvous_duration_seconds_count"
+            assert agent.metric(rounds, backend="c10d", result="completed") == 2
+            assert agent.metric(rounds, result="failed") == 0
+            assert agent.metric("tracedstore_rendezvous_participants") == 2
+            assert agent.metric("tracedstore_rendezvous_complete") == 1
+            assert agent.metric("tracedstore_rendezvous_round") == 1
+            assert agent.metric(writes, backend="c10d", result="accepted") >= 2
+            assert agent.metric(writes, result="failed") == 0
+            assert (
+                agent.metric(
+                    "tracedstore_barrier_duration_seconds_count", result="completed"
+                )
+                == 1
+            )
+            for name in ("rendezvous.timeout", "rendezvous.failed"):
+                assert agent.events(name) == []
+            written = [
+                span["attributes"]
+                for span in agent.spans()
+                if span["attributes"]["db.operation.name"] == "set_state"
+            ]
+            joined = "tracedstore.rendezvous.participants"
+            assert {said.get(joined) for said in written} >= {2}
+
+    def test_etcd(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
+        """They meet in etcd, and all they say to each other goes through there."""
+        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", fresh_run()
+        options = ["--nnodes", "2", "--nproc-per-node", "2", str(TRAIN)]
+        agents = [
+            start_agent("traced-etcd-v2", endpoint, run_id, *options) for _ in range(2)
+        ]
+
+        assert [agent.exit_status() for agent in agents] == [0, 0]
+        text = "".join(agent.out() for agent in agents)
+        assert len(re.findall(r"rank \d of 4: done after 10 steps", text)) == 4
+        calls = "tracedstore_operation_duration_seconds_count"
+        for agent in agents:
+            assert agent.metric("tracedstore_rendezvous_participants") == 2
+            assert agent.metric(calls, store="etcd_store", operation="get") > 0
+            assert agent.metric(calls, store="rendezvous_etcd_v2") > 0
+            assert agent.events("rendezvous.failed") == []
+
+    def test_scale_up(self, start_agent: StartAgent, tmp_path: Path) -> None:
+        """One starts alone, a plain one comes later; both go on together."""
+        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        stop = tmp_path / "stop"
+        options = ["--nnodes", "1:2", "--nproc-per-node", "1"]
+        options += ["--rdzv-conf", "last_call_timeout=1"]
+        options += [str(TRAIN), "--steps", "100000", "--pause", "0.05"]
+        options += ["--stop-file", str(stop)]
+        first = start_agent(
+            "traced-c10d", endpoint, run_id, *options, **NEW_STORE_EVERY_ROUND
         )
-        assert said.endswith(
-            f"timeout=1.0): missing 1 of 2: {socket.gethostname()} (rank 1)"
+        wait_until(lambda: training([first], 1), 60)
+
+        second = start_agent(
+            "c10d", endpoint, run_id, *options, **NEW_STORE_EVERY_ROUND
         )
-        # No "During handling of the above exception" with the store's own words.
-        calls = message["extraInfo"]["py_callstack"]
-        assert calls.count("Traceback") == 1
-        assert said.removeprefix("BarrierTimeout: ") in calls
-        assert "rank      : 0 (local_rank: 0)" in done.stderr
-        assert said in done.stderr
+        wait_until(lambda: training([first, second], 2), 60)
+        stop.touch()
+
+        assert [agent.exit_status() for agent in (first, second)] == [0, 0]
+        assert first.metric("tracedstore_rendezvous_participants") == 2
+        assert first.metric("tracedstore_rendezvous_round") == 1
+        rounds = "tracedstore_rendezvous_duration_seconds_count"
+        assert first.metric(rounds, result="completed") == 2
+
+
+class TestSomebodyIsMissing:
+    """What torchrun's agents say then."""
+
+    def test_an_agent_that_never_comes(
+        self, start_agent: StartAgent, tcp_server: Child
+    ) -> None:
+        """Those who came are named, once each, in the event and in the exception."""
+        # The store is nobody's of theirs: it would go with the first to give up.
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = fresh_run()
+        options = ["--nnodes", "3", "--nproc-per-node", "1"]
+        options += ["--rdzv-conf", "join_timeout=6,is_host=0"]
+        agents = [
+            start_agent(
+                *("traced-c10d", endpoint, run_id, *options),
+                *("--local-addr", addr, str(TRAIN)),
+            )
+            for addr in ("node-a", "node-b")
+        ]
+
+        told = []
+        for agent in agents:
+            assert agent.exit_status() == 1
+            # The first to give up closes the rendezvous for the other one.
+            (event,) = agent.events("rendezvous.timeout") or agent.events(
+                "rendezvous.failed"
+            )
+            check(event)
+            told.append(event["event"])
+            assert {*event["joined"], *event["left"]} == {"node-a", "node-b"}
+            assert (event["min_nodes"], event["max_nodes"]) == (3, 3)
+            assert (event["run_id"], event["endpoint"]) == (run_id, endpoint)
+            silent = event["joined_silent_seconds"] + event["left_silent_seconds"]
+            assert len(silent) == 2
+            assert all(0 <= seconds < 30 for seconds in silent)
+            if event["event"] == "rendezvous.timeout":
+                assert event["cause"] == "too_few_nodes"
+            else:
+                assert (event["cause"], event["closed"]) == ("closed", True)
+            # torch's own exceptions have no text at all.
+            _, _, text = agent.errors().partition(f"Error: rendezvous '{run_id}' ")
+            assert "node-a (pid" in text
+            assert "node-b (pid" in text
+            rounds = "tracedstore_rendezvous_duration_seconds_count"
+            assert agent.metric(rounds, result=event["event"].split(".")[1]) == 1
+
+        assert "rendezvous.timeout" in told
+
+    def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:
+        """An agent that dies is named by the one that waits for it at the end."""
+        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        script = tmp_path / "one_goes_on.py"
+        script.write_text(
+            "import os, time\n"
+            "print('started', flush=True)\n"
+            "time.sleep(100 if os.environ['GROUP_RANK'] == '1' else 0)\n"
+        )
+        options = ["--nnodes", "2", "--nproc-per-node", "1"]
+        agents = {
+            addr: start_agent(
+                *("traced-c10d", endpoint, run_id, *options),
+                *("--local-addr", addr, str(script)),
+                EXIT_BARRIER_TIMEOUT="3",
+            )
+            for addr in ("127.0.0.1", "127.0.0.2")
+        }
+        # The ranks of agents are in the order of their addresses.
+        waits, other = agents["127.0.0.1"], agents["127.0.0.2"]
+        wait_until(lambda: "started" in other.out(), 60)
+
+        assert waits.exit_status() == 0
+        (event,) = waits.events("barrier.timeout")
+        check(event)
+        assert (event["rank"], event["world_size"]) == (0, 2)
+        assert event["missing_ranks"] == [1]
+        assert event["missing_names"] == [f"127.0.0.2 (pid {other.pid})"]
+        assert "Error waiting on exit barrier" in waits.errors()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.etcd import EtcdServer, free_port
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -161,6 +163,54 @@ class TestExamples:
         done = run(sys.executable, "-W", "ignore", "-c", example)
 
         assert done.stdout == "<class 'tracedstore.store.TracedStore'>\n", done.stderr
+
+    @pytest.mark.etcd
+    @pytest.mark.processes
+    def test_torchrun(self, etcd_server: EtcdServer) -> None:
+        """The commands of docs/torchrun.md, all at once, on ports of their own."""
+        text = (ROOT / "docs/torchrun.md").read_text("utf-8")
+        torchrun = f"{sys.executable} -W ignore -m torch.distributed.run "
+        running = []
+        for shown in re.findall(r"```console\n(.*)\n```", text):
+            command = (
+                shown.replace("torchrun ", torchrun, 1)
+                .replace("localhost:29400", f"localhost:{free_port()}")
+                .replace("localhost:2379", f"localhost:{etcd_server.port}")
+            )
+            running.append(
+                subprocess.Popen(
+                    command.split(),
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            done = [process.communicate(timeout=50) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+
+        assert [process.returncode for process in running] == [0, 0, 1], done
+        for out, _ in done[:2]:
+            assert len(re.findall(r"rank [01] of 2: done after 10 steps", out)) == 2
+        _, errors = done[2]
+        assert "rendezvous.timeout" in errors
+        printed = re.search(r"```\n(RendezvousTimeoutError: .*)\n```", text)
+        assert printed
+        # As it stands there, but for ports, names, process ids and times.
+        words = re.split(r"[\d.]+ s|:\d+|\S+ \(pid \d+\)", printed[1])
+        assert re.search(".*".join(map(re.escape, words)), errors), errors
+
+    def test_rendezvous_backend(self) -> None:
+        """The example of docs/torchrun.md."""
+        text = (ROOT / "docs/torchrun.md").read_text("utf-8")
+        (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+        done = run(sys.executable, "-W", "ignore", "-c", example)
+
+        assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
     def test_links(self) -> None:
         """Every link to a file has a file."""

@@ -67,10 +67,37 @@ class TestWheel:
         assert found["opentelemetry_instrumentor"]["torch_store"] == (
             "tracedstore.auto.otel:TracedStoreInstrumentor"
         )
+        assert dict(found["torchrun.handlers"]) == {
+            "traced-c10d": "tracedstore.rendezvous.plugins:traced_c10d",
+            "traced-etcd-v2": "tracedstore.rendezvous.plugins:traced_etcd_v2",
+        }
         for group in found.sections():
             for entry in found[group].values():
                 module, _, attribute = entry.partition(":")
                 assert hasattr(import_module(module), attribute), entry
+
+    @pytest.mark.parametrize("first", ["tracedstore.rendezvous", "torchs"])
+    def test_imports(self, first: str) -> None:
+        """Ours imports nothing of elastic's by itself; both may come first."""
+        torchs = "torch.distributed.elastic.rendezvous"
+        script = f"""
+import importlib, sys, tracedstore
+foreign = [m for m in sys.modules if m == "etcd" or m.startswith("{torchs}")]
+assert foreign == [], foreign
+importlib.import_module("{first if first != "torchs" else torchs}")
+import tracedstore.rendezvous
+from {torchs} import rendezvous_handler_registry as registry
+assert {{"traced-c10d", "traced-etcd-v2"}} <= registry._registry.keys()
+assert "etcd" not in sys.modules
+"""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_torch_has_a_floor_and_no_pin(self, wheel: zipfile.ZipFile) -> None:
         """The job chooses its torch."""

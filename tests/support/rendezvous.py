@@ -99,12 +99,12 @@ def handler(
     endpoint: str,
     run_id: str,
     *,
-    nodes: tuple[int, int] = (2, 2),
-    addr: str | None = None,
+    nodes: Any = (2, 2),
+    addr: Any = None,
     **config: Any,
 ) -> RendezvousHandler:
     """Make a handler by its name, as torchrun does."""
     params = RendezvousParameters(
-        backend, endpoint, run_id, *nodes, local_addr=addr, **config
+        backend, endpoint, run_id, nodes[0], nodes[1], local_addr=addr, **config
     )
     return rendezvous_handler_registry.create_handler(params)

@@ -27,7 +27,10 @@ def replace() -> None:
     with _lock:
         if _replaced:
             return
+        # The second has it by name, and need not for ever.
         for module in (store, distributed):
+            if "barrier" not in vars(module):
+                continue
             _replaced.append((module, vars(module)["barrier"]))
             vars(module)["barrier"] = barrier
 

@@ -19,6 +19,7 @@ NAME_RESOLUTION = "name_resolution"
 REFUSED = "refused"
 UNREACHABLE = "unreachable"
 NO_ANSWER = "no_answer"
+CONNECTION_LOST = "connection_lost"
 ADDRESS_IN_USE = "address_in_use"
 TLS = "tls"
 V2_API_OFF = "v2_api_off"
@@ -36,6 +37,10 @@ _REMEDIES = {
     NO_ANSWER: (
         "the endpoint does not answer: a firewall drops what is sent, or what listens"
         " there is something else"
+    ),
+    CONNECTION_LOST: (
+        "the connection broke: the server was stopped or restarted, or it is an etcd"
+        " that wants TLS (protocol=https in --rdzv-conf)"
     ),
     ADDRESS_IN_USE: (
         "the port of the endpoint is taken by another program on this machine"
@@ -58,7 +63,10 @@ _REMEDIES = {
     ),
     TOO_FEW_NODES: "fewer nodes came than the job needs",
     NO_ROOM: "the job runs with the nodes it has, and did not start anew for this one",
-    CLOSED: "the rendezvous is closed: the job has ended, and its run id is used up",
+    CLOSED: (
+        "the rendezvous is closed, because the job has ended or another node gave up;"
+        " its run id is used up"
+    ),
 }
 
 # By the class, or one of its bases, and by name: none of these libraries need be there.
@@ -66,8 +74,11 @@ _BY_CLASS = {
     "NameResolutionError": NAME_RESOLUTION,
     "gaierror": NAME_RESOLUTION,
     "ConnectionRefusedError": REFUSED,
-    "ConnectionResetError": NO_ANSWER,
-    "RemoteDisconnected": NO_ANSWER,
+    "ConnectionResetError": CONNECTION_LOST,
+    "BrokenPipeError": CONNECTION_LOST,
+    "RemoteDisconnected": CONNECTION_LOST,
+    "IncompleteRead": CONNECTION_LOST,
+    "ProtocolError": CONNECTION_LOST,
     "SSLError": TLS,
     "ReadTimeoutError": NO_ANSWER,
     "ConnectTimeoutError": NO_ANSWER,
@@ -86,8 +97,8 @@ _BY_TEXT = {
     "certificate": TLS,
     "wait timeout": NOT_WRITTEN,
     "timeout waiting for key": NOT_WRITTEN,
-    "connection reset": NO_ANSWER,
-    "broken pipe": NO_ANSWER,
+    "connection reset": CONNECTION_LOST,
+    "broken pipe": CONNECTION_LOST,
     "timed out": NO_ANSWER,
     "timeout": NO_ANSWER,
 }
@@ -129,8 +140,8 @@ def diagnose(error: BaseException, where: tuple[str, int] | None = None) -> Diag
     # The last one to be classified is nearest to the root.
     classified = [cause for cause in map(_classify, chain) if cause]
     cause = classified[-1] if classified else UNKNOWN
-    if cause == NO_ANSWER and where is not None:
-        cause = _asked(*where)
+    if cause in (NO_ANSWER, CONNECTION_LOST) and where is not None:
+        cause = _asked(*where) or cause
     return Diagnosis(cause, tuple(map(_told, chain)))
 
 
@@ -161,7 +172,9 @@ def _classify(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     text = error_message(error).lower()
-    return next((cause for words, cause in _BY_TEXT.items() if words in text), "")
+    # torch's C++ has one class for all that can happen to a connection.
+    otherwise = CONNECTION_LOST if type(error).__name__ == "DistNetworkError" else ""
+    return next((c for words, c in _BY_TEXT.items() if words in text), otherwise)
 
 
 def _asked(host: str, port: int) -> str:
@@ -169,5 +182,5 @@ def _asked(host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), timeout=_PROBE_WITHIN).close()
     except OSError as error:
-        return _classify(error) or NO_ANSWER
-    return NO_ANSWER
+        return _classify(error)
+    return ""

@@ -48,20 +48,18 @@ def create(
     try:
         backend, store = create_backend(params)
     except RendezvousError as error:
-        _quietly(
-            tell,
-            error,
-            Failure(
-                backend=params.backend.removeprefix("traced-"),
-                run_id=params.run_id,
-                endpoint=params.endpoint,
-                during="create_backend",
-                waited_seconds=(time.perf_counter_ns() - started) / 1e9,
-                min_nodes=params.min_nodes,
-                max_nodes=params.max_nodes,
-                where=where,
-            ),
+        failure = Failure(
+            backend=params.backend.removeprefix("traced-"),
+            run_id=params.run_id,
+            endpoint=params.endpoint,
+            during="create_backend",
+            waited_seconds=(time.perf_counter_ns() - started) / 1e9,
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            where=where,
         )
+        if RECORDER.on:
+            _quietly(tell, error, failure)
         raise
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
@@ -102,7 +100,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._where = where
         self._failure_told = False
         self._traced_store: TracedStore | None = None
-        torchs_barrier.replace()
+        if RECORDER.on:
+            _quietly(torchs_barrier.replace)
         _quietly(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
@@ -185,7 +184,11 @@ class TracedRendezvousHandler(RendezvousHandler):
             timed_out = isinstance(error, RendezvousTimeoutError)
             self._ended("timeout" if timed_out else "failed", started)
         # What failed once fails again in every call after it.
-        if self._failure_told or isinstance(error, RendezvousGracefulExitError):
+        if (
+            not RECORDER.on
+            or self._failure_told
+            or isinstance(error, RendezvousGracefulExitError)
+        ):
             return
         self._failure_told = True
         settings = getattr(self._inner, "settings", None)

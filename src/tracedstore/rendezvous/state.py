@@ -161,6 +161,7 @@ class Attendance:
             self._waiting.pop(node, None)
         for node in snapshot.wait_list:
             self._waiting[node] = None
+            self._joined.pop(node, None)
         self._heard |= snapshot.heartbeats
 
     def joined(self, own: Node | None) -> list[Node]:

@@ -1,0 +1,25 @@
+"""torchrun itself, which reports its metrics when it ends."""
+
+import os
+import sys
+from functools import partialmethod
+from typing import Any
+
+from prometheus_client import generate_latest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.run import main
+
+from integration.harness import report
+
+if __name__ == "__main__":
+    if "EXIT_BARRIER_TIMEOUT" in os.environ:
+        # torchrun has no option for it, and five minutes are long.
+        agent: Any = LocalElasticAgent
+        agent.__init__ = partialmethod(
+            agent.__init__,
+            exit_barrier_timeout=float(os.environ["EXIT_BARRIER_TIMEOUT"]),
+        )
+    try:
+        main(sys.argv[1:])
+    finally:
+        report(metrics=generate_latest().decode())
