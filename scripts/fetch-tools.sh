@@ -44,8 +44,26 @@ fetch() {
     done
 }
 
+# Debian's Alertmanager reads its templates from /usr/share, where nothing is unpacked
+# to. So it gets a path of the same length that means the folder it is started in.
+settle_alertmanager() {
+    local share=$bin/../share/alertmanager path=/usr/share/prometheus/alertmanager
+    mkdir -p "$share"
+    cp prometheus-alertmanager/$path/*.tmpl "$share"
+    LC_ALL=C sed "s|$path|./././././././././././././././././|g" \
+        "$bin/alertmanager" >"$share/alertmanager"
+    chmod 755 "$share/alertmanager"
+    cat >"$bin/alertmanager" <<'EOF'
+#!/bin/sh
+cd "$(dirname "$0")/../share/alertmanager" && exec ./alertmanager "$@"
+EOF
+}
+
 fetch prometheus prometheus=prometheus promtool=promtool
 fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
+if [ -d prometheus-alertmanager ] && [ ! -L "$bin/alertmanager" ]; then
+    settle_alertmanager
+fi
 for name in prometheus promtool alertmanager amtool; do
     "$bin/$name" --version 2>&1 | head -n 1
 done
