@@ -1,5 +1,6 @@
 """The alerts: they parse, fire, stay silent, and lead to a section of the runbook."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,76 @@ def test_runbook_has_no_more() -> None:
     assert sections == [alert["alert"] for alert in ALERTS]
 
 
+class TestThousandRanks:
+    """However many see the trouble, it is one alert."""
+
+    DOWN = (7, 70, 700)
+
+    def series(self) -> list[dict[str, str]]:
+        """A barrier that three ranks of a thousand do not come to; they are gone."""
+        found = {}
+        for rank in range(1000):
+            target = (
+                f'job="training",instance="n:{rank}",run_id="r",rank="{rank}",host="n"'
+            )
+            down = rank in self.DOWN
+            found[f"up{{{target}}}"] = "1 1 0x38" if down else "1x40"
+            if not down:
+                call = f'{target},store="tcp_store",operation="wait"'
+                found[f"{names.OLDEST_START.name}{{{call}}}"] = "0x40"
+            if rank < 2:
+                barrier = f'{target},barrier="b"'
+                found[f"{names.BARRIER_MISSING.name}{{{barrier}}}"] = "3x40"
+                for missing in self.DOWN:
+                    who = f'{barrier},missing_rank="{missing}",missing_host="m"'
+                    found[f"{names.BARRIER_RANK_MISSING.name}{{{who}}}"] = "1x40"
+        return [{"series": name, "values": values} for name, values in found.items()]
+
+    def test_one_alert_each(self, tmp_path: Path) -> None:
+        """By run, and by barrier or store."""
+        firing = 'ALERTS{alertstate="firing"}'
+        labels = {
+            "TracedstoreBarrierStalled": ',barrier="b"',
+            "TracedstoreOperationStalled": ',operation="wait",store="tcp_store"',
+            "TracedstoreRankNotScraped": "",
+        }
+        samples = [
+            {
+                "labels": f'ALERTS{{alertname="{name}",alertstate="firing",'
+                f'job="training",run_id="r",severity="{severity(name)}"{more}}}',
+                "value": 1,
+            }
+            for name, more in labels.items()
+        ]
+        test = {
+            "interval": "30s",
+            "input_series": self.series(),
+            "promql_expr_test": [
+                {"expr": firing, "eval_time": "15m", "exp_samples": samples}
+            ],
+        }
+        (tmp_path / "test.yaml").write_text(
+            json.dumps(
+                {
+                    "rule_files": [str(RULES)],
+                    "evaluation_interval": "30s",
+                    "tests": [test],
+                }
+            )
+        )
+
+        done = run("promtool", "test", "rules", tmp_path / "test.yaml")
+
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def severity(name: str) -> str:
+    """How bad an alert is."""
+    (found,) = [alert for alert in ALERTS if alert["alert"] == name]
+    said: str = found["labels"]["severity"]
+    return said
+
+
 class TestLoki:
     """The rules on logs."""
 
@@ -157,8 +228,6 @@ class TestLoki:
 
     def test_about_real_events(self) -> None:
         """Events and their fields are those of the schema."""
-        import json
-
         schema = json.loads(
             (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
         )

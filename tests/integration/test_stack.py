@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,19 +21,19 @@ import yaml
 
 from integration.harness import wait_until
 from support.dashboards import RULES, Query, filled, queries
+from support.etcd import EtcdServer, free_port
 from support.stack import (
     Alertmanager,
     OtlpReceiver,
     Program,
     Prometheus,
     Webhook,
-    free_port,
     get,
 )
-from support.tools import ROOT
+from support.tools import ROOT, run
 from tracedstore.signals import names
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(90)]
 
 RANKS = 4
 STRAGGLER = 2
@@ -93,15 +94,15 @@ def rules(folder: Path) -> Path:
     return folder / "rules.yaml"
 
 
-def start_job(folder: Path, otlp: str) -> Program:
+def start_job(folder: Path, etcd: EtcdServer, otlp: str) -> Program:
     """Run the job of compose, with torchrun."""
     torchrun = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run")
     return Program(
         folder,
         *torchrun,
         *("--nnodes", 1, "--nproc-per-node", RANKS, "--rdzv-id", RUN),
-        *("--rdzv-backend", "traced-c10d"),
-        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--rdzv-backend", "traced-etcd-v2"),
+        *("--rdzv-endpoint", f"127.0.0.1:{etcd.port}"),
         ROOT / "deploy/job/train.py",
         *("--step-seconds", 0.1, "--late-seconds", 0.3, "--checkpoint-every", 44),
         *("--straggler", STRAGGLER, "--missing", MISSING, "--stuck-seconds", 300),
@@ -120,7 +121,9 @@ def start_job(folder: Path, otlp: str) -> Program:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(
+    tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer
+) -> Iterator[Stack]:
     """The job, and those who watch it, until its barrier is stalled."""
     folder = tmp_path_factory.mktemp("stack")
     started = time.time()
@@ -128,7 +131,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         webhook, otlp = Webhook(), OtlpReceiver()
         ending.callback(webhook.stop)
         ending.callback(otlp.stop)
-        job = start_job(folder, otlp.url)
+        job = start_job(folder, etcd_server, otlp.url)
         ending.callback(job.stop)
         alertmanager = Alertmanager(folder, alertmanager_config(folder, webhook.url))
         ending.callback(alertmanager.stop)
@@ -199,6 +202,13 @@ class TestDiscovery:
         assert labels == [(str(rank), str(rank)) for rank in range(RANKS)]
         assert {one["labels"]["run_id"] for one in found} == {RUN}
         assert {one["labels"]["host"] for one in found} == {stack.host}
+
+    def test_metrics_are_well_formed(self, stack: Stack) -> None:
+        """Those of the agent and of all ranks, as promtool sees them."""
+        for served in stack.job.events(names.TELEMETRY_SERVING):
+            with urllib.request.urlopen(served["url"], timeout=10) as page:
+                done = run("promtool", "check", "metrics", given=page.read().decode())
+            assert (done.returncode, done.stderr) == (0, ""), served
 
 
 class TestAlerts:
@@ -300,12 +310,13 @@ class TestExemplars:
 
         exemplars = wait_until(found)
 
-        assert exemplars
-        for labels in exemplars:
-            # A batch of spans may be on its way.
-            wait_until(
-                lambda labels=labels: (
-                    labels["span_id"] in stack.otlp.spans.get(labels["trace_id"], ())
-                ),
-                timeout=10,
-            )
+        def not_exported() -> list[dict[str, str]]:
+            spans = stack.otlp.spans
+            return [
+                labels
+                for labels in exemplars
+                if labels["span_id"] not in spans.get(labels["trace_id"], ())
+            ]
+
+        # A batch of spans may be on its way.
+        wait_until(lambda: not not_exported(), timeout=10)

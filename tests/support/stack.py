@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import urllib.parse
@@ -18,14 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from integration.harness import wait_until
+from support.etcd import free_port
 from support.tools import tool
-
-
-def free_port() -> int:
-    """Find a port that nobody has, for a program that cannot be told "any"."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def get(url: str, **params: Any) -> Any:

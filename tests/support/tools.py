@@ -18,11 +18,14 @@ def tool(name: str) -> str:
     return found
 
 
-def run(name: str, *args: object) -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, *args: object, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run one of them to its end, in the project's folder."""
     return subprocess.run(
         [tool(name), *map(str, args)],
         cwd=ROOT,
+        input=given,
         capture_output=True,
         text=True,
         timeout=50,
@@ -31,7 +34,7 @@ def run(name: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def complaints(queries: list[tuple[str, str]]) -> list[str]:
-    """Parse queries of LogQL ("loki") and TraceQL ("tempo"): "" for those that parse."""
+    """Parse queries of LogQL ("loki") and TraceQL ("tempo"); "" for a good one."""
     grammars = _TOOLS / "queries"
     assert (grammars / "node_modules").is_dir(), "no grammars: run `make setup`"
     done = subprocess.run(
