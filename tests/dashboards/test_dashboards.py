@@ -76,6 +76,16 @@ class TestGenerated:
             f"not up to date: {by_hand.name}; run `make dashboards`\n"
         )
 
+    @pytest.mark.parametrize(
+        "module", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name
+    )
+    def test_names_are_not_spelled_again(self, module: Path) -> None:
+        """Metrics have their names from signals/names.py, and modules stay small."""
+        text = module.read_text("utf-8")
+
+        assert "tracedstore_" not in text
+        assert len(text.splitlines()) <= 400
+
     def test_every_metric_is_shown(self) -> None:
         """None is exported for nobody."""
         text = " ".join(query.text for query in PROMQL)

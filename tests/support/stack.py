@@ -8,6 +8,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A group of its own, so that what it starts ends with it.
                 start_new_session=True,
             )
 
@@ -68,10 +68,24 @@ class Program:
         assert self._process.poll() is None, self.log()[-4000:]
 
     def stop(self) -> None:
-        """End it and all it started."""
+        """End it and all it started, torchrun's ranks too, which lead their groups."""
+        every = [self._process.pid, *_descendants(self._process.pid)]
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            for pid in every:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._process.wait(10)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Give the processes that one has started, and those that they have."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [
+        found for child in children for found in (int(child), *_descendants(int(child)))
+    ]
 
 
 class Server(Program):
