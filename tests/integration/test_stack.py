@@ -28,6 +28,8 @@ from support.stack import (
     Program,
     Prometheus,
     Webhook,
+    alertmanager_config,
+    configured,
     get,
 )
 from support.tools import ROOT, run
@@ -52,13 +54,6 @@ class Stack:
     otlp: OtlpReceiver
     host: str
     started: float
-
-
-def configured(source: str, target: Path, **changes: Any) -> Path:
-    """Write a committed configuration with some of its keys changed."""
-    config = yaml.safe_load((ROOT / source).read_text("utf-8"))
-    target.write_text(yaml.safe_dump(config | changes))
-    return target
 
 
 def prometheus_config(folder: Path, sd: str, agent: str, alertmanager: str) -> Path:
@@ -165,21 +160,6 @@ def listing(sd: str) -> list[dict[str, Any]] | None:
     """Ask one rank where all of them are."""
     found: list[dict[str, Any]] = get(sd)
     return found if len(found) == RANKS else None
-
-
-def alertmanager_config(folder: Path, webhook: str) -> Path:
-    """Take the configuration of compose, in a hurry, and with a pager of our own."""
-    source = "deploy/alertmanager/alertmanager.yml"
-    route = yaml.safe_load((ROOT / source).read_text())["route"]
-    return configured(
-        source,
-        folder / "alertmanager.yml",
-        route=route | {"group_wait": "500ms", "group_interval": "1s"},
-        receivers=[
-            {"name": "on-call", "webhook_configs": [{"url": webhook}]},
-            {"name": "nobody"},
-        ],
-    )
 
 
 class TestDiscovery:

@@ -13,13 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
 )
 
 from integration.harness import wait_until
 from support.etcd import free_port
-from support.tools import tool
+from support.tools import ROOT, tool
 
 
 def get(url: str, **params: Any) -> Any:
@@ -228,3 +229,25 @@ class OtlpReceiver(Listener):
                 for span in scope.spans:
                     ids = self.spans.setdefault(span.trace_id.hex(), set())
                     ids.add(span.span_id.hex())
+
+
+def configured(source: str, target: Path, **changes: Any) -> Path:
+    """Write a committed configuration with some of its keys changed."""
+    config = yaml.safe_load((ROOT / source).read_text("utf-8"))
+    target.write_text(yaml.safe_dump(config | changes))
+    return target
+
+
+def alertmanager_config(folder: Path, webhook: str) -> Path:
+    """Take the configuration of compose, in a hurry, and with a pager of our own."""
+    source = "deploy/alertmanager/alertmanager.yml"
+    route = yaml.safe_load((ROOT / source).read_text())["route"]
+    return configured(
+        source,
+        folder / "alertmanager.yml",
+        route=route | {"group_wait": "500ms", "group_interval": "1s"},
+        receivers=[
+            {"name": "on-call", "webhook_configs": [{"url": webhook}]},
+            {"name": "nobody"},
+        ],
+    )
