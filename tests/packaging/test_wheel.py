@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tracedstore.cli.dashboards import SHIPPED
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,9 +43,14 @@ class TestWheel:
             for path in (source / "tracedstore").rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
         }
+        shipped = {
+            f"tracedstore/cli/shipped/{name}": path for name, path in SHIPPED.items()
+        }
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
 
-        assert packed == expected
+        assert packed == expected | shipped.keys()
+        for name, path in shipped.items():
+            assert wheel.read(name) == (ROOT / path).read_bytes()
         assert {"tracedstore/py.typed", "tracedstore/signals/events.schema.json"} <= (
             packed
         )

@@ -16,6 +16,7 @@ from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Attempts, Operation
+from tracedstore.core.patience import within
 from tracedstore.core.rendezvous import RendezvousBook
 from tracedstore.core.tally import (
     BOUNDS,
@@ -33,6 +34,9 @@ from tracedstore.core.tally import (
     ThreadTally,
 )
 from tracedstore.signals import names
+
+# Seconds that finding out more about a call that failed may take.
+_EXPLAIN_WITHIN = 2.0
 
 
 class Recorder:
@@ -192,8 +196,14 @@ class Recorder:
     def explained(self, call: Call) -> Mapping[str, Any]:
         """Say more of a call that waits in vain, where its store has more to say."""
         method, state, args, *_ = call
+        explain = state.explain
+        if explain is None:
+            return {}
         try:
-            return state.explain(method, args) if state.explain else {}
+            # Whoever waits in vain may do so because the store hangs.
+            return within(_EXPLAIN_WITHIN, lambda: explain(method, args))
+        except TimeoutError:
+            return {}
         except Exception as error:
             self.failures.add(names.RENDEZVOUS, error)
             return {}

@@ -83,7 +83,8 @@ class Events:
         ):
             self._tell(operation, names.OPERATION_SLOW, in_flight=operation.in_flight)
         losses = max(operation.retries, operation.losses_in_a_row)
-        if losses >= self._contended_after and operation.swapped is not True:
+        lost = operation.swapped is False or operation.retries > 0
+        if lost and losses >= self._contended_after:
             self._tell(operation, operation.method.contended, losses_in_a_row=losses)
 
     def emit(self, event: str, **fields: Any) -> None:

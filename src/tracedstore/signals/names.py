@@ -93,7 +93,7 @@ BARRIER_MISSING = Metric(
 BARRIER_RANK_MISSING = Metric(
     "tracedstore_barrier_rank_missing",
     "gauge",
-    ("barrier", "missing_rank", "host"),
+    ("barrier", "missing_rank", "missing_host"),
     "1 for a rank that is missing at a barrier that is stalled, at most 64 of them.",
 )
 BARRIER_LAST_ARRIVALS = Metric(

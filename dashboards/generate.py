@@ -1,0 +1,41 @@
+"""Write the dashboards, or check with ``--check`` that they are up to date."""
+
+import json
+import sys
+from pathlib import Path
+
+from generator import coordination, health, internals
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+FOLDER = Path(__file__).parent
+PAGES = (coordination.build, internals.build, health.build)
+
+
+def rendered() -> dict[Path, str]:
+    """Give the text of every dashboard, by the file it belongs in."""
+    found = {}
+    for build in PAGES:
+        dashboard = build()
+        text = json.dumps(dashboard, cls=JSONEncoder, indent=2, sort_keys=True)
+        found[FOLDER / f"{dashboard.uid}.json"] = text + "\n"
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Write what is not up to date, or tell of it."""
+    stale = [
+        (path, text)
+        for path, text in rendered().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    if "--check" in arguments:
+        for path, _ in stale:
+            print(f"not up to date: {path.name}; run `make dashboards`")
+        return int(bool(stale))
+    for path, text in stale:
+        path.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Makes the Grafana dashboards: variables, targets, panels, one file a dashboard."""

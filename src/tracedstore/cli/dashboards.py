@@ -1,0 +1,66 @@
+"""Write the dashboards, alert rules and provisioning that this version has.
+
+For a Grafana, a Prometheus and a Loki of your own. They belong to the metrics of this
+version: export them anew after an upgrade.
+
+Examples:
+  tracedstore dashboards export monitoring/
+  tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook.html
+
+Exit codes: 0 written, 1 cannot be written
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tracedstore.cli.errors import CommandError
+
+# Where each is written, and where it is in the repository. A wheel has them beside
+# this module, under the first of the two.
+SHIPPED = {
+    "dashboards/tracedstore-coordination.json": (
+        "dashboards/tracedstore-coordination.json"
+    ),
+    "dashboards/tracedstore-health.json": "dashboards/tracedstore-health.json",
+    "dashboards/tracedstore-internals.json": "dashboards/tracedstore-internals.json",
+    "rules/prometheus.yaml": "dashboards/rules/prometheus.yaml",
+    "rules/loki.yaml": "dashboards/rules/loki.yaml",
+    "alertmanager.yml": "deploy/alertmanager/alertmanager.yml",
+    "grafana/dashboards.yaml": "deploy/grafana/provisioning/dashboards/dashboards.yaml",
+    "grafana/datasources.yaml": (
+        "deploy/grafana/provisioning/datasources/datasources.yaml"
+    ),
+}
+_WHEEL = Path(__file__).parent / "shipped"
+_REPOSITORY = Path(__file__).parents[3]
+_RUNBOOK = "docs/runbook.md"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what it takes."""
+    parser.add_argument("action", choices=["export"], help="write them to a folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="made if need be")
+    parser.add_argument(
+        "--runbook-url",
+        metavar="URL",
+        default=_RUNBOOK,
+        help=f"where alerts say that the runbook is ({_RUNBOOK})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write them all."""
+    for name, original in SHIPPED.items():
+        source = _WHEEL / name if _WHEEL.is_dir() else _REPOSITORY / original
+        target: Path = arguments.folder / name
+        try:
+            text = source.read_text("utf-8")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.replace(_RUNBOOK, arguments.runbook_url), "utf-8")
+        except OSError as error:
+            raise CommandError(
+                f"{error.filename} cannot be read or written: {error.strerror}"
+            ) from None
+        sys.stdout.write(f"{target}\n")
+    return 0

@@ -1,0 +1,63 @@
+"""The small programs that compose runs beside the job."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.harness import wait_until
+from support.etcd import free_port
+from support.stack import Program
+from support.tools import ROOT
+
+JOB = ROOT / "deploy/job"
+
+
+@pytest.fixture
+def pager(tmp_path: Path) -> Iterator[tuple[Program, str]]:
+    """The pager, and where it listens."""
+    port = free_port()
+    program = Program(tmp_path, sys.executable, JOB / "pager.py", port)
+    yield program, f"http://127.0.0.1:{port}/"
+    program.stop()
+
+
+def probe(*urls: str) -> int:
+    """Ask as compose's health checks do."""
+    return subprocess.run(
+        [sys.executable, JOB / "probe.py", *urls],
+        capture_output=True,
+        timeout=30,
+        check=False,
+    ).returncode
+
+
+def test_pager_and_probe(pager: tuple[Program, str]) -> None:
+    """The pager is well once it listens, and prints what it gets."""
+    program, url = pager
+    wait_until(lambda: probe(url) == 0)
+    page = {
+        "status": "firing",
+        "groupLabels": {"run_id": "r", "barrier": "b"},
+        "alerts": [
+            {
+                "status": "firing",
+                "labels": {"alertname": "TracedstoreBarrierStalled"},
+                "annotations": {"description": "rank 3 on n1", "runbook_url": "x#y"},
+            }
+        ],
+    }
+
+    with urllib.request.urlopen(url, json.dumps(page).encode(), timeout=10):
+        pass
+
+    assert program.log().splitlines() == [
+        "PAGE firing run_id=r barrier=b: 1 alerts",
+        "  firing TracedstoreBarrierStalled: rank 3 on n1 [x#y]",
+    ]
+    # One that does not answer is enough.
+    assert probe(url, f"http://127.0.0.1:{free_port()}/") == 1
