@@ -118,7 +118,7 @@ class TestTwoAgents:
             written = [
                 span["attributes"]
                 for span in agent.spans()
-                if span["attributes"]["db.operation.name"] == "set_state"
+                if span["attributes"].get("db.operation.name") == "set_state"
             ]
             joined = "tracedstore.rendezvous.participants"
             assert {said.get(joined) for said in written} >= {2}
