@@ -110,11 +110,18 @@ def spelled(traceparent: str) -> bytes:
     return b"".join(_PIECE.pack(_SPELLED + n, piece) for n, piece in enumerate(pieces))
 
 
-@dataclass(frozen=True, slots=True)
 class Ledger:
-    """What those that arrived wrote; a torn entry at the end is left out."""
+    """What those that arrived wrote; a torn entry at the end is left out.
 
-    entries: bytes = b""
+    Attributes:
+        entries: As it stands in the store.
+    """
+
+    __slots__ = ("_spelled_at", "entries")
+
+    def __init__(self, entries: bytes = b"") -> None:
+        self.entries = entries
+        self._spelled_at = _find_spelled(entries)
 
     def ranks(self) -> Sequence[int]:
         """Read who signed, in the order in which they did, as often as they did.
@@ -127,7 +134,7 @@ class Ledger:
         if sys.byteorder == "little":
             words.byteswap()
         ranks = words[:: _SIGNATURE.size // words.itemsize]
-        start = self._spelled_at()
+        start = self._spelled_at
         if start is not None:
             first = start // _PIECE.size
             del ranks[first : first + _PIECES]
@@ -135,19 +142,22 @@ class Ledger:
 
     def traceparent(self) -> str:
         """Read the trace of the first to arrive, "" if it left none."""
-        start = self._spelled_at()
+        start = self._spelled_at
         if start is None:
             return ""
         spelt = self.entries[start : start + _PIECES * _PIECE.size]
         text = b"".join(piece for _, piece in _PIECE.iter_unpack(spelt))
         return text.rstrip(b"\0").decode("ascii", "replace")
 
-    def _spelled_at(self) -> int | None:
-        # Found without reading the rest. The pieces of one traceparent are written at
-        # once, so they stand together.
-        mark = _SPELLED.to_bytes(4)
-        start = self.entries.find(mark)
-        while start >= 0 and start % _PIECE.size:
-            start = self.entries.find(mark, start + 1)
-        there = 0 <= start <= len(self.entries) - _PIECES * _PIECE.size
-        return start if there else None
+
+def _find_spelled(entries: bytes) -> int | None:
+    """Find where a traceparent begins, without reading the rest.
+
+    The pieces of one are written at once, so they stand together.
+    """
+    mark = _SPELLED.to_bytes(4)
+    start = entries.find(mark)
+    while start >= 0 and start % _PIECE.size:
+        start = entries.find(mark, start + 1)
+    there = 0 <= start <= len(entries) - _PIECES * _PIECE.size
+    return start if there else None

@@ -33,17 +33,18 @@ class Telling:
 
     def __init__(self, prefix: str, rank: int | None, world_size: int) -> None:
         self._prefix = prefix
+        self._shown = printable(prefix)
         self._rank = rank
         self._world_size = world_size
         self._started = time.perf_counter_ns()
         self._place = 0
         self._arrival = 0.0
-        self._family = RECORDER.families.of(printable(prefix))
+        self._family = RECORDER.families.of(self._shown)
         self._token = RECORDER.barriers.token()
         self.span = BarrierSpan(
             self._family,
             {
-                names.BARRIER_PREFIX: printable(prefix),
+                names.BARRIER_PREFIX: self._shown,
                 names.WORLD_SIZE: world_size,
                 **({} if rank is None else {names.RANK: rank}),
             },
@@ -82,13 +83,15 @@ class Telling:
 
     def completed(self, last: Last) -> None:
         """Tell that everybody came."""
-        quietly(self.span.begin, last.traceparent)
-        quietly(self.span.join, last.traceparent)
+        if self.span.wanted:
+            quietly(self.span.begin, last.traceparent)
+            quietly(self.span.join, last.traceparent)
         self._end(
             "completed",
             {} if last.rank is None else {names.BARRIER_LAST_RANK: last.rank},
         )
-        self._emit(names.BARRIER_COMPLETED, last_rank=last.rank, place=self._place)
+        if RECORDER.detailed():
+            self._emit(names.BARRIER_COMPLETED, last_rank=last.rank, place=self._place)
 
     def failed(self, error: Exception) -> None:
         """Tell that the store failed, whose error goes to the caller as it is."""
@@ -179,7 +182,7 @@ class Telling:
         quietly(
             RECORDER.emit,
             event,
-            barrier=printable(self._prefix),
+            barrier=self._shown,
             barrier_family=self._family,
             **({} if self._rank is None else {"rank": self._rank}),
             world_size=self._world_size,

@@ -51,9 +51,11 @@ class BarrierSpan:
 
     def join(self, shared: str) -> None:
         """Belong to the trace that all ranks share, late as it may be."""
+        if self._span is None:
+            return
         with self._lock:
             other = _parsed(shared)
-            if self._span is None or other is None:
+            if other is None:
                 return
             known = (self._joined, self._span.get_span_context())
             if other.span_id in {one.span_id for one in known if one is not None}:
