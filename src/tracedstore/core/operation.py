@@ -89,13 +89,15 @@ def _all_read(_args: Arguments, result: Any) -> int:
 
 
 def _swapped(args: Arguments, result: Any) -> bool | None:
-    if len(args) > 2 and args[1] == args[2]:  # noqa: PLR2004 - key, expected, desired
+    if len(args) < 3:  # noqa: PLR2004 - key, expected, desired
+        return False
+    expected, desired = args[1], args[2]
+    if expected == desired:
         return None  # whichever it was, nothing changed: a way to read without waiting
-    # A missing key answers with the *expected* value, so only "is it what I wanted"
-    # tells who won.
-    desired = args[2] if len(args) > 2 else None  # noqa: PLR2004 - key, expected, desired
     if isinstance(desired, str):
         desired = desired.encode("utf-8", "surrogatepass")
+    # A missing key answers with the *expected* value, so only "is it what I wanted"
+    # tells who won.
     return bool(result == desired)
 
 
