@@ -9,8 +9,9 @@ compare-and-set counted, and every wait while it is still waiting:
 or let torch make it: ``tracedstore.instrument()``, or the init method
 ``traced+env://``.
 
-Importing this package does nothing, and loads nothing: torch comes with the first of
-the names below that is used. The first `wrap` or `configure` sets the telemetry up.
+Importing this package lets torch know the init method and does nothing else: torch
+comes with the first of the names below that is used. The first `wrap` or `configure`
+sets the telemetry up.
 """
 
 import typing as _typing

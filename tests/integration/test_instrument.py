@@ -29,11 +29,14 @@ class TestPaths:
         answer = child.next_report()
 
         found = answer["found"]
-        # Besides what gloo does, the script writes a key, and the rank itself, which
-        # a FileStore cannot append.
-        for path, store in (("env", "tcp"), ("tcp", "tcp"), ("store", "hash")):
-            assert found[path] == calls(store, sets=1 + 1, append=1)
-        assert found["file"] == calls("file", sets=1 + 2)
+        # Besides what gloo does, the script writes a key, and the rank itself.
+        for path, store in (
+            ("env", "tcp"),
+            ("tcp", "tcp"),
+            ("store", "hash"),
+            ("file", "file"),
+        ):
+            assert found[path] == calls(store, sets=1 + 2)
         # Two keys of the rendezvous, the script's, and one in the workers' store.
         assert found["c10d"]["tcp_store.set"] == 4
         assert found["c10d"]["tcp_store.compare_set"] >= 1
@@ -100,7 +103,7 @@ class TestTransparency:
         events = child.events()
 
         assert answer["registered"] == [[0, 1, child.pid]]
-        assert [event["operation"] for event in events[:2]] == ["append", "set"]
+        assert [event["operation"] for event in events[:2]] == ["set", "set"]
         for event in events:
             assert (event["rank"], event["world_size"]) == (0, 1)
             assert (event["run_id"], event["local_rank"]) == ("job-7", 5)
@@ -141,4 +144,4 @@ class TestTransparency:
 
         answer = child.next_report()
 
-        assert answer["counted"] == calls("tcp", append=1)
+        assert answer["counted"] == calls("tcp", sets=1 + 1)

@@ -21,7 +21,7 @@ BELOW = {
     "testing": {"core"},
     "store": {"core", "etcd", "export"},
     "rendezvous": {"core", "coordination", "store"},
-    "auto": {"core", "signals", "coordination", "export", "store"},
+    "auto": {"core", "signals", "coordination", "export", "rendezvous", "store"},
     "cli": {"core", "signals", "coordination", "etcd", "export", "store", "auto"},
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},

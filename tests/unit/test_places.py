@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import (
     c10d_rendezvous_backend,
     dynamic_rendezvous,
+    rendezvous_handler_registry,
     static_tcp_rendezvous,
 )
 from torch.distributed.elastic.utils import distributed, store
@@ -36,6 +37,8 @@ def in_torch() -> dict[str, Any]:
         "static": static_tcp_rendezvous.TCPStore,
         "c10d tcp": c10d_rendezvous_backend._create_tcp_store,
         "c10d file": c10d_rendezvous_backend._create_file_store,
+        "c10d": rendezvous_handler_registry._registry["c10d"],
+        "etcd-v2": rendezvous_handler_registry._registry["etcd-v2"],
         "barrier": store.barrier,
         "barrier's copy": distributed.barrier,
     }
@@ -53,7 +56,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 class TestTorch:
-    """torch is changed in ten places and nowhere else, and back."""
+    """torch is changed in twelve places and nowhere else, and back."""
 
     def test_there_and_back(self) -> None:
         """All are taken, and the very same objects return."""

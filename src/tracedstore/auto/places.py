@@ -32,7 +32,8 @@ class _Place(NamedTuple):
 
     Attributes:
         module: In which module.
-        owner: What of the module has it: a class or a dict; "" for the module.
+        owner: What of the module has it, a class or a dict, by its dotted name; ""
+            for the module.
         name: Its name there.
         treatment: The function of `tracedstore.auto.stores` that is called instead.
         otherwise: The one for a shim that is there, or was kept, while torch's own
@@ -61,7 +62,14 @@ PLACES: Final = (
         for scheme in _SCHEMES
     ),
     _GROUPS,
-    # What torchrun's agents meet through, and what they serve to their workers.
+    # How torchrun's agents meet; registered by the package when it is imported.
+    *(
+        _Place(
+            _ELASTIC, "rendezvous_handler_registry._registry", name, "agents_rendezvous"
+        )
+        for name in ("c10d", "etcd-v2")
+    ),
+    # What they meet through, and what they serve to their workers.
     _Place(
         f"{_ELASTIC}.dynamic_rendezvous",
         "DynamicRendezvousHandler",
@@ -233,7 +241,9 @@ _finder: Final = _Finder()
 
 def _take(place: _Place, module: ModuleType) -> None:
     """Put our shim in a place of torch's; where torch has no such place, do not."""
-    owner = getattr(module, place.owner, None) if place.owner else module
+    owner: Any = module
+    for name in place.owner.split(".") if place.owner else ():
+        owner = getattr(owner, name, None)
     original = _get(owner, place.name)
     if original is None or any(original is ours for *_, ours in _swapped):
         return

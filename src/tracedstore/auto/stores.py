@@ -50,6 +50,20 @@ def watched_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return _group(original, args, kwargs, _bound(original, args, kwargs))
 
 
+def agents_rendezvous(original: Callable[..., Any], params: Any) -> Any:
+    """Stand in for what makes the rendezvous of torchrun's agent."""
+    try:
+        ensure_configured()
+        # Here, because workers have no use for it.
+        from tracedstore.rendezvous import plugins  # noqa: PLC0415
+
+        creator = plugins.CREATORS[params.backend]
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+        creator = None
+    return (creator if creator and RECORDER.on else original)(params)
+
+
 def agents_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
     """Stand in for what makes a store of torchrun's agent."""
     made = original(*args, **kwargs)
