@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
-from tracedstore.coordination import torchs_barrier
+from tracedstore.coordination import ranks, torchs_barrier
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.tally import SeriesTable
 from tracedstore.export import setup
@@ -48,6 +48,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tracedstore.uninstrument()
     tracedstore.shutdown(timeout=1)
     torchs_barrier.restore()
+    ranks.forget()
     setup._in_group = None
     RECORDER.forget()
     RECORDER.series = SeriesTable()

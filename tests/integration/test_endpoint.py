@@ -4,11 +4,13 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import tracedstore
 from integration.harness import wait_until
+from support.certificates import Authority, Pair
 from support.events import Events, check
 from tracedstore.export import server
+from tracedstore.export.discovery import targets
 from tracedstore.testing import FlakyStore
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -285,6 +289,89 @@ class TestAccess:
             tracedstore.configure(**settings)
 
 
+class TestTLS:
+    """HTTPS, and clients that have to show who they are."""
+
+    @pytest.fixture
+    def authority(self, tmp_path: Path) -> Authority:
+        """Who signs certificates."""
+        return Authority(tmp_path, "authority")
+
+    @staticmethod
+    def _serve(endpoint: Endpoint, authority: Authority, **more: Any) -> None:
+        pair = authority.sign("server")
+        settings: dict[str, Any] = {"http_cert": pair.certificate, "http_key": pair.key}
+        endpoint.serve(**settings, **more)
+
+    @staticmethod
+    def _get(
+        endpoint: Endpoint, authority: Authority, client: Pair | None = None
+    ) -> int:
+        context = ssl.create_default_context(cafile=str(authority.certificate))
+        if client is not None:
+            context.load_cert_chain(client.certificate, client.key)
+        asking = http.client.HTTPSConnection(
+            "127.0.0.1", endpoint.port, timeout=20, context=context
+        )
+        with closing(asking):
+            asking.request("GET", "/metrics")
+            return asking.getresponse().status
+
+    def test_served(self, endpoint: Endpoint, authority: Authority) -> None:
+        """And discovery says so."""
+        self._serve(endpoint, authority)
+        store = dist.HashStore()
+        tracedstore.barrier(store, 1, "b", rank=0)
+
+        assert self._get(endpoint, authority) == 200
+        (target,) = targets()
+        assert target["labels"]["__scheme__"] == "https"
+
+    def test_plain_http_is_refused(
+        self, endpoint: Endpoint, authority: Authority
+    ) -> None:
+        """Nobody gets metrics past TLS."""
+        self._serve(endpoint, authority)
+
+        with pytest.raises((OSError, http.client.HTTPException)):
+            endpoint.get("/metrics")
+
+    def test_clients_certificates(
+        self, endpoint: Endpoint, authority: Authority, tmp_path: Path
+    ) -> None:
+        """The right one is let in; none, a stranger's and an expired one are not."""
+        self._serve(endpoint, authority, http_client_ca=authority.certificate)
+        stranger = Authority(tmp_path, "stranger").sign("client-of-a-stranger")
+        refused = (None, stranger, authority.sign("expired", expired=True))
+
+        assert self._get(endpoint, authority, authority.sign("client")) == 200
+        for client in refused:
+            with pytest.raises((OSError, http.client.HTTPException)):
+                self._get(endpoint, authority, client)
+
+    def test_files_that_cannot_be_used(
+        self, authority: Authority, tmp_path: Path
+    ) -> None:
+        """One sentence at once, which names the setting and the file."""
+        pair, other = authority.sign("server"), authority.sign("other")
+        junk = tmp_path / "junk.pem"
+        junk.write_text("junk")
+        bad: list[dict[str, Any]] = [
+            {"http_cert": "no-such-file.pem"},
+            {"http_cert": junk},
+            {"http_cert": pair.certificate, "http_key": other.key},
+            {
+                "http_cert": pair.certificate,
+                "http_key": pair.key,
+                "http_client_ca": junk,
+            },
+        ]
+
+        for settings in bad:
+            with pytest.raises(tracedstore.ConfigurationError, match="cannot be used"):
+                tracedstore.configure(http_port=0, **settings)
+
+
 @pytest.mark.usefixtures("quick")
 class TestAbuse:
     """Clients that are slow, stuck or hostile cost the job nothing."""
@@ -400,6 +487,32 @@ class TestAbuse:
             assert endpoint.get("/metrics")[0] == 200
             let_go.set()
             assert hanging.result(10)[0] == 200
+
+    def test_a_store_that_is_gone(
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Is given up on; and is not asked again while it is still being asked."""
+        from tracedstore.export import discovery, pages
+
+        monkeypatch.setattr(discovery, "_PATIENCE", 0.05)
+        monkeypatch.setattr(pages, "_TARGETS_HOLD", 0.0)
+        let_go = threading.Event()
+        gone, there = FlakyStore(), dist.HashStore()
+        endpoint.serve()
+        tracedstore.barrier(gone, 1, "b", rank=0)
+        tracedstore.barrier(there, 1, "b", rank=0)
+        gone.before("check", lambda: _wait(let_go), times=9)
+        try:
+            for _ in range(3):
+                assert len(json.loads(endpoint.get("/sd")[2])) == 1
+            looking = [one.name for one in threading.enumerate()]
+            assert looking.count("tracedstore-bounded") == 1
+        finally:
+            let_go.set()
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(20)
 
 
 def _requests() -> list[threading.Thread]:

@@ -1,4 +1,4 @@
-"""Certificates for etcd over TLS, good ones and bad ones."""
+"""Certificates for servers and clients, good ones and bad ones."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

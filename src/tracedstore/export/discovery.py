@@ -1,20 +1,43 @@
 """Where the metrics of all ranks are, as Prometheus' service discovery wants it."""
 
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from tracedstore.coordination import ranks
 from tracedstore.coordination.missing import beside
+from tracedstore.core.patience import within
+
+# Seconds that one store gets.
+_PATIENCE = 3.0
+_being_read: WeakSet[Any] = WeakSet()
 
 
 def targets() -> list[dict[str, Any]]:
-    """List the ranks that registered in the stores this process registered in."""
+    """List the ranks that registered in the stores this process registered in.
+
+    A store that does not answer, because its job is over, has none.
+    """
     found: dict[int, ranks.RankInfo] = {}
     for store, world_size in ranks.stores():
-        with beside(store) as free:
-            found |= ranks.registered(free, range(world_size))
+        # One that hung the last time may hang still, and one thread in it is enough.
+        if store in _being_read:
+            continue
+        with suppress(Exception):
+            found |= within(_PATIENCE, partial(_registered, store, world_size))
     return listed(found.values())
+
+
+def _registered(store: Any, world_size: int) -> dict[int, ranks.RankInfo]:
+    _being_read.add(store)
+    try:
+        with beside(store) as free:
+            return ranks.registered(free, range(world_size))
+    finally:
+        _being_read.discard(store)
 
 
 def listed(infos: Iterable[ranks.RankInfo]) -> list[dict[str, Any]]:

@@ -1,0 +1,134 @@
+"""What one scrape of one rank costs: bytes and time, over real HTTP.
+
+Twice: of a rank that did what ranks do, and of one whose job does everything that can
+make an exposition grow: every operation on every kind of store, keys and prefixes that
+never repeat, failures of many kinds, and barriers that a thousand ranks are missing
+from. A Prometheus with a thousand ranks takes a thousand times that.
+"""
+
+import socket
+import statistics
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from harness import Bar, finish, parser
+from prometheus_client import CollectorRegistry
+
+import tracedstore
+from tracedstore.core.barriers import Stalled
+from tracedstore.core.recorder import RECORDER
+from tracedstore.export import pages
+from tracedstore.testing import FlakyStore
+
+_TIMES = 30
+_FORMATS = {"text": "text/plain", "OpenMetrics": "application/openmetrics-text"}
+# Bytes: what a Prometheus takes without being asked to.
+_MOST = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of rank, in one format."""
+
+    rank: str
+    format: str
+    series: int
+    size: int
+    milliseconds: float
+
+
+def ordinary() -> None:
+    """Do what a rank does when it starts, and then at every step."""
+    store = tracedstore.wrap(dist.HashStore())
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    for step in range(100):
+        tracedstore.barrier(store, 1, f"step/{step}", rank=0)
+    dist.destroy_process_group()
+
+
+def everything() -> None:
+    """Do all that can make an exposition grow."""
+    for kind in range(20):
+        store: Any = FlakyStore()
+        store.__class__ = type(f"Kind{kind}Store", (FlakyStore,), {})
+        store = tracedstore.wrap(store)
+        for name in range(100):
+            error = type(f"Error{name}", (Exception,), {})()
+            store.fail("get", error)
+            with suppress(type(error)):
+                store.get("k")
+            store.set(_word(name), "v")
+    for name in range(200):
+        tracedstore.barrier(dist.HashStore(), 1, _word(name), rank=0)
+        RECORDER.barriers.stalled(
+            RECORDER.barriers.token(),
+            Stalled(
+                family=RECORDER.families.of(_word(name)),
+                arrived=1,
+                missing={rank: f"node{rank}" for rank in range(1, 1024)},
+                possible=0,
+            ),
+        )
+
+
+def _word(number: int) -> str:
+    # Letters, because digits are folded into one family.
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "/k"
+
+
+def measure(rank: str, url: str) -> list[Row]:
+    """Scrape in turns, and give the medians."""
+    found: dict[str, list[float]] = {name: [] for name in _FORMATS}
+    bodies: dict[str, bytes] = {}
+    for _ in range(_TIMES):
+        for name, accept in _FORMATS.items():
+            asking = urllib.request.Request(url, headers={"Accept": accept})
+            started = time.perf_counter()
+            with urllib.request.urlopen(asking, timeout=60) as answer:
+                bodies[name] = answer.read()
+            found[name].append((time.perf_counter() - started) * 1e3)
+    return [
+        Row(
+            rank,
+            name,
+            sum(not line.startswith(b"#") for line in bodies[name].splitlines()),
+            len(bodies[name]),
+            statistics.median(found[name]),
+        )
+        for name in _FORMATS
+    ]
+
+
+def main() -> int:
+    """Measure, print, and hold the bars."""
+    options = parser(__doc__).parse_args()
+    # Every scrape is made anew here, and not taken from the last half second.
+    pages._METRICS_HOLD = 0.0  # noqa: SLF001
+    rows = []
+    for name, work in (("ordinary", ordinary), ("everything", everything)):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        tracedstore.configure(
+            registry=CollectorRegistry(), http_port=port, log_format="off"
+        )
+        work()
+        rows += measure(name, f"http://127.0.0.1:{port}/metrics")
+        tracedstore.shutdown()
+    print(f"{'rank':<12}{'format':<14}{'series':>8}{'bytes':>12}{'per scrape':>14}")
+    for row in rows:
+        print(
+            f"{row.rank:<12}{row.format:<14}{row.series:>8}{row.size:>12,}"
+            f"{row.milliseconds:>11.1f} ms"
+        )
+    largest = max(row.size for row in rows)
+    bars = [Bar.at_most("bytes of the largest exposition", largest, _MOST)]
+    return finish(bars, {"rows": [asdict(row) for row in rows]}, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
