@@ -204,6 +204,21 @@ def _measured(results: dict[str, Any]) -> str:
     )
 
 
+def _scrape_cost() -> str:
+    results = json.loads((ROOT / "benchmarks/exposition.json").read_text("utf-8"))
+    rows = [
+        [
+            row["rank"],
+            row["format"],
+            f"{row['series']:,}",
+            f"{row['size'] / 1000:,.0f} kB",
+            f"{row['milliseconds']:.0f} ms",
+        ]
+        for row in results["rows"]
+    ]
+    return _table(["rank", "format", "series", "size", "per scrape"], rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": _metrics,
     "attributes": _attributes,
@@ -211,6 +226,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "event fields": _event_fields,
     "settings": _settings,
     "cost": _cost,
+    "scrape cost": _scrape_cost,
     "barrier cost": _barrier_cost,
 }
 

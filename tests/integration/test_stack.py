@@ -4,7 +4,6 @@ The job is the one of docker-compose.yml, with the committed dashboards, rules a
 configurations; only addresses and durations are those of a test.
 """
 
-import json
 import re
 import sys
 import time
@@ -33,6 +32,7 @@ from support.stack import (
     get,
 )
 from support.tools import ROOT, run
+from tracedstore.cli.main import main
 from tracedstore.signals import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(90)]
@@ -143,8 +143,9 @@ def stack(
         wait_until(alertmanager.ready)
         # The ranks are in the list once they have come to their first barrier.
         listed = wait_until(lambda: listing(sd), timeout=20)
-        (folder / "targets.new").write_text(json.dumps(listed))
-        (folder / "targets.new").rename(folder / "targets.json")
+        store = f"tcp://{wait_until(lambda: server(job))}"
+        command = ["sd", "--store", store, "--output", str(folder / "targets.json")]
+        assert main(command) == 0
         host = listed[0]["labels"]["host"]
         yield Stack(job, prometheus, webhook, otlp, host, started)
 
@@ -154,6 +155,12 @@ def all_serving(job: Program) -> list[dict[str, Any]] | None:
     job.check()
     found = job.events(names.TELEMETRY_SERVING)
     return found if len(found) == RANKS + 1 else None
+
+
+def server(job: Program) -> str | None:
+    """Give the address of the ranks' store, which their events name."""
+    failed = [one for one in job.events(names.OPERATION_FAILED) if "rank" in one]
+    return str(failed[0]["server"]) if failed else None
 
 
 def listing(sd: str) -> list[dict[str, Any]] | None:
