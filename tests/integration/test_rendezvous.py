@@ -154,17 +154,19 @@ class TestTimeout:
         """The exception says it, and one event, with the one that left before."""
         run_id, endpoint = fresh_run(), endpoints[backend]
         plain = handler(
-            backend, endpoint, run_id, nodes=(3, 4), addr="early", join_timeout="1"
+            backend, endpoint, run_id, nodes=(3, 4), addr="early", join_timeout="2"
         )
-        traced = handler(
+        traced: Any = handler(
             f"traced-{backend}",
             endpoint,
             run_id,
             nodes=(3, 4),
             addr="late",
-            join_timeout="3",
+            join_timeout="4",
         )
         left = in_background(plain.next_rendezvous)
+        # A node looks once a second, and has to look while the other one is there.
+        wait_until(lambda: b"early" in (traced._traced_backend.get_state() or [b""])[0])
 
         with pytest.raises(RendezvousTimeoutError) as raised:
             traced.next_rendezvous()
