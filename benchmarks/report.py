@@ -124,6 +124,7 @@ def main() -> int:
         started = time.perf_counter()
         subprocess.run([*command, "--output", str(page)], check=True)
         seconds = time.perf_counter() - started
+        # At least what this process had when it started the other.
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         found = {
             "ranks": options.ranks,

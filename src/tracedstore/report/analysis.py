@@ -97,7 +97,9 @@ def analysed(facts: Facts) -> Analysis:
     rounds = rounds_of(facts)
     incidents = [_incident(each) for each in rounds if each.reports]
     incidents.sort(key=lambda each: (each.round.kind == COMPLETED, each.round.start))
-    failures = sorted(facts.first_failures.items(), key=lambda each: each[1].when)
+    failures = sorted(
+        facts.first_failures.items(), key=lambda each: (each[1].when, each[0])
+    )
     return Analysis(
         facts=facts,
         rounds=rounds,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 
 from tracedstore._version import __version__
-from tracedstore.report import plots, sections
+from tracedstore.report import plots, sections, troubles
 from tracedstore.report.analysis import Analysis, outcomes
 from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING
 from tracedstore.report.reading import Tally
@@ -21,7 +21,7 @@ def page(analysis: Analysis, tally: Tally) -> str:
 
 def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
     facts = analysis.facts
-    jobs = sorted({key.run_id for key in facts.barriers if key.run_id})
+    jobs = sorted({run_id for run_id, _ in facts.barriers if run_id})
     css = (files("tracedstore.report") / "page.css").read_text("utf-8")
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -35,9 +35,9 @@ def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
     )
     yield _tiles(analysis)
     yield '<section><h2 id="incidents">Missing ranks</h2>'
-    yield from sections.incidents(analysis)
+    yield from troubles.incidents(analysis)
     yield '</section><section><h2 id="failures">First failure</h2>'
-    yield from sections.failures(analysis)
+    yield from troubles.failures(analysis)
     yield '</section><section><h2 id="barriers">Barriers</h2>'
     yield from _plots(analysis)
     yield '</section><section><h2 id="late">Stragglers</h2>'

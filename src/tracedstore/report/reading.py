@@ -8,6 +8,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,15 +117,19 @@ def events_in(files: Iterable[str], tally: Tally) -> Iterator[dict[str, Any]]:
             tally.damaged.append(f"{name}: {said}")
 
 
-def _opened(name: str) -> IO[bytes]:
-    file = (
-        io.BufferedReader(io.FileIO(sys.stdin.fileno(), closefd=False))
+@contextmanager
+def _opened(name: str) -> Iterator[IO[bytes]]:
+    source = (
+        io.FileIO(sys.stdin.fileno(), closefd=False)
         if name == STANDARD_INPUT
-        else io.BufferedReader(io.FileIO(name))
+        else io.FileIO(name)
     )
-    if file.peek(2)[:2] == b"\x1f\x8b":
-        return io.BufferedReader(gzip.GzipFile(fileobj=file))
-    return file
+    with io.BufferedReader(source) as file:
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            with io.BufferedReader(gzip.GzipFile(fileobj=file)) as unpacked:
+                yield unpacked
+        else:
+            yield file
 
 
 def _events(file: IO[bytes], tally: Tally) -> Iterator[dict[str, Any]]:

@@ -90,18 +90,17 @@ class Round:
 def rounds_of(facts: Facts) -> list[Round]:
     """Give every round, in order of their ends."""
     visits = facts.visits
-    keys = list(facts.barriers)
     order = sorted(range(len(visits)), key=visits.barrier.__getitem__)
     found: list[Round] = []
     begin = 0
-    for place, barrier in enumerate(keys):
+    for place, key in enumerate(facts.barriers):
         after = begin
         while after < len(order) and visits.barrier[order[after]] == place:
             after += 1
         rows = sorted(order[begin:after], key=visits.end.__getitem__)
         begin = after
         found += [
-            _round(barrier, facts.world_sizes[place], told, facts.said)
+            _round(Barrier(*key), facts.world_sizes[place], told, facts.said)
             for told in _apart(
                 [
                     Visit(
