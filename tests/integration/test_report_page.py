@@ -1,15 +1,14 @@
 """The page of ``tracedstore report``, of real barriers and in a real browser."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import structlog
 import torch.distributed as dist
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 import tracedstore
 from integration.harness import in_threads, results
@@ -111,27 +110,17 @@ class TestRealBarriers:
     """Logs and spans as real barriers write them."""
 
     @pytest.mark.parametrize("given", ["logs", "spans", "both"])
-    def test_report(self, tmp_path: Path, given: str) -> None:
+    def test_report(
+        self, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Either says the same, and both together do not say it twice."""
-        log = (tmp_path / "job.log").open("w")
-        traces = (tmp_path / "spans.jsonl").open("w")
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso"),
-                structlog.processors.JSONRenderer(),
-            ],
-            logger_factory=structlog.WriteLoggerFactory(log),
-        )
-        provider = TracerProvider()
-        provider.add_span_processor(
-            SimpleSpanProcessor(
-                ConsoleSpanExporter(
-                    out=traces, formatter=lambda span: span.to_json(indent=None) + "\n"
-                )
-            )
-        )
-        tracedstore.configure(tracer_provider=provider)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("RANK", "0")
+        Path("logs").mkdir()
+        text = (ROOT / "docs/report.md").read_text("utf-8")
+        job: dict[str, Any] = {}
+        # As the documentation has it.
+        exec("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), job)
         store = tracedstore.wrap(dist.HashStore())
 
         def rank(number: int) -> str:
@@ -145,15 +134,14 @@ class TestRealBarriers:
             return "completed"
 
         ended = results(in_threads(3, rank))
-        provider.shutdown()
-        log.close()
-        traces.close()
+        job["log"].close()
+        job["traces"].close()
         assert ended == ["timeout", "away", "timeout"]
         output = tmp_path / "report.html"
         arguments = {
-            "logs": [log.name],
-            "spans": [traces.name],
-            "both": [log.name, "--traces", traces.name],
+            "logs": ["logs/rank0.log"],
+            "spans": ["logs/rank0.spans"],
+            "both": ["logs/rank0.log", "--traces", "logs/rank0.spans"],
         }[given]
 
         assert main(["report", *arguments, "--output", str(output)]) == 0

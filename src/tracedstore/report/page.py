@@ -100,12 +100,6 @@ def _plots(analysis: Analysis) -> Iterable[str]:
     )
     yield plots.arrivals(analysis)
     yield (
-        '<ul class="legend"><li><i class="key-dot"></i>an arrival; a line: half of the'
-        ' ranks were there</li><li><i class="key3"></i>the last arrival</li>'
-        '<li><i class="key-band"></i>from the first to the last</li>'
-        '<li><i class="key-bad"></i>a barrier that did not complete</li></ul>'
-    )
-    yield (
         '<p class="note">At a completed barrier all are let go at the same moment, so'
         " how long each rank waited, by its own clock, tells when it came: clocks of"
         " hosts are not compared. At barriers that did not complete, and along the"

@@ -1,7 +1,7 @@
 """Arrivals as pictures: SVG of a bounded size, however many ranks and barriers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from tracedstore.report.analysis import Analysis
@@ -22,8 +22,19 @@ _ENDINGS = {
     TIMEOUT: "timed out",
     FAILED: "failed",
 }
+_WITH_DOTS = {
+    "key-dot": "an arrival",
+    "key3": "the last one",
+    "key-bad": "a barrier that did not complete",
+}
+_WITH_BAND = {
+    "key-band": "from the first arrival to the last",
+    "key-dot": "half of the ranks were there",
+    "key3": "the last one, where it came latest",
+    "key-bad": "a barrier that did not complete",
+}
 # Of the latest arrival, from which each shade of the map begins.
-_SHADES = (0.003, 0.03, 0.1, 0.3)
+_SHADES = (0.05, 0.15, 0.35, 0.7)
 
 
 def arrivals(analysis: Analysis) -> str:
@@ -57,7 +68,8 @@ def arrivals(analysis: Analysis) -> str:
             f'<path class="bad-line" d="M{x:.1f} {_TOP}V{height - _BOTTOM}">'
             f"<title>{safe(said)}</title></path>"
         )
-    return _svg(height, parts, "Arrivals at barriers over time", "arrivals")
+    drawn = _svg(height, parts, "Arrivals at barriers over time", "arrivals")
+    return drawn + _legend(_WITH_DOTS if total <= _MOST_DOTS else _WITH_BAND)
 
 
 def _dots(
@@ -188,19 +200,14 @@ def _drawn_map(
             anchor = "start" if tick == 0 else "end" if tick == _TICKS - 1 else "middle"
             shown = clock_time(rounds[place].end)
             parts.append(_text(x, height - _BOTTOM + 18, shown, anchor))
-    legend = "".join(
-        f'<li><i class="key{shade}"></i>{text}</li>'
-        for shade, text in enumerate(
-            [
-                "with the others",
-                *(f"{duration(share * latest)} and more behind" for share in _SHADES),
-                "missing",
-            ]
-        )
-        if shade in paths
-    )
+    words = [
+        "with the others",
+        *(f"{duration(share * latest)} and more behind" for share in _SHADES),
+        "missing",
+    ]
+    legend = {f"key{shade}": words[shade] for shade in sorted(paths)}
     said = "Who came late, by rank and barrier"
-    return _svg(height, parts, said, "lateness") + f'<ul class="legend">{legend}</ul>'
+    return _svg(height, parts, said, "lateness") + _legend(legend)
 
 
 class _Across:
@@ -259,6 +266,11 @@ def _svg(height: int, parts: Iterable[str], label: str, name: str) -> str:
     )
 
 
+def _legend(colours: Mapping[str, str]) -> str:
+    items = (f'<li><i class="{key}"></i>{word}</li>' for key, word in colours.items())
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
 def described(analysis: Analysis) -> str:
     """Say what the map's rows and columns are, where they stand for several."""
     rounds, known = len(analysis.rounds), len(analysis.facts.heard)
@@ -267,6 +279,6 @@ def described(analysis: Analysis) -> str:
         said.append(f"a row is {math.ceil(known / _MOST_ROWS)} ranks")
     if rounds > _MOST_COLUMNS:
         said.append(f"a column is {math.ceil(rounds / _MOST_COLUMNS)} barriers")
-    if said:
-        said.append("and shows the latest arrival among them")
-    return ", ".join(said)
+    if not said:
+        return ""
+    return f"Here {' and '.join(said)}, of which the latest arrival is shown."

@@ -85,6 +85,8 @@ def _who(analysis: Analysis, incident: Incident) -> str:
     if incident.came:
         how = "late" if incident.round.kind == COMPLETED else "after they were missed"
         parts.append(f"Came {how}: {ranks(incident.came)}.")
+    if not parts and incident.round.kind == FAILED:
+        return "The store failed, so nobody knows who was missing."
     return " ".join(parts) or "Nobody could say which ranks are missing."
 
 
