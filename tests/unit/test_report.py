@@ -412,9 +412,14 @@ class TestStragglers:
             for rank in range(5)
         ]
 
-        found = analysis_of(told).clocks
+        found = analysis_of([*told, missed(4, 100, 3)])
 
-        assert found == pytest.approx({"node0": 0, "node1": 0, "node2": 1.5}, abs=1e-3)
+        assert found.clocks == pytest.approx(
+            {"node0": 0, "node1": 0, "node2": 1.5}, abs=1e-3
+        )
+        shown = Page(page(found, Tally()))
+        assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
+        assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
 
 
 HOSTILE = "</code><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -606,6 +611,21 @@ class TestCommand:
         errors = capsys.readouterr().err
         assert errors.startswith(f"tracedstore: {said}")
         assert errors.count("\n") == 1
+
+    def test_traces_without_spans(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Who gives a file of spans in another format learns of it."""
+        (tmp_path / "a.log").write_bytes(LINE)
+        (tmp_path / "otlp.json").write_text('{"resourceSpans": []}')
+        output = ["--output", str(tmp_path / "out.html")]
+        traces = ["--traces", str(tmp_path / "otlp.json")]
+
+        assert main(["report", str(tmp_path / "a.log"), *traces, *output]) == 0
+
+        assert capsys.readouterr().err.startswith(
+            "tracedstore: no span of a barrier could be read"
+        )
 
     def test_damaged_file(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

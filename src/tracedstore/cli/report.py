@@ -66,6 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{plural(tally.lines, 'line')} read, {tally.skipped} of them skipped",
     ]
     sys.stdout.write(f"{output}: {', '.join(said)}\n")
+    if arguments.traces and not tally.spans:
+        sys.stderr.write(
+            "tracedstore: no span of a barrier could be read: --traces takes them as"
+            " JSON, as ConsoleSpanExporter writes them\n"
+        )
     for damaged in tally.damaged[:10]:
         sys.stderr.write(f"tracedstore: not read to its end: {damaged}\n")
     return 0

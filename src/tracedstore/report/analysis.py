@@ -5,12 +5,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Final
 
 from tracedstore.coordination.ranges import unfold
 from tracedstore.report.facts import COMPLETED, Facts, Failure, Process, Said
 from tracedstore.report.rounds import Report, Round, rounds_of
 from tracedstore.report.values import NOBODY
 
+# Seconds; below, a difference is how long the store took to let a rank go.
+CLOCK_AGREES: Final = 0.05
 # Rounds that a clock has to be seen in before it is judged.
 _FEWEST_ROUNDS = 3
 
@@ -90,6 +93,11 @@ class Analysis:
     def ranks(self) -> list[int]:
         """Every rank that was heard of itself."""
         return sorted(self.facts.heard)
+
+    def clock_off(self, host: str) -> float:
+        """Tell how far a host's clock is ahead; 0 if it agrees, or is not known."""
+        ahead = self.clocks.get(host, 0.0)
+        return ahead if abs(ahead) > CLOCK_AGREES else 0.0
 
 
 def analysed(facts: Facts) -> Analysis:

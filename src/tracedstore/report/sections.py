@@ -3,15 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tracedstore.report.analysis import Analysis
+from tracedstore.report.analysis import CLOCK_AGREES, Analysis
 from tracedstore.report.facts import Calls, Facts
 from tracedstore.report.reading import Tally
 from tracedstore.report.tables import MOST_ROWS, code, more, table
 from tracedstore.report.words import duration, number, plural, safe
 from tracedstore.signals import names
-
-# Seconds; below, a difference is how long the store took to let a rank go.
-_CLOCK_AGREES = 0.05
 
 
 def stragglers(analysis: Analysis) -> Iterator[str]:
@@ -177,7 +174,7 @@ def clocks(analysis: Analysis) -> Iterator[str]:
             " wrong by as much as these differ.</p>"
         )
         return
-    off = {h: by for h, by in analysis.clocks.items() if abs(by) > _CLOCK_AGREES}
+    off = {host: by for host in analysis.clocks if (by := analysis.clock_off(host))}
     yield (
         '<p class="note">Compared by when ranks were let go from completed barriers,'
         " which is the same moment for all. Times on this page are as the hosts have"
@@ -186,7 +183,7 @@ def clocks(analysis: Analysis) -> Iterator[str]:
     if not off:
         yield (
             f'<p class="good">The clocks of {plural(len(analysis.clocks), "host")}'
-            f" agree to {duration(_CLOCK_AGREES)}.</p>"
+            f" agree to {duration(CLOCK_AGREES)}.</p>"
         )
         return
     worst = sorted(off.items(), key=lambda item: -abs(item[1]))

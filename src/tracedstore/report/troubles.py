@@ -127,9 +127,11 @@ def failures(analysis: Analysis) -> Iterator[str]:
         yield '<p class="good">Nothing that was told of failed.</p>'
         return
     process, first = found[0]
+    off = analysis.clock_off(analysis.facts.host(process.rank) or process.host)
+    clock = f" (its clock is ahead of most by {duration(off)})" if off else ""
     yield (
         f'<p class="first" id="first-failure"><b>{_process(analysis, process)}</b> at'
-        f" {moment(first.when)} UTC: {code(first.event)} {code(first.what)}<br>"
+        f" {moment(first.when)} UTC{clock}: {code(first.event)} {code(first.what)}<br>"
         f"{safe(first.error)}</p>"
     )
     yield (
