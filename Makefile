@@ -16,7 +16,7 @@ help:
 	@echo "make docs    fill the tables in README.md and docs/"
 	@echo "make dashboards   write the Grafana dashboards from their generator"
 	@echo "make format  format the code"
-	@echo "make bench   measure what tracing and barriers cost; writes bench-results/"
+	@echo "make bench   measure what tracing, barriers and reports cost; writes bench-results/"
 	@echo "make clean   remove everything that make made"
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
@@ -61,7 +61,7 @@ dashboards: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	@# All of them, even if one misses a bar.
-	@missed=0; for name in overhead barriers exposition; do \
+	@missed=0; for name in overhead barriers exposition report; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
 
@@ -70,4 +70,4 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache bench-results dist
+	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache bench-results test-results dist

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Put the programs that tests run into a folder: prometheus, promtool, alertmanager and
 # amtool, from Debian's packages. These are only unpacked, so this needs no root and
-# starts no service. What is on PATH already is linked.
+# starts no service. What is on PATH already is linked. A browser has too many parts for
+# that: chromium is installed, for which this has to be root, or is there already.
 set -euo pipefail
 
 bin=${1:?usage: fetch-tools.sh FOLDER}
@@ -64,7 +65,21 @@ fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
 if [ -d prometheus-alertmanager ] && [ ! -L "$bin/alertmanager" ]; then
     settle_alertmanager
 fi
+rm -f "$bin/chromium"
+if ! command -v chromium >/dev/null; then
+    if [ "$(id -u)" != 0 ]; then
+        echo "fetch-tools.sh: chromium is missing, and only root can install it:" \
+            "apt-get install --no-install-recommends chromium" >&2
+        exit 1
+    fi
+    [ "$listed" = yes ] || apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+        chromium >/dev/null
+fi
+ln -s "$(command -v chromium)" "$bin/chromium"
 for name in prometheus promtool alertmanager amtool; do
     "$bin/$name" --version 2>&1 | head -n 1
 done
+# Its launcher has complaints about the shell first.
+"$bin/chromium" --version 2>/dev/null
 touch "$bin/.ready"

@@ -22,7 +22,11 @@ BELOW = {
     "store": {"core", "etcd", "export"},
     "rendezvous": {"core", "coordination", "store"},
     "auto": {"core", "signals", "coordination", "export", "rendezvous", "store"},
-    "cli": {"core", "signals", "coordination", "etcd", "export", "store", "auto"},
+    "report": {"coordination"},
+    "cli": {
+        *("core", "signals", "coordination", "etcd", "export", "store", "auto"),
+        "report",
+    },
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},
 }
@@ -147,7 +151,7 @@ class TestPublicSurface:
     def test_all_is_what_is_there(self) -> None:
         """Sorted, complete, and everything in it is documented."""
         modules = {"coordination", "core", "etcd", "export", "signals", "store"}
-        modules |= {"auto", "cli", "rendezvous", "testing"}
+        modules |= {"auto", "cli", "rendezvous", "report", "testing"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}
 
         assert tracedstore.__all__ == sorted(tracedstore.__all__)
@@ -185,6 +189,30 @@ class TestPublicSurface:
         assert done.stdout.splitlines() == ["set()", "set()", "wrap True", "False"], (
             done.stderr
         )
+
+    def test_a_report_needs_no_torch(self) -> None:
+        """Logs are read where no job runs: of coordination, only words for ranks."""
+        words = ("ranges.", "decoders.nameless")
+        for module in (ROOT / "report").glob("*.py"):
+            for name in imports(module):
+                if name.startswith("tracedstore.coordination"):
+                    below = name.removeprefix("tracedstore.coordination.")
+                    assert below.startswith(words), f"{module} imports {name}"
+        script = (
+            "import sys, tracedstore.cli.report\n"
+            "heavy = {'torch', 'structlog', 'prometheus_client', 'opentelemetry'}\n"
+            "print(heavy & set(sys.modules))\n"
+        )
+
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        assert done.stdout == "set()\n", done.stderr
 
     def test_doctest_of_the_helpers(self) -> None:
         """The example in tracedstore.testing runs."""

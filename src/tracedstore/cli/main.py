@@ -16,6 +16,7 @@ from tracedstore.cli.errors import CommandError
 # Each is a module of this package, loaded when it is asked for: torch takes a second.
 COMMANDS = {
     "dashboards": "write Grafana dashboards and alert rules",
+    "report": "make a page of the logs of many ranks",
     "sd": "list the ranks of a job for Prometheus",
 }
 

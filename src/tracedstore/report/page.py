@@ -1,0 +1,112 @@
+"""The page: one HTML file that needs nothing else, and runs nothing."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
+
+from tracedstore._version import __version__
+from tracedstore.report import plots, sections, troubles
+from tracedstore.report.analysis import Analysis, outcomes
+from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.report.reading import Tally
+from tracedstore.report.words import moment, number, plural, safe
+
+# Nothing is fetched and nothing runs, even if something slipped through the escaping.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(analysis: Analysis, tally: Tally) -> str:
+    """Write it."""
+    return "".join(_parts(analysis, tally))
+
+
+def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
+    facts = analysis.facts
+    jobs = sorted({run_id for run_id, _ in facts.barriers if run_id})
+    css = (files("tracedstore.report") / "page.css").read_text("utf-8")
+    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<link rel="icon" href="data:,">'
+    yield f"<title>tracedstore report</title><style>{css}</style></head><body>"
+    yield "<header><h1>What the job's coordination did</h1>"
+    yield (
+        f'<p class="note">{moment(facts.first)} to {moment(facts.last)} UTC'
+        f"{_jobs(jobs)}, from {plural(tally.files, 'file')}</p></header>"
+    )
+    yield _tiles(analysis)
+    yield '<section><h2 id="incidents">Missing ranks</h2>'
+    yield from troubles.incidents(analysis)
+    yield '</section><section><h2 id="failures">First failure</h2>'
+    yield from troubles.failures(analysis)
+    yield '</section><section><h2 id="barriers">Barriers</h2>'
+    yield from _plots(analysis)
+    yield '</section><section><h2 id="late">Stragglers</h2>'
+    yield from sections.stragglers(analysis)
+    yield '</section><section><h2 id="calls">Slow, stalled and failed calls</h2>'
+    yield from sections.calls(facts)
+    yield '</section><section><h2 id="cas">Contention</h2>'
+    yield from sections.contention(facts)
+    yield from sections.others(facts)
+    yield '</section><section><h2 id="clocks">Clocks</h2>'
+    yield from sections.clocks(analysis)
+    yield '</section><section><h2 id="read">What was read</h2>'
+    yield from sections.read(facts, tally)
+    yield f"</section><footer>tracedstore {safe(__version__)}</footer></body></html>\n"
+
+
+def _jobs(jobs: Sequence[str]) -> str:
+    if not jobs:
+        return ""
+    shown = ", ".join(f"<code>{safe(job)}</code>" for job in jobs[:5])
+    return f", {'job' if len(jobs) == 1 else plural(len(jobs), 'job')} {shown}"
+
+
+def _tiles(analysis: Analysis) -> str:
+    ended = outcomes(analysis.rounds)
+    facts = analysis.facts
+    heard = number(len(analysis.ranks))
+    if facts.world_size:
+        heard += f" of {number(facts.world_size)}"
+    tiles = [
+        ("ranks", "Ranks heard of", heard, False),
+        ("hosts", "Hosts", number(len(set(facts.hosts.values()))), False),
+        ("completed", "Barriers completed", number(ended[COMPLETED]), False),
+        ("timeouts", "Timed out", number(ended[TIMEOUT]), ended[TIMEOUT] > 0),
+        ("failed", "Failed", number(ended[FAILED]), ended[FAILED] > 0),
+        ("open", "No end in the logs", number(ended[WAITING]), ended[WAITING] > 0),
+    ]
+    return (
+        '<dl class="tiles">'
+        + "".join(
+            f"<div{' class=bad' if bad else ''}><dt>{label}</dt>"
+            f'<dd id="n-{name}">{value}</dd></div>'
+            for name, label, value, bad in tiles
+        )
+        + "</dl>"
+    )
+
+
+def _plots(analysis: Analysis) -> Iterable[str]:
+    if not any(each.ranks for each in analysis.rounds):
+        yield (
+            '<p class="good">No arrival is in the logs. Completed barriers are logged'
+            " where the application has configured structlog, at debug level; their"
+            " spans, given with <code>--traces</code>, say the same.</p>"
+        )
+        return
+    yield (
+        "<p>When each rank came to each barrier, in seconds after the first one; the"
+        " scale is in powers of ten.</p>"
+    )
+    yield plots.arrivals(analysis)
+    yield (
+        '<p class="note">At a completed barrier all are let go at the same moment, so'
+        " how long each rank waited, by its own clock, tells when it came: clocks of"
+        " hosts are not compared. At barriers that did not complete, and along the"
+        " time axis, they are, and they may differ: see <a href=#clocks>below</a>.</p>"
+    )
+    yield (
+        "<p>Who was behind the others: a row a rank, a column a barrier."
+        f" {plots.described(analysis)}</p>"
+    )
+    yield plots.heat_map(analysis)

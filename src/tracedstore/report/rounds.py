@@ -1,0 +1,206 @@
+"""Visits to rounds: who was at a barrier at the same time.
+
+A job that was restarted comes to the same key prefix again. And one visit may be told
+of several times: by the log and by a span, by two copies of a log, and by every
+`barrier.waiting` before its end.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from tracedstore.report.facts import COMPLETED, WAITING, Barrier, Facts, Said
+from tracedstore.report.values import NOBODY
+
+# Seconds by which what is told of the same visit may lie apart: a line is written a
+# little after what it tells of. A rank that comes back was restarted in between.
+_SAME_VISIT = 0.25
+
+
+class Visit(NamedTuple):
+    """A rank at a barrier."""
+
+    rank: int
+    end: float
+    waited: float
+    kind: int
+    last: int
+    said: int
+
+    @property
+    def arrival(self) -> float:
+        """When it came, by its host's clock."""
+        return self.end - self.waited
+
+
+class Report(NamedTuple):
+    """What a rank said who did not get through, or not in time."""
+
+    rank: int
+    when: float
+    waited: float
+    kind: int
+    said: Said
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """A barrier, once.
+
+    Attributes:
+        barrier: Which.
+        world_size: How many ranks it is for.
+        kind: COMPLETED if somebody got through and nobody failed; else the worst.
+        start: When the first rank came.
+        end: When it was over.
+        ranks: Who is known to have come.
+        late: By how many seconds after the first, in the same order.
+        ends: When each was through with it, by its host's clock.
+        last: Who came last; NOBODY where that is not known.
+        reports: What was said of it.
+        by_clock: Arrivals are compared by the hosts' clocks.
+    """
+
+    barrier: Barrier
+    world_size: int
+    kind: int
+    start: float
+    end: float
+    ranks: "array[int]"
+    late: "array[float]"
+    ends: "array[float]"
+    last: int
+    reports: list[Report]
+    by_clock: bool
+
+    @property
+    def spread(self) -> float:
+        """Seconds between the first and the last."""
+        return max(self.late, default=0.0)
+
+    @property
+    def middle(self) -> float:
+        """Seconds until half of them were there."""
+        return median(self.late) if self.late else 0.0
+
+
+def rounds_of(facts: Facts) -> list[Round]:
+    """Give every round, in order of their ends."""
+    visits = facts.visits
+    order = sorted(range(len(visits)), key=visits.barrier.__getitem__)
+    found: list[Round] = []
+    begin = 0
+    for place, key in enumerate(facts.barriers):
+        after = begin
+        while after < len(order) and visits.barrier[order[after]] == place:
+            after += 1
+        rows = sorted(order[begin:after], key=visits.end.__getitem__)
+        begin = after
+        found += [
+            _round(Barrier(*key), facts.world_sizes[place], told, facts.said)
+            for told in _apart(
+                [
+                    Visit(
+                        visits.rank[row],
+                        visits.end[row],
+                        visits.waited[row],
+                        visits.kind[row],
+                        visits.last[row],
+                        visits.said[row],
+                    )
+                    for row in rows
+                ]
+            )
+        ]
+    return sorted(found, key=lambda each: each.end)
+
+
+def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
+    """Tell rounds apart: a new one begins when a rank comes back."""
+    latest: dict[int, Visit] = {}
+    nobodys: list[Visit] = []
+    for visit in told:
+        if visit.rank == NOBODY:
+            nobodys.append(visit)
+            continue
+        before = latest.get(visit.rank)
+        if before is None:
+            latest[visit.rank] = visit
+        elif visit.arrival <= before.end + _SAME_VISIT:
+            latest[visit.rank] = _both(before, visit)
+        else:
+            yield [*latest.values(), *nobodys]
+            latest, nobodys = {visit.rank: visit}, []
+    if latest or nobodys:
+        yield [*latest.values(), *nobodys]
+
+
+def _both(one: Visit, other: Visit) -> Visit:
+    """Make one of what is told of the same visit twice."""
+    # What ended it says more than that it was going on.
+    final = max(one, other, key=lambda each: (each.kind != WAITING, each.waited))
+    final_twice = WAITING not in {one.kind, other.kind}
+    return final._replace(
+        # Who wrote later was held up in writing, not in the barrier.
+        end=min(one.end, other.end) if final_twice else final.end,
+        last=max(one.last, other.last),
+        said=final.said or one.said or other.said,
+    )
+
+
+def _round(
+    barrier: Barrier, world_size: int, visits: list[Visit], said: list[Said]
+) -> Round:
+    kind = max(
+        (visit.kind for visit in visits if visit.kind != WAITING), default=WAITING
+    )
+    named = [visit for visit in visits if visit.rank != NOBODY]
+    by_clock = kind != COMPLETED
+    start = min(visit.arrival for visit in visits)
+    end = median(visit.end for visit in visits)
+    if by_clock:
+        late = array("d", (visit.arrival - start for visit in named))
+    else:
+        # All are let go at the same moment, so how long each waited, by its own clock,
+        # says when it came: no two clocks are compared.
+        through = [visit for visit in visits if visit.kind == COMPLETED]
+        end = median(visit.end for visit in through)
+        longest = max(visit.waited for visit in through)
+        start = end - longest
+        late = array(
+            "d",
+            (
+                longest - visit.waited
+                if visit.kind == COMPLETED
+                # Its end is not known: this is what its last word says.
+                else max(0.0, visit.arrival - start)
+                for visit in named
+            ),
+        )
+    lasts = Counter(visit.last for visit in visits if visit.last != NOBODY)
+    last = NOBODY
+    if kind == COMPLETED:
+        if lasts:
+            last = lasts.most_common(1)[0][0]
+        elif len(named) == world_size:
+            last = named[max(range(len(late)), key=late.__getitem__)].rank
+    return Round(
+        barrier=barrier,
+        world_size=world_size,
+        kind=kind,
+        start=start,
+        end=end,
+        ranks=array("l", (visit.rank for visit in named)),
+        late=late,
+        ends=array("d", (visit.end for visit in named)),
+        last=last,
+        reports=[
+            Report(visit.rank, visit.end, visit.waited, visit.kind, said[visit.said])
+            for visit in visits
+            if visit.said
+        ],
+        by_clock=by_clock,
+    )

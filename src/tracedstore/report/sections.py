@@ -1,0 +1,224 @@
+"""What else the page has: who is late, what calls took, clocks, and what was read."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tracedstore.report.analysis import CLOCK_AGREES, Analysis
+from tracedstore.report.facts import Calls, Facts
+from tracedstore.report.reading import Tally
+from tracedstore.report.tables import MOST_ROWS, code, more, table
+from tracedstore.report.words import duration, number, plural, safe
+from tracedstore.signals import names
+
+
+def stragglers(analysis: Analysis) -> Iterator[str]:
+    """Who the others waited for."""
+    found = analysis.stragglers
+    if not found:
+        yield '<p class="good">Of no barrier it is known who came last.</p>'
+        return
+    yield (
+        '<p class="note">Those that never came, then those that cost most. Behind is'
+        " how much later than half of the ranks, at completed barriers; cost is the"
+        " sum of it over those to which the rank came last.</p>"
+    )
+    yield table(
+        "stragglers",
+        [
+            *("rank", "host", "missing at", "last at", "of", "cost"),
+            *("behind (median)", "at worst", "there"),
+        ],
+        [
+            [
+                str(each.rank),
+                safe(analysis.facts.host(each.rank)),
+                number(each.missing),
+                number(each.last),
+                number(each.rounds),
+                duration(each.cost),
+                duration(each.late),
+                duration(each.worst),
+                code(each.worst_at) if each.worst_at else "",
+            ]
+            for each in found[:MOST_ROWS]
+        ],
+        numbers=(0, 2, 3, 4, 5, 6, 7),
+    )
+    yield more(len(found), MOST_ROWS, "rank")
+
+
+_HOW = {
+    names.OPERATION_FAILED: "failed",
+    names.OPERATION_STALLED: "stalled",
+    names.OPERATION_SLOW: "slow",
+    names.CAS_CONTENDED: "lost compare-and-sets",
+    names.RENDEZVOUS_CONFLICT: "lost writes of the rendezvous",
+}
+
+
+def calls(facts: Facts) -> Iterator[str]:
+    """What took long or failed, by key family."""
+    kinds = (names.OPERATION_FAILED, names.OPERATION_STALLED, names.OPERATION_SLOW)
+    found = _sorted_calls(facts, kinds)
+    if not found:
+        yield '<p class="good">No call was slow, stalled or failed.</p>'
+        return
+    yield (
+        '<p class="note">Calls that were not told, because the same trouble was told'
+        " less than 10 s before, are counted where a later line said so; a stalled"
+        " call is told again each time its wait has doubled.</p>"
+    )
+    yield table(
+        "calls",
+        [
+            *("", "key family", "call", "store", "calls", "ranks", "longest"),
+            *("its key", "errors"),
+        ],
+        [
+            [
+                _HOW[kind],
+                code(family) if family else "",
+                safe(operation),
+                safe(store),
+                number(each.count),
+                number(len(each.ranks)),
+                duration(each.longest),
+                code(each.key) if each.key else "",
+                ", ".join(
+                    f"{safe(error)} {number(count)}"
+                    for error, count in each.errors.most_common(3)
+                ),
+            ]
+            for (kind, family, operation, store), each in found[:MOST_ROWS]
+        ],
+        numbers=(4, 5, 6),
+    )
+    yield more(len(found), MOST_ROWS, "kind")
+
+
+def _sorted_calls(
+    facts: Facts, kinds: Sequence[str]
+) -> list[tuple[tuple[str, str, str, str], Calls]]:
+    return sorted(
+        ((key, each) for key, each in facts.calls.items() if key[0] in kinds),
+        key=lambda item: (kinds.index(item[0][0]), -item[1].longest, item[0]),
+    )
+
+
+def contention(facts: Facts) -> Iterator[str]:
+    """Writes that were lost to other writers, by key family."""
+    found = _sorted_calls(facts, (names.CAS_CONTENDED, names.RENDEZVOUS_CONFLICT))
+    if not found:
+        yield '<p class="good">Nobody kept losing a compare-and-set.</p>'
+        return
+    yield table(
+        "cas",
+        ["", "key family", "call", "store", "calls", "ranks", "most in a row"],
+        [
+            [
+                _HOW[kind],
+                code(family) if family else "",
+                safe(operation),
+                safe(store),
+                number(each.count),
+                number(len(each.ranks)),
+                number(int(each.longest)),
+            ]
+            for (kind, family, operation, store), each in found[:MOST_ROWS]
+        ],
+        numbers=(4, 5, 6),
+    )
+    yield more(len(found), MOST_ROWS, "kind")
+
+
+def others(facts: Facts) -> Iterator[str]:
+    """What else was told: rendezvous, keys that were used before, our own failures."""
+    if facts.rendezvous:
+        yield '</section><section><h2 id="rendezvous">Rendezvous</h2>'
+        yield table(
+            "rendezvous",
+            ["event", "job", "cause", "said", "nodes"],
+            [
+                [code(event), code(run_id), safe(cause), safe(said), number(count)]
+                for (event, run_id, cause, said), count in facts.rendezvous.most_common(
+                    MOST_ROWS
+                )
+            ],
+            numbers=(4,),
+        )
+        yield more(len(facts.rendezvous), MOST_ROWS, "kind")
+    rest: list[tuple[str, Any, int]] = [
+        (names.BARRIER_STALE_KEY, barrier.prefix, count)
+        for barrier, count in facts.stale.most_common(MOST_ROWS)
+    ]
+    rest += [
+        (names.TELEMETRY_DISABLED, " ".join(what), count)
+        for what, count in facts.disabled.most_common(MOST_ROWS)
+    ]
+    if rest:
+        yield '</section><section><h2 id="others">Also told</h2>'
+        yield table(
+            "others",
+            ["event", "what", "times"],
+            [[code(event), code(what), number(count)] for event, what, count in rest],
+            numbers=(2,),
+        )
+
+
+def clocks(analysis: Analysis) -> Iterator[str]:
+    """Whose clock is off."""
+    if not analysis.clocks:
+        yield (
+            '<p class="note">Hosts have clocks of their own, and the logs say too'
+            " little to compare them: an order of events on different hosts may be"
+            " wrong by as much as these differ.</p>"
+        )
+        return
+    off = {host: by for host in analysis.clocks if (by := analysis.clock_off(host))}
+    yield (
+        '<p class="note">Compared by when ranks were let go from completed barriers,'
+        " which is the same moment for all. Times on this page are as the hosts have"
+        " them.</p>"
+    )
+    if not off:
+        yield (
+            f'<p class="good">The clocks of {plural(len(analysis.clocks), "host")}'
+            f" agree to {duration(CLOCK_AGREES)}.</p>"
+        )
+        return
+    worst = sorted(off.items(), key=lambda item: -abs(item[1]))
+    yield table(
+        "clocks",
+        ["host", "ahead of most by"],
+        [[safe(host), duration(by)] for host, by in worst[:MOST_ROWS]],
+        numbers=(1,),
+    )
+    yield more(len(off), MOST_ROWS, "host")
+
+
+def read(facts: Facts, tally: Tally) -> Iterator[str]:
+    """How much of the input this is."""
+    yield table(
+        "read",
+        ["lines", "how many"],
+        [
+            ["all", number(tally.lines)],
+            ["events", number(tally.events)],
+            ["spans of barriers", number(tally.spans)],
+            ["of others", number(tally.foreign)],
+            ["cut off, or mixed with others", number(tally.broken)],
+            ["events with fields that do not fit", number(tally.unfit)],
+            ["too long", number(tally.long)],
+        ],
+        numbers=(1,),
+    )
+    yield table(
+        "events",
+        ["event", "how many"],
+        [[code(event), number(count)] for event, count in facts.events.most_common()],
+        numbers=(1,),
+    )
+    if tally.damaged:
+        shown = "".join(f"<li>{safe(each)}</li>" for each in tally.damaged[:MOST_ROWS])
+        yield f'<p>Not read to the end:</p><ul id="damaged">{shown}</ul>'
+        yield more(len(tally.damaged), MOST_ROWS, "file")

@@ -1,0 +1,185 @@
+"""What went wrong: ranks that were missing, and what failed first."""
+
+from collections.abc import Iterator, Sequence
+
+from tracedstore.report.analysis import Analysis, Incident, Opinion
+from tracedstore.report.facts import (
+    COMPLETED,
+    FAILED,
+    TIMEOUT,
+    WAITING,
+    Facts,
+    Failure,
+    Process,
+)
+from tracedstore.report.tables import MOST_ROWS, code, more, table
+from tracedstore.report.values import NOBODY
+from tracedstore.report.words import duration, moment, number, plural, ranks, safe
+
+_MOST_INCIDENTS = 30
+_MOST_HOSTS = 16
+_MOST_OPINIONS = 8
+_MOST_HEARD = 8
+_ENDINGS = {
+    COMPLETED: "late, but completed",
+    WAITING: "no end in the logs",
+    TIMEOUT: "timed out",
+    FAILED: "failed",
+}
+
+
+def incidents(analysis: Analysis) -> Iterator[str]:
+    """Barriers at which somebody was missed."""
+    found = analysis.incidents
+    if not found:
+        yield '<p class="good">No barrier kept anybody waiting for long.</p>'
+        return
+    for incident in found[:_MOST_INCIDENTS]:
+        yield from _incident(analysis, incident)
+    yield more(len(found), _MOST_INCIDENTS, "incident")
+
+
+def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
+    seen = incident.round
+    kind = ' class="late"' if seen.kind == COMPLETED else ""
+    job = f" of job {code(seen.barrier.run_id)}" if seen.barrier.run_id else ""
+    yield (
+        f'<article{kind} data-barrier="{safe(seen.barrier.prefix)}">'
+        f"<h3>{code(seen.barrier.prefix)}{job}: {_ENDINGS[seen.kind]}</h3>"
+    )
+    yield f"<p>{_who(analysis, incident)}</p>"
+    yield (
+        f'<p class="note">{moment(seen.start)} to'
+        f" {moment(max(each.when for each in seen.reports))} UTC, for"
+        f" {plural(seen.world_size, 'rank')}. {_agreement(incident)}</p>"
+    )
+    yield table(
+        "opinions",
+        ["said", "by", "ranks", "first", "longest wait"],
+        [_opinion(opinion) for opinion in incident.opinions[:_MOST_OPINIONS]],
+        numbers=(2, 4),
+    )
+    yield more(len(incident.opinions), _MOST_OPINIONS, "opinion")
+    if incident.missing:
+        heard = "; ".join(
+            f"rank {rank} {_heard(analysis.facts, rank)}"
+            for rank in incident.missing[:_MOST_HEARD]
+        )
+        yield f'<p class="note">Last word in the logs: {heard}.</p>'
+    yield "</article>"
+
+
+def _who(analysis: Analysis, incident: Incident) -> str:
+    parts = []
+    if incident.missing:
+        hosts: dict[str, list[int]] = {}
+        for rank in incident.missing:
+            hosts.setdefault(analysis.facts.host(rank), []).append(rank)
+        places = [
+            f"{ranks(group)} on {code(host)}" if host else ranks(group)
+            for host, group in list(hosts.items())[:_MOST_HOSTS]
+        ]
+        if len(hosts) > len(places):
+            places.append(f"{plural(len(hosts) - len(places), 'more host')}")
+        parts.append(f"<b class=bad>Missing</b>: {', '.join(places)}.")
+    if incident.came:
+        how = "late" if incident.round.kind == COMPLETED else "after they were missed"
+        parts.append(f"Came {how}: {ranks(incident.came)}.")
+    if not parts and incident.round.kind == FAILED:
+        return "The store failed, so nobody knows who was missing."
+    return " ".join(parts) or "Nobody could say which ranks are missing."
+
+
+def _agreement(incident: Incident) -> str:
+    total = sum(len(each.reports) for each in incident.opinions)
+    if total == 1:
+        return "One rank said so."
+    if len(incident.opinions) == 1:
+        return f"{number(total)} ranks said so, and they agree."
+    return (
+        f"{number(total)} ranks said so, and they do not agree:"
+        f" {plural(len(incident.opinions), 'opinion')}."
+    )
+
+
+def _opinion(opinion: Opinion) -> list[str]:
+    who = [report.rank for report in opinion.reports if report.rank != NOBODY]
+    return [
+        safe(opinion.said.text) or "nothing",
+        ranks(who) if who else "a rank without a name",
+        number(len(opinion.reports)),
+        moment(min(report.when for report in opinion.reports)),
+        duration(max(report.waited for report in opinion.reports)),
+    ]
+
+
+def _heard(facts: Facts, rank: int) -> str:
+    if rank not in facts.heard:
+        return "none"
+    when, event = facts.heard[rank]
+    return f"{code(event)} at {moment(when)}"
+
+
+def failures(analysis: Analysis) -> Iterator[str]:
+    """What failed first, and then."""
+    found = analysis.failures
+    if not found:
+        yield '<p class="good">Nothing that was told of failed.</p>'
+        return
+    process, first = found[0]
+    off = analysis.clock_off(analysis.facts.host(process.rank) or process.host)
+    clock = f" (its clock is ahead of most by {duration(off)})" if off else ""
+    yield (
+        f'<p class="first" id="first-failure"><b>{_process(analysis, process)}</b> at'
+        f" {moment(first.when)} UTC{clock}: {code(first.event)} {code(first.what)}<br>"
+        f"{safe(first.error)}</p>"
+    )
+    yield (
+        '<p class="note">The first failure of each process, by when the first of them'
+        " had it, as their hosts' clocks have it. Only what passed through a store is"
+        " known here: an exception elsewhere is in the job's own log.</p>"
+    )
+    groups = _grouped(found)
+    yield table(
+        "failures",
+        ["when (UTC)", "who", "event", "what", "error"],
+        [
+            [
+                moment(failure.when),
+                _processes(analysis, who),
+                code(failure.event),
+                code(failure.what),
+                safe(failure.error),
+            ]
+            for failure, who in groups[:MOST_ROWS]
+        ],
+    )
+    yield more(len(groups), MOST_ROWS, "failure")
+
+
+def _grouped(
+    found: Sequence[tuple[Process, Failure]],
+) -> list[tuple[Failure, list[Process]]]:
+    """Put those together that failed in the same way, under the first of them."""
+    alike: dict[tuple[str, str, str], tuple[Failure, list[Process]]] = {}
+    for process, failure in found:
+        key = failure.event, failure.what, failure.error
+        alike.setdefault(key, (failure, []))[1].append(process)
+    return list(alike.values())
+
+
+def _processes(analysis: Analysis, who: Sequence[Process]) -> str:
+    if len(who) == 1:
+        return _process(analysis, who[0])
+    named = [process.rank for process in who if process.rank != NOBODY]
+    parts = [ranks(named)] if named else []
+    if nameless := len(who) - len(named):
+        parts.append(f"{number(nameless)} that are no rank")
+    return f"{number(len(who))}: {', '.join(parts)}"
+
+
+def _process(analysis: Analysis, process: Process) -> str:
+    if process.rank == NOBODY:
+        return safe(f"pid {process.pid} on {process.host or 'some host'}")
+    host = analysis.facts.host(process.rank)
+    return safe(f"rank {process.rank}" + (f" on {host}" if host else ""))

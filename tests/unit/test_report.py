@@ -1,0 +1,718 @@
+"""``tracedstore report``: what is read, what is made of it, and what is passed over."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.pages import Page
+from tracedstore.cli.main import main
+from tracedstore.report.analysis import Analysis, analysed
+from tracedstore.report.facts import COMPLETED, TIMEOUT, WAITING, Facts
+from tracedstore.report.page import page
+from tracedstore.report.reading import Tally, events_in, files_in
+from tracedstore.report.words import duration, ranks
+from tracedstore.signals import names
+
+Event = dict[str, Any]
+
+
+def at(second: float) -> str:
+    """A time on the day of the job."""
+    whole, part = divmod(second, 1)
+    minutes, seconds = divmod(int(whole), 60)
+    return f"2026-11-16T09:{minutes:02}:{seconds:02}.{round(part * 1e6):06}Z"
+
+
+def event(name: str, second: float, rank: int | None = 0, **fields: Any) -> Event:
+    """An event as a rank writes it; four ranks are on two hosts."""
+    who = {} if rank is None else {"rank": rank, "host": f"node{rank // 2}"}
+    return {"timestamp": at(second), "event": name, "pid": 7, **who, **fields}
+
+
+def completed(
+    rank: int, end: float, waited: float, barrier: str = "b/0", last: int | None = 3
+) -> Event:
+    """A rank got through."""
+    return event(
+        names.BARRIER_COMPLETED,
+        end,
+        rank,
+        barrier=barrier,
+        world_size=4,
+        waited_seconds=waited,
+        last_rank=last,
+        place=1,
+    )
+
+
+def missed(
+    rank: int,
+    end: float,
+    *missing: int,
+    name: str = names.BARRIER_TIMEOUT,
+    barrier: str = "b/1",
+    waited: float = 5.0,
+) -> Event:
+    """A rank that others were missed by."""
+    return event(
+        name,
+        end,
+        rank,
+        barrier=barrier,
+        world_size=4,
+        waited_seconds=waited,
+        timeout_seconds=5.0,
+        arrived_count=4 - len(missing),
+        missing_ranks=list(missing),
+        missing_names=[f"node{each // 2}" for each in missing],
+        missing=f"missing {len(missing)} of 4: {missing}",
+        possibly_missing_ranks=[],
+        unidentified_count=0,
+    )
+
+
+def span_of(told: Event, late: float = 0.0003) -> Event:
+    """The span of the same visit, which ended a little before its line was written."""
+    from datetime import datetime, timedelta
+
+    end = datetime.fromisoformat(told["timestamp"]) - timedelta(seconds=late)
+    start = end - timedelta(seconds=told["waited_seconds"])
+    result = "completed" if told["event"] == names.BARRIER_COMPLETED else "timeout"
+    attributes = {
+        names.HOST_NAME: told["host"],
+        names.BARRIER_PREFIX: told["barrier"],
+        names.WORLD_SIZE: told["world_size"],
+        names.RANK: told["rank"],
+        names.BARRIER_RESULT: result,
+    }
+    if result == "completed":
+        attributes[names.BARRIER_LAST_RANK] = told["last_rank"]
+    else:
+        attributes[names.BARRIER_MISSING_RANKS] = told["missing_ranks"]
+        attributes[names.BARRIER_MISSING_TEXT] = told["missing"]
+    return {
+        "name": "barrier b/*",
+        "start_time": start.isoformat().replace("+00:00", "Z"),
+        "end_time": end.isoformat().replace("+00:00", "Z"),
+        "status": {"status_code": "UNSET"},
+        "attributes": attributes,
+    }
+
+
+def lines(told: Sequence[Event]) -> str:
+    """Events as lines."""
+    return "".join(json.dumps(each) + "\n" for each in told)
+
+
+def analysis_of(told: Sequence[Event]) -> Analysis:
+    """What is made of events."""
+    facts = Facts()
+    for each in told:
+        assert facts.add(each), each
+    return analysed(facts)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], Tally]]:
+    """Read a file that has this in it."""
+
+    def reader(content: bytes) -> tuple[list[Event], Tally]:
+        file = tmp_path / "rank.log"
+        file.write_bytes(content)
+        tally = Tally()
+        return list(events_in([str(file)], tally)), tally
+
+    return reader
+
+
+Reader = Callable[[bytes], tuple[list[Event], Tally]]
+LINE = json.dumps(completed(0, 1.0, 0.5)).encode()
+
+
+class TestReading:
+    """Lines of ours among all others."""
+
+    def test_foreign(self, read: Reader) -> None:
+        """Whatever a job prints, and JSON of others, is counted and passed over."""
+        other = b'{"event": "epoch.done", "loss": 1}\nloss 0.5\n\n\xff\xfe\x00\n'
+
+        found, tally = read(other + LINE + b"\n")
+
+        assert [each["event"] for each in found] == [names.BARRIER_COMPLETED]
+        assert (tally.lines, tally.foreign, tally.events) == (5, 4, 1)
+        assert (tally.broken, tally.skipped) == (0, 4)
+
+    @pytest.mark.parametrize(
+        "before",
+        [b"[default0]:", b"[rank3]: ", b"2026-11-16T09:00:00Z stderr F ", b"\x1b[0m"],
+    )
+    def test_what_launchers_put_before_a_line(
+        self, read: Reader, before: bytes
+    ) -> None:
+        """Prefixes of torchrun and of container runtimes do no harm."""
+        found, tally = read(before + LINE + b"\n")
+
+        assert (found, tally.skipped) == ([json.loads(LINE)], 0)
+
+    def test_other_renderers(self, read: Reader) -> None:
+        """A renderer without blanks writes the same events."""
+        tight = json.dumps(json.loads(LINE), separators=(",", ":")).encode()
+
+        assert read(tight)[0] == [json.loads(LINE)]
+
+    def test_truncated(self, read: Reader) -> None:
+        """A rank that is killed leaves half a line."""
+        for length in range(2, len(LINE)):
+            found, tally = read(LINE[:length])
+
+            assert (found, tally.broken) == ([], 1), LINE[:length]
+
+    def test_mixed(self, read: Reader) -> None:
+        """Two writers in one line: what is whole is read, what is not is counted."""
+        found, tally = read(LINE[:70] + LINE + b"\n" + LINE + LINE + b"\n")
+
+        assert (len(found), tally.events, tally.broken) == (3, 3, 1)
+
+    def test_unfit(self) -> None:
+        """An event whose fields are not what they should be is no event."""
+        good = completed(0, 1.0, 0.5)
+        wrong: list[Event] = [
+            {"timestamp": None},
+            {"timestamp": "yesterday"},
+            {"timestamp": "0001-01-01T00:00:00+23:59"},
+            {"rank": -1},
+            {"rank": "0"},
+            {"rank": True},
+            {"rank": 10**9},
+            {"waited_seconds": "1"},
+            {"waited_seconds": -1},
+            {"waited_seconds": 10**400},
+            {"barrier": ["b"]},
+            {"host": 7},
+        ]
+
+        for change in wrong:
+            facts = Facts()
+            assert not facts.add(good | change), change
+            assert (len(facts.visits), dict(facts.events)) == (0, {})
+        assert not Facts().add(missed(0, 1.0) | {"missing_ranks": [0, "1"]})
+        assert Facts().add(good)
+
+    def test_times(self) -> None:
+        """As structlog's TimeStamper writes them in any of its ways."""
+        for written in ("2026-11-16T09:00:01Z", "2026-11-16T10:00:01+01:00"):
+            facts = Facts()
+            facts.add(completed(0, 1.0, 0.5) | {"timestamp": written})
+            assert facts.first == 1794819601.0
+        for other in ("2026-11-16T09:00:01", 1794819601.0):
+            facts = Facts()
+            facts.add(completed(0, 1.0, 0.5) | {"timestamp": other})
+            assert facts.first == 1794819601.0
+
+    def test_gzip(self, read: Reader) -> None:
+        """Compressed, also when the end is missing."""
+        packed = gzip.compress(lines([completed(0, 1.0, 0.5)] * 5000).encode(), 0)
+
+        assert len(read(packed)[0]) == 5000
+        found, tally = read(packed[: len(packed) // 2])
+        assert 2000 < len(found) < 3000
+        assert len(tally.damaged) == 1
+
+    def test_long_lines(self, read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A line without end is not kept in memory."""
+        monkeypatch.setattr("tracedstore.report.reading._LONGEST_LINE", 1000)
+
+        found, tally = read(b"x" * 5000 + LINE + b"\n" + LINE + b"\n")
+
+        assert (len(found), tally.long, tally.lines) == (1, 1, 2)
+
+    def test_nested(self, read: Reader) -> None:
+        """JSON that nests without end is broken, not the reader."""
+        bomb = b'{"event": "barrier.completed", "a": ' + b"[" * 100_000
+
+        assert read(bomb)[1].broken == 1
+
+    def test_spans_on_many_lines(self, read: Reader) -> None:
+        """ConsoleSpanExporter indents by default; such spans are read as well."""
+        told = completed(2, 1.0, 0.5)
+        written = "loss 0.5\n" + json.dumps(span_of(told), indent=4) + "\n"
+
+        found, tally = read(written.encode())
+
+        assert [each["rank"] for each in found] == [2]
+        assert (tally.spans, tally.foreign) == (1, 1)
+
+    def test_folders(self, tmp_path: Path) -> None:
+        """All below a folder, each file once, pipes and the report itself not."""
+        deep = tmp_path / "attempt_0" / "0"
+        deep.mkdir(parents=True)
+        (deep / "stderr.log").write_text("x")
+        (tmp_path / "again.log").symlink_to(deep / "stderr.log")
+        (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "report.html").write_text("x")
+        os.mkfifo(tmp_path / "pipe")
+
+        found = files_in(
+            [str(tmp_path), str(deep / "stderr.log")], tmp_path / "report.html"
+        )
+
+        assert found == [str(tmp_path / "again.log")]
+
+
+class TestRounds:
+    """Who was at a barrier at the same time."""
+
+    def test_arrivals(self) -> None:
+        """They are by how long each waited, whatever the clocks of hosts say."""
+        told = [completed(0, 10, 3.0), completed(1, 10, 2.5)]
+        # The other host is a minute ahead.
+        told += [completed(2, 70, 1.0), completed(3, 70, 0.0)]
+
+        (seen,) = analysis_of(told).rounds
+
+        assert seen.kind == COMPLETED
+        assert dict(zip(seen.ranks, seen.late, strict=True)) == pytest.approx(
+            {0: 0.0, 1: 0.5, 2: 2.0, 3: 3.0}
+        )
+        assert (seen.last, seen.spread) == (3, 3.0)
+
+    def test_log_and_trace(self) -> None:
+        """What both tell is told once; what only one tells is there."""
+        from tracedstore.report.spans import as_event
+
+        both = [completed(0, 10, 3.0), completed(1, 10, 2.0), missed(0, 20, 1)]
+        spans = [as_event(span_of(each)) for each in [*both, completed(2, 10, 1.0)]]
+
+        one, other = analysis_of([*both, *(each for each in spans if each)]).rounds
+
+        assert sorted(one.ranks) == [0, 1, 2]
+        assert (other.kind, list(other.ranks), len(other.reports)) == (TIMEOUT, [0], 1)
+
+    def test_copies(self) -> None:
+        """A log that is given twice counts once."""
+        told = [completed(rank, 10, 3.0 - rank) for rank in range(4)]
+
+        (seen,) = analysis_of(told * 2).rounds
+
+        assert sorted(seen.ranks) == [0, 1, 2, 3]
+
+    def test_restart(self) -> None:
+        """The same prefix after a restart is another barrier."""
+        told = [missed(rank, 10, 3) for rank in range(3)]
+        told += [completed(rank, 30, 1.0, "b/1") for rank in range(4)]
+
+        one, other = analysis_of(told).rounds
+
+        assert (one.kind, sorted(one.ranks)) == (TIMEOUT, [0, 1, 2])
+        assert (other.kind, sorted(other.ranks)) == (COMPLETED, [0, 1, 2, 3])
+
+    def test_jobs(self) -> None:
+        """Two jobs with the same keys are two."""
+        told = [completed(0, 10, 1.0) | {"run_id": job} for job in ("one", "two")]
+
+        assert len(analysis_of(told).rounds) == 2
+
+    def test_last_unknown(self) -> None:
+        """Where the last one did not say so, it is told by who waited least."""
+        told = [completed(rank, 10, 4.0 - rank, last=None) for rank in range(4)]
+
+        assert analysis_of(told).rounds[0].last == 3
+        assert analysis_of(told[:3]).rounds[0].last == -1
+
+
+class TestIncidents:
+    """Who was missing."""
+
+    def test_agreed(self) -> None:
+        """All say the same; it is counted how many."""
+        told = [missed(rank, 10 + rank / 10, 3) for rank in range(3)]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.missing, incident.came) == ([3], [])
+        (opinion,) = incident.opinions
+        assert [report.rank for report in opinion.reports] == [0, 1, 2]
+
+    def test_not_agreed(self) -> None:
+        """Who was missed by one and came later is not missing."""
+        told = [missed(0, 10, 2, 3), missed(1, 10, 2, 3), missed(2, 14, 3)]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.missing, incident.came) == ([3], [2])
+        assert [len(opinion.reports) for opinion in incident.opinions] == [2, 1]
+
+    def test_late(self) -> None:
+        """It was waited for, and it completed: told once, and after the others."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 10, 3, name=waiting, barrier="b/0", waited=2.0),
+            missed(0, 12, 3, name=waiting, barrier="b/0", waited=4.0),
+            *(completed(rank, 13, 5.0 if rank < 3 else 0.0) for rank in range(4)),
+            missed(0, 40, 2),
+        ]
+
+        bad, late = analysis_of(told).incidents
+
+        assert bad.round.kind == TIMEOUT
+        assert (late.round.kind, late.missing, late.came) == (COMPLETED, [], [3])
+        assert [report.waited for report in late.opinions[0].reports] == [5.0]
+
+    def test_killed(self) -> None:
+        """A job that was killed while it waited has no end in its log."""
+        told = [missed(0, 10, 3, name=names.BARRIER_WAITING, waited=2.0)]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.round.kind, incident.missing) == (WAITING, [3])
+
+
+class TestStragglers:
+    """Who the others wait for."""
+
+    def test_ranked(self) -> None:
+        """Those that never came first, then by what they cost."""
+        told = []
+        for number in range(5):
+            late = 2 if number == 4 else 3
+            told += [
+                completed(
+                    rank,
+                    10 * number + 9,
+                    0 if rank == late else 4.0,
+                    f"b/{number}",
+                    late,
+                )
+                for rank in range(4)
+            ]
+        told += [missed(0, 100, 1, barrier="b/9")]
+
+        first, second, third = analysis_of(told).stragglers
+
+        assert (first.rank, first.missing, first.last) == (1, 1, 0)
+        assert (second.rank, second.last, second.rounds) == (3, 4, 5)
+        assert (second.cost, second.late, second.worst) == pytest.approx((16, 4, 4))
+        assert (third.rank, third.last, third.late, third.worst_at) == (2, 1, 0, "b/4")
+
+    def test_clocks(self) -> None:
+        """A host whose clock is ahead is known by when its ranks were let go."""
+        told = [
+            completed(rank, 10 * number + (1.5 if rank == 4 else 0), 1.0, f"b/{number}")
+            for number in range(1, 6)
+            for rank in range(5)
+        ]
+
+        found = analysis_of([*told, missed(4, 100, 3)])
+
+        assert found.clocks == pytest.approx(
+            {"node0": 0, "node1": 0, "node2": 1.5}, abs=1e-3
+        )
+        shown = Page(page(found, Tally()))
+        assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
+        assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
+
+
+HOSTILE = "</code><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+
+
+def everything() -> list[Event]:
+    """One of every event, with texts that would like to be HTML."""
+    call: Event = {
+        "operation": "get",
+        "store": "tcp_store",
+        "key": HOSTILE,
+        "key_family": HOSTILE + "/*",
+        "held_back": 2,
+    }
+    failed: Event = {"error_type": "timeout", "error": HOSTILE}
+    told = [
+        event(names.OPERATION_SLOW, 1, duration_seconds=0.5, **call),
+        event(names.OPERATION_SLOW, 2, 1, duration_seconds=1.5, **call),
+        event(names.OPERATION_FAILED, 3, 2, duration_seconds=3, **call, **failed),
+        event(names.OPERATION_STALLED, 4, waited_seconds=30.0, **call),
+        event(names.CAS_CONTENDED, 5, losses_in_a_row=9, **call),
+        event(names.RENDEZVOUS_CONFLICT, 6, None, losses_in_a_row=5, **call),
+        event(
+            names.RENDEZVOUS_TIMEOUT,
+            2.5,
+            None,
+            host=HOSTILE,
+            run_id=HOSTILE,
+            endpoint="node1:29400",
+            said=HOSTILE,
+            cause="too_few_nodes",
+        ),
+        event(names.TELEMETRY_DISABLED, 7, observer="spans", **failed),
+        event(names.TELEMETRY_SERVING, 8, url="http://node0:9400"),
+        event(names.BARRIER_STALE_KEY, 9, barrier=HOSTILE, waited_seconds=0),
+        event(names.BARRIER_FAILED, 9, barrier=HOSTILE, waited_seconds=1, **failed),
+        event(names.RENDEZVOUS_FAILED, 10, None, said="x", cause="closed"),
+        missed(0, 20, 3, barrier=HOSTILE + "/1") | {"missing": HOSTILE},
+        missed(1, 20, 3, barrier="w", name=names.BARRIER_WAITING),
+    ]
+    told += [completed(rank, 12, 3.0 - rank, HOSTILE + "/0") for rank in range(4)]
+    assert {each["event"] for each in told} == set(names.EVENT_NAMES)
+    return told
+
+
+class TestPage:
+    """What a reader gets to see."""
+
+    def test_everything(self) -> None:
+        """Numbers are the input's, and nothing of it is HTML."""
+        html = page(analysis_of(everything()), Tally())
+
+        shown = Page(html)
+        assert not shown.tags & {"script", "img", "iframe", "object"}
+        assert "default-src 'none'" in html
+        assert "http://" not in html
+        assert "https://" not in html
+        assert shown.texts["n-ranks"] == "4 of 4"
+        ended = {
+            name: shown.texts[f"n-{name}"] for name in ("timeouts", "failed", "open")
+        }
+        assert ended == {"timeouts": "1", "failed": "1", "open": "1"}
+        slow = [row for row in shown.rows("t-calls") if row[""] == "slow"]
+        assert [(row["calls"], row["ranks"], row["longest"]) for row in slow] == [
+            ("6", "2", "1.5 s")
+        ]
+        assert slow[0]["key family"] == HOSTILE + "/*"
+        cas = {row[""]: row["most in a row"] for row in shown.rows("t-cas")}
+        assert cas == {
+            "lost compare-and-sets": "9",
+            "lost writes of the rendezvous": "5",
+        }
+        assert shown.texts["first-failure"].startswith(f"pid 7 on {HOSTILE} at")
+        counted = {row["event"]: row["how many"] for row in shown.rows("t-events")}
+        assert counted.keys() == set(names.EVENT_NAMES)
+        assert counted[names.BARRIER_COMPLETED] == "4"
+
+    def test_one_line_is_enough(self) -> None:
+        """Whatever the only event is, there is a page."""
+        for told in everything():
+            shown = Page(page(analysis_of([told]), Tally()))
+
+            assert [row["event"] for row in shown.rows("t-events")] == [told["event"]]
+
+    def test_its_size_is_bounded(self) -> None:
+        """Many ranks and barriers make no larger a page."""
+        told = [
+            completed(rank, 10 * (number + 1), rank / 100, f"b/{number}")
+            for number in range(250)
+            for rank in range(120)
+        ]
+
+        html = page(analysis_of(told), Tally())
+
+        assert len(html) < 300_000
+        assert html.count("<circle") <= 60
+
+    @pytest.mark.parametrize(
+        ("seconds", "shown"),
+        [
+            (0, "0"),
+            (0.0000123, "12 µs"),
+            (0.00345, "3.45 ms"),
+            (12.34, "12.3 s"),
+            (125, "2 min 5 s"),
+            (11045, "3 h 4 min"),
+            (-0.5, "-500 ms"),
+        ],
+    )
+    def test_durations(self, seconds: float, shown: str) -> None:
+        """In the unit that fits."""
+        assert duration(seconds) == shown
+
+    def test_ranks(self) -> None:
+        """Folded, and of very many the first."""
+        assert ranks([3]) == "rank 3"
+        assert ranks([1, 2, 5]) == "ranks 1-2,5"
+        assert ranks([]) == "nobody"
+        assert len(ranks(range(0, 9999, 2))) < 350
+
+
+class TestCommand:
+    """From the terminal."""
+
+    def test_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Logs and spans, one page, and a line that says what is in it."""
+        told = [completed(0, 10, 3.0), missed(0, 20, 1)]
+        (tmp_path / "rank0.log").write_text("loss 0.5\n" + lines(told))
+        spans = [span_of(completed(1, 10, 0.0))]
+        (tmp_path / "spans.jsonl").write_text(lines(spans))
+        output = tmp_path / "out.html"
+        traces = ["--traces", str(tmp_path / "spans.jsonl")]
+
+        code = main(
+            ["report", str(tmp_path / "rank0.log"), *traces, "--output", str(output)]
+        )
+
+        assert code == 0
+        assert capsys.readouterr().out == (
+            f"{output}: 2 ranks, 2 barriers, 1 incident, 4 lines read, 1 of them"
+            " skipped\n"
+        )
+        assert Page(output.read_text("utf-8")).texts["n-ranks"] == "2 of 4"
+
+    def test_standard_input(self, tmp_path: Path) -> None:
+        """From a pipe; a lone surrogate in a key does no harm."""
+        told = lines([completed(0, 10, 3.0, "b/\ud800")])
+
+        done = subprocess.run(
+            [sys.executable, "-m", "tracedstore.cli.main", "report", "-"],
+            input=told,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "report.html").stat().st_size > 5000
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
+            (["people.log"], "none of 2 lines in 1 file is an event that can be read"),
+            (["empty"], "none of 0 lines in 0 files is an event that can be read"),
+            (["good.log", "--output", "no/where.html"], "no/where.html cannot be"),
+            (["good.log", "--output", "empty"], "empty cannot be written"),
+            (["good.log", "--output", "/dev/full"], "/dev/full cannot be written: No"),
+        ],
+    )
+    def test_errors(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        said: str,
+    ) -> None:
+        """One sentence each."""
+        monkeypatch.chdir(tmp_path)
+        Path("empty").mkdir()
+        Path("people.log").write_text("[warning  ] barrier.timeout  rank=3\nloss\n")
+        Path("good.log").write_bytes(LINE)
+
+        assert main(["report", *arguments]) == 1
+
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"tracedstore: {said}")
+        assert errors.count("\n") == 1
+
+    def test_traces_without_spans(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Who gives a file of spans in another format learns of it."""
+        (tmp_path / "a.log").write_bytes(LINE)
+        (tmp_path / "otlp.json").write_text('{"resourceSpans": []}')
+        output = ["--output", str(tmp_path / "out.html")]
+        traces = ["--traces", str(tmp_path / "otlp.json")]
+
+        assert main(["report", str(tmp_path / "a.log"), *traces, *output]) == 0
+
+        assert capsys.readouterr().err.startswith(
+            "tracedstore: no span of a barrier could be read"
+        )
+
+    def test_damaged_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What cannot be read to its end is said, there and on the page."""
+        (tmp_path / "a.log").write_bytes(LINE)
+        (tmp_path / "b.log.gz").write_bytes(gzip.compress(LINE)[:-12])
+        output = tmp_path / "out.html"
+
+        assert main(["report", str(tmp_path), "--output", str(output)]) == 0
+
+        assert "b.log.gz" in capsys.readouterr().err
+        assert "b.log.gz" in Page(output.read_text("utf-8")).texts["damaged"]
+
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """It has examples and the exit codes."""
+        with pytest.raises(SystemExit, match="0"):
+            main(["report", "--help"])
+
+        said = capsys.readouterr().out
+        assert "tracedstore report logs/ --output report.html" in said
+        assert "Exit codes: 0 " in said
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@st.composite
+def spoiled(draw: st.DrawFn) -> bytes:
+    """An event, or a span, to which something happened."""
+    told = dict(draw(st.sampled_from(everything())))
+    if "barrier" in told and told["event"] in {
+        names.BARRIER_COMPLETED,
+        names.BARRIER_TIMEOUT,
+    }:
+        told = span_of(told) if draw(st.booleans()) else told
+    for name in draw(st.lists(st.sampled_from(sorted(told)), max_size=2)):
+        told[name] = draw(JSON_VALUES)
+    line = json.dumps(told).encode()
+    cut = draw(st.integers(0, len(line)))
+    return draw(
+        st.sampled_from(
+            [line, line[:cut], line[cut:], line + line[:cut], line[:cut] + line]
+        )
+    )
+
+
+class TestFuzz:
+    """A folder of logs that anything may have happened to."""
+
+    @given(
+        files=st.lists(
+            st.lists(spoiled() | st.binary(max_size=50), max_size=8), max_size=3
+        ),
+        pack=st.booleans(),
+    )
+    def test_there_is_a_page_or_a_sentence(
+        self,
+        files: list[list[bytes]],
+        pack: bool,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> None:
+        """Never a traceback; every line is read or counted; all of it is escaped."""
+        folder = tmp_path_factory.mktemp("fuzz")
+        for number, content in enumerate(files):
+            written = b"\n".join(content)
+            packed = gzip.compress(written) if pack and number == 0 else written
+            (folder / f"rank{number}.log").write_bytes(packed)
+        output = folder / "report.html"
+        tally = Tally()
+        facts = Facts()
+        for each in events_in(files_in([str(folder)], output), tally):
+            tally.unfit += not facts.add(each)
+
+        code = main(["report", str(folder), "--output", str(output)])
+
+        assert code == (0 if facts.events else 1)
+        assert tally.events + tally.spans + tally.skipped - tally.unfit >= tally.lines
+        assert sum(facts.events.values()) == tally.events + tally.spans - tally.unfit
+        if code == 0:
+            shown = Page(io.StringIO(output.read_text("utf-8")).read())
+            assert not shown.tags & {"script", "img"}
+            assert "read" in shown.texts
