@@ -22,7 +22,16 @@ BELOW = {
     "store": {"core", "etcd", "export"},
     "rendezvous": {"core", "coordination", "store"},
     "auto": {"core", "signals", "coordination", "export", "rendezvous", "store"},
-    "cli": {"core", "signals", "coordination", "etcd", "export", "store", "auto"},
+    "cli": {
+        "core",
+        "signals",
+        "coordination",
+        "etcd",
+        "export",
+        "rendezvous",
+        "store",
+        "auto",
+    },
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},
 }

@@ -17,6 +17,7 @@ from tracedstore.cli.errors import CommandError
 COMMANDS = {
     "dashboards": "write Grafana dashboards and alert rules",
     "sd": "list the ranks of a job for Prometheus",
+    "status": "show who is there, who is missing and what is blocked",
 }
 
 
