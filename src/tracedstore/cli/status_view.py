@@ -74,7 +74,7 @@ class Status:
         missing = self.missing()
         verdict = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         sections = [
-            [f"{self.store}: {verdict}"],
+            [verdict, f"store: {self.store}"],
             *map(self._ranks, self.survey.groups),
             list(self._waiting()),
             list(self._complete()),
@@ -248,7 +248,7 @@ def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
 
 
 def _why(reply: Reply) -> str:
-    return "they do not say" if reply.state == "absent" else reply.why
+    return "no endpoint" if reply.state == "absent" else reply.why
 
 
 def _ranks(ranks: Iterable[int]) -> str:

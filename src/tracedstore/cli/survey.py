@@ -2,7 +2,7 @@
 
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,7 @@ class Survey:
             more_waiting=len(waiting) - len(latest_waiting),
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
-            rendezvous=_rendezvous(snapshot, run_id),
+            rendezvous=_rendezvous(snapshot, run_id, _beside(store)),
         )
 
 
@@ -240,11 +240,34 @@ def _size_and_names(
     return group.world_size, {}
 
 
-def _rendezvous(snapshot: Snapshot, run_id: str | None) -> "dict[str, State | None]":
-    written = {
+def _beside(store: Any) -> dict[str, bytes]:
+    """Read what torch's etcd-v2 keeps beside its store, by run id."""
+    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
+        return {}
+    folder = "/torch/elastic/rendezvous"
+    try:
+        nodes = store.client.get(folder).children
+    except Exception:  # there is none, and the store has been read
+        return {}
+    return {
+        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
+        for node in nodes
+        if not node.dir
+    }
+
+
+def _rendezvous(
+    snapshot: Snapshot, run_id: str | None, beside: Mapping[str, bytes]
+) -> "dict[str, State | None]":
+    found = {
         match[1]: snapshot.get(key)
         for key in snapshot.list_keys()
-        if (match := _RENDEZVOUS.fullmatch(key)) and run_id in (None, match[1])
+        if (match := _RENDEZVOUS.fullmatch(key))
+    }
+    written = {
+        name: value
+        for name, value in {**beside, **found}.items()
+        if run_id in (None, name)
     }
     if not written:
         return {}
