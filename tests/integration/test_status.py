@@ -352,7 +352,7 @@ class TestRendezvous:
     def test_beside_the_store(self, etcd_server: EtcdServer, ask: Ask) -> None:
         """Where torch's etcd-v2 has it."""
         client: Any = etcd_server.client()
-        store = EtcdStore(client, "/torch/elastic/store")
+        store: Store = EtcdStore(client, "/torch/elastic/store")
         store.set("k", "v")
         state = b64encode(a_state({"node1": 0.0}, complete=True)).decode()
         client.set("/torch/elastic/rendezvous/job-8", state)
