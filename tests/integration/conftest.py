@@ -4,10 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 from integration.harness import Child, Running
+from support.etcd import EtcdServer
 
 StartChild = Callable[..., Child]
 StartCommand = Callable[..., Running]
@@ -53,3 +57,19 @@ def start_command(tmp_path: Path) -> Iterator[StartCommand]:
 def tcp_server(start_child: StartChild) -> Child:
     """The server of a TCPStore, in a process of its own; its port is its report."""
     return start_child("tcp_server")
+
+
+@pytest.fixture(params=["tcp", "file", "etcd"])
+def job(
+    request: pytest.FixtureRequest, tmp_path: Path, etcd_server: EtcdServer
+) -> tuple[Any, str]:
+    """A store that a job has, and its address."""
+    if request.param == "tcp":
+        store: Any = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+        return store, f"tcp://127.0.0.1:{store.port}"
+    if request.param == "file":
+        path = tmp_path / "store"
+        return dist.FileStore(str(path), -1), f"file://{path}"
+    prefix = f"/jobs/{tmp_path.name}"
+    url = f"etcd://127.0.0.1:{etcd_server.port}{prefix}"
+    return EtcdStore(etcd_server.client(), prefix), url

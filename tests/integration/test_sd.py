@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from integration.harness import wait_until
-from support.etcd import EtcdServer
 from tracedstore.cli.main import main
 from tracedstore.cli.stores import look
 from tracedstore.coordination import ranks
@@ -41,24 +40,6 @@ def register(
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks keep the address that a test gives them."""
     monkeypatch.setattr(ranks, "replace", lambda info, **_: info)
-
-
-@pytest.fixture(params=["tcp", "file", "etcd"])
-def job(
-    request: pytest.FixtureRequest, tmp_path: Path, etcd_server: EtcdServer
-) -> tuple[Store, str]:
-    """A store that a job has, and its address."""
-    if request.param == "tcp":
-        store: Store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
-        return store, f"tcp://127.0.0.1:{store.port}"
-    if request.param == "file":
-        path = tmp_path / "store"
-        return dist.FileStore(str(path), -1), f"file://{path}"
-    from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-
-    prefix = f"/sd/{tmp_path.name}"
-    url = f"etcd://127.0.0.1:{etcd_server.port}{prefix}"
-    return EtcdStore(etcd_server.client(), prefix), url
 
 
 @pytest.mark.usefixtures("served")

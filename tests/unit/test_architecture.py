@@ -24,8 +24,8 @@ BELOW = {
     "auto": {"core", "signals", "coordination", "export", "rendezvous", "store"},
     "report": {"coordination"},
     "cli": {
-        *("core", "signals", "coordination", "etcd", "export", "store", "auto"),
-        "report",
+        *("core", "signals", "coordination", "etcd", "export", "rendezvous", "store"),
+        *("auto", "report"),
     },
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},

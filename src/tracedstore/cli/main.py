@@ -18,6 +18,7 @@ COMMANDS = {
     "dashboards": "write Grafana dashboards and alert rules",
     "report": "make a page of the logs of many ranks",
     "sd": "list the ranks of a job for Prometheus",
+    "status": "show who is there, who is missing and what is blocked",
 }
 
 

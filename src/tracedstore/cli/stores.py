@@ -6,21 +6,24 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from torch.distributed import FileStore, TCPStore
+from torch.distributed import DistError, FileStore, TCPStore
 
 from tracedstore.cli.errors import CommandError
 from tracedstore.core.patience import within
 
 T = TypeVar("T")
 
-# Seconds for all of it.
-_WITHIN = 5.0
+# Seconds to connect and get a first answer; with the import of torch, less than five.
+_WITHIN = 2.5
+# Seconds for all of it, of a store that did answer.
+_ALL_WITHIN = 5.0
 _ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
 
 
@@ -48,13 +51,13 @@ def look(url: str, work: Callable[[Any], T]) -> T:
 
     what = f"the store at {url}"
     try:
-        return within(_WITHIN, looking)
-    except CommandError:
-        raise
+        return within(_ALL_WITHIN, looking)
+    except CommandError as error:
+        raise CommandError(str(error)) from None
     except TimeoutError:
         raise CommandError(
-            f"{what} does not answer within {_WITHIN:g} s: it hangs, or what listens"
-            " there is something else"
+            f"{what} answers, but cannot be read within {_ALL_WITHIN:g} s: it is"
+            " overloaded, or hangs by now"
         ) from None
     except Exception as error:
         text = str(error).partition("\n")[0]
@@ -65,9 +68,31 @@ def look(url: str, work: Callable[[Any], T]) -> T:
 def _tcp(parts: SplitResult, url: str) -> Iterator[Any]:
     host, port = _host_and_port(parts, url)
     _probe(host, port, url)
-    yield TCPStore(
-        host, port, None, is_master=False, timeout=timedelta(seconds=_WITHIN)
-    )
+
+    def connect() -> Any:
+        # With much less time, which torch overdraws by a second, so that it ends by
+        # itself: a thread that comes back from there while Python ends aborts it.
+        seconds = timedelta(seconds=_WITHIN * 0.4)
+        store = TCPStore(host, port, None, is_master=False, timeout=seconds)
+        # What answers nothing else is found out here: torch lists keys with the GIL
+        # held, and nobody could stop waiting for that.
+        store.num_keys()
+        return store
+
+    try:
+        store = within(_WITHIN, connect)
+    except TimeoutError:
+        raise CommandError(
+            f"the store at {url} does not answer within {_WITHIN:g} s: it hangs, or"
+            " what listens there is something else"
+        ) from None
+    except DistError:
+        raise CommandError(
+            f"what listens at {url} hangs up: it is no TCPStore, or one of a torch too"
+            " old to be asked"
+        ) from None
+    store.set_timeout(timedelta(seconds=_ALL_WITHIN))
+    yield store
 
 
 @contextmanager
@@ -97,8 +122,23 @@ def _etcd(parts: SplitResult, url: str) -> Iterator[Any]:
 
     host, port = _host_and_port(parts, url)
     _probe(host, port, url)
-    client = etcd.Client(host=host, port=port, read_timeout=_WITHIN)
-    yield EtcdStore(client, parts.path or "/", timeout=timedelta(seconds=_WITHIN))
+    not_etcd = f"what listens at {url} does not answer as an etcd with the v2 API does"
+    try:
+        with closing(HTTPConnection(host, port, timeout=_WITHIN)) as connection:
+            connection.request("GET", "/version")
+            connection.getresponse().read()
+    except (OSError, HTTPException):
+        raise CommandError(not_etcd) from None
+    client = etcd.Client(host=host, port=port, read_timeout=_ALL_WITHIN)
+    try:
+        yield EtcdStore(client, parts.path or "/")
+    except etcd.EtcdKeyNotFound:
+        raise CommandError(
+            f"the etcd of {url} has nothing under {parts.path or '/'}; torch's own"
+            " rendezvous keeps its store under /torch/elastic/store"
+        ) from None
+    except etcd.EtcdException:
+        raise CommandError(not_etcd) from None
 
 
 def _host_and_port(parts: SplitResult, url: str) -> tuple[str, int]:

@@ -176,16 +176,24 @@ def listing(store: Any) -> frozenset[str] | None:
     None for other stores: a listing of theirs is no cheaper than what it replaces,
     and that of a PrefixStore has the keys of its neighbours.
     """
+    contents = etcd_contents(store)
+    return None if contents is None else frozenset(contents)
+
+
+def etcd_contents(store: Any) -> dict[str, bytes] | None:
+    """Read all that is in an EtcdStore, in one request; None for other stores."""
     state = getattr(store, "_traced", None)
     inner = store if state is None else state.inner
     if type(inner).__name__ != "EtcdStore":
         return None
     nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
-    return frozenset(
-        b64decode(node.key.removeprefix(inner.prefix)).decode("utf-8", "replace")
+    return {
+        b64decode(node.key.removeprefix(inner.prefix)).decode(
+            "utf-8", "replace"
+        ): b64decode(node.value)
         for node in nodes
         if not node.dir
-    )
+    }
 
 
 def all_keys(store: Any) -> Iterable[str]:

@@ -140,6 +140,12 @@ class Ledger:
             del ranks[first : first + _PIECES]
         return ranks
 
+    def times(self) -> list[float]:
+        """Read when they signed, in the same order, each by its own clock."""
+        whole = len(self.entries) - len(self.entries) % _SIGNATURE.size
+        signed = _SIGNATURE.iter_unpack(self.entries[:whole])
+        return [arrived for rank, arrived in signed if rank < _SPELLED]
+
     def traceparent(self) -> str:
         """Read the trace of the first to arrive, "" if it left none."""
         start = self._spelled_at

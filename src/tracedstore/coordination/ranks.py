@@ -127,28 +127,48 @@ def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
 
 
 def everybody(store: Any) -> list[RankInfo]:
-    """Read everybody who registered, wherever in the store that was.
+    """Read everybody who registered, wherever in the store that was."""
+    return [info for group in groups(store).values() for info in group]
+
+
+def groups(store: Any) -> dict[str, list[RankInfo]]:
+    """Read everybody who registered, by the prefix of the keys they did it under.
 
     A job registers under the prefixes that its stores have, and anew with each
     restart; where prefixes differ only in a number, the later entry of a rank counts.
     Ranks that a job lost when it shrank are left out.
     """
-    groups: dict[str, dict[int, RankInfo]] = {}
+    found: dict[str, dict[int, RankInfo]] = {}
     for key in sorted(all_keys(store)):
-        prefix, found, number = key.partition(f"{REGISTRY}/")
-        info = _read(store.get(key)) if found and number.isdecimal() else None
-        if info is None:
+        prefix = prefix_of(key)
+        info = None if prefix is None else _read(store.get(key))
+        if prefix is None or info is None:
             continue
-        group = groups.setdefault(re.sub("[0-9]+", "*", prefix), {})
+        group = found.setdefault(numberless(prefix), {})
         before = group.get(info.rank)
         if before is None or before.started <= info.started:
             group[info.rank] = info
-    return [
-        info
-        for group in groups.values()
-        for info in group.values()
-        if info.rank < max(group.values(), key=lambda one: one.started).world_size
-    ]
+    sizes = {prefix: size_of(group.values()) for prefix, group in found.items()}
+    return {
+        prefix: [info for info in group.values() if info.rank < sizes[prefix]]
+        for prefix, group in found.items()
+    }
+
+
+def prefix_of(key: str) -> str | None:
+    """Tell under which prefix a rank registered with this key; None if none did."""
+    prefix, found, number = key.partition(f"{REGISTRY}/")
+    return prefix if found and number.isdecimal() else None
+
+
+def numberless(prefix: str) -> str:
+    """Take the numbers out of a prefix, which restarts change."""
+    return re.sub("[0-9]+", "*", prefix)
+
+
+def size_of(group: Iterable[RankInfo]) -> int:
+    """Tell how many ranks there are, as the one says that registered last."""
+    return max(group, key=lambda info: info.started).world_size
 
 
 def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:

@@ -7,9 +7,10 @@ page takes what has come when its time is up.
 """
 
 import asyncio
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -118,20 +119,37 @@ def ask_all(
     """Ask all ranks; gives a reply for each, and what is wrong with the store."""
     deadline = time.monotonic() + within
     known, trouble = directory.look(min(_STORE_WITHIN, within / 2))
-    replies: dict[int, Reply] = {}
-    done = threading.Event()
-    # Not waited for: it ends when the last name server has given up.
-    threading.Thread(
-        target=lambda: asyncio.run(_ask(known.ours.values(), replies, done)),
-        daemon=True,
-    ).start()
-    done.wait(deadline - time.monotonic())
-    # Copied, because who is still being asked may answer now.
-    came = dict(replies)
+    left = deadline - time.monotonic()
+    asked = ask_each(known.ours.values(), _where_it_answers, _ANSWER_WITHIN, left)
+    came = {info.rank: reply for info, reply in asked.items()}
     return {
         rank: came.get(rank) or _without_answer(known, rank)
         for rank in range(world_size)
     }, trouble
+
+
+def ask_each(
+    infos: Iterable[RankInfo],
+    fetch: Callable[[RankInfo], Awaitable[bytes]],
+    one_within: float,
+    all_within: float,
+) -> dict[RankInfo, Reply]:
+    """Ask ranks, all at once, and give the replies that came in time.
+
+    Args:
+        infos: Whom.
+        fetch: Gets the answer of one.
+        one_within: Seconds that one of them has.
+        all_within: Seconds after which nobody is waited for any more.
+    """
+    replies: dict[RankInfo, Reply] = {}
+    done = threading.Event()
+    asking = _ask(infos, fetch, one_within, replies, done)
+    # Not waited for: it ends when the last name server has given up.
+    threading.Thread(target=lambda: asyncio.run(asking), daemon=True).start()
+    done.wait(all_within)
+    # Copied, because who is still being asked may answer now.
+    return dict(replies)
 
 
 def _without_answer(known: _Known, rank: int) -> Reply:
@@ -141,7 +159,11 @@ def _without_answer(known: _Known, rank: int) -> Reply:
 
 
 async def _ask(
-    infos: Iterable[RankInfo], replies: dict[int, Reply], done: threading.Event
+    infos: Iterable[RankInfo],
+    fetch: Callable[[RankInfo], Awaitable[bytes]],
+    within: float,
+    replies: dict[RankInfo, Reply],
+    done: threading.Event,
 ) -> None:
     places = asyncio.Semaphore(_MOST_ASKED_AT_ONCE)
     # Python's default is a few, and a name server that is down holds each for long.
@@ -151,33 +173,58 @@ async def _ask(
 
     async def ask(info: RankInfo) -> None:
         async with places:
-            replies[info.rank] = await _reply(info)
+            replies[info] = await _reply(info, fetch, within)
 
     await asyncio.gather(*map(ask, infos))
     done.set()
 
 
-async def _reply(info: RankInfo) -> Reply:
+async def _reply(
+    info: RankInfo, fetch: Callable[[RankInfo], Awaitable[bytes]], within: float
+) -> Reply:
     try:
-        written = await asyncio.wait_for(_fetch(str(info.answers)), _ANSWER_WITHIN)
+        written = await asyncio.wait_for(fetch(info), within)
         answer = Answer.from_bytes(written)
     except TimeoutError:
-        why = f"no answer within {_ANSWER_WITHIN:.0f} s"
+        why = f"no answer within {within:.0f} s"
     except Exception as error:  # refused, hung up on, or something else speaks there
         why = f"{type(error).__name__}: {error}"
     else:
-        speaker = answer.process.get("rank"), answer.process.get("pid")
-        if speaker == (info.rank, info.pid):
+        if _is(answer.process, info):
             return Reply(state="answered", info=info, answer=answer)
         why = "another process answers at its address"
     return Reply(state="silent", info=info, why=why)
 
 
-async def _fetch(address: str) -> bytes:
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+def _is(process: Mapping[str, Any], info: RankInfo) -> bool:
+    """Tell whether it was the rank itself: addresses and ports change hands.
+
+    Where nobody told the process its rank or host, the others have to do.
+    """
+    said = {name: process.get(name) for name in ("rank", "host", "pid")}
+    return said["pid"] == info.pid and all(
+        value in (None, getattr(info, name)) for name, value in said.items()
+    )
+
+
+async def _where_it_answers(info: RankInfo) -> bytes:
+    host, _, port = str(info.answers).rpartition(":")
+    return await fetch(host, int(port))
+
+
+async def fetch(
+    host: str,
+    port: int,
+    path: str = "/",
+    extra: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> bytes:
+    """Get what a rank says it is doing; with headers besides, and over TLS."""
+    lines = [f"GET {path} HTTP/1.0"]
+    lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
-        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
         head = await reader.readuntil(b"\r\n\r\n")
         status, _, headers = head.partition(b"\r\n")
         if status.split()[1:2] != [b"200"]:

@@ -1,0 +1,45 @@
+"""Ask the ranks of a job what they are blocked in, those that can be asked."""
+
+import ssl
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from tracedstore.auto.debug_page.asking import Reply, ask_each, fetch
+from tracedstore.coordination.ranks import RankInfo
+
+# Seconds that one rank has, and all of them together.
+_ONE_WITHIN = 1.0
+_ALL_WITHIN = 2.0
+
+
+def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
+    """Ask those that serve; the others are `absent`."""
+    everybody = list(infos)
+    serving = [info for info in everybody if info.metrics or info.answers]
+    tls = ssl.create_default_context() if _any_tls(serving) else None
+
+    async def in_flight_at(info: RankInfo) -> bytes:
+        if info.metrics is None:
+            host, _, number = str(info.answers).rpartition(":")
+            return await fetch(host, int(number))
+        url = urlsplit(info.metrics)
+        path = url.path.removesuffix("/metrics") + "/inflight"
+        headers = {"Host": url.netloc}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        secure = url.scheme == "https"
+        port = url.port or (443 if secure else 80)
+        return await fetch(
+            url.hostname or "", port, path, headers, tls if secure else None
+        )
+
+    asked = ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN) if serving else {}
+    late = Reply(state="silent", why=f"no answer within {_ALL_WITHIN:g} s")
+    absent = Reply(state="absent")
+    return dict.fromkeys(everybody, absent) | {
+        info: asked.get(info, late) for info in serving
+    }
+
+
+def _any_tls(infos: Iterable[RankInfo]) -> bool:
+    return any(str(info.metrics).startswith("https:") for info in infos)

@@ -1,0 +1,91 @@
+"""What stood in a store at one time, read without a trace and without waiting."""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from tracedstore.cli.errors import CommandError
+from tracedstore.coordination.missing import all_keys, etcd_contents
+
+# Values to a request, and seconds for one: a key that was deleted after it was listed
+# is waited for.
+_AT_ONCE = 1024
+_PATIENCE = 1.0
+
+
+class Snapshot:
+    """To be read as a store is, by those that only read.
+
+    A key that is not there is a KeyError instead of a wait.
+
+    Attributes:
+        keys: All the keys there were.
+    """
+
+    def __init__(self, keys: Iterable[str], values: dict[str, bytes]) -> None:
+        self.keys = frozenset(keys)
+        self._values = values
+
+    @classmethod
+    def of(cls, store: Any, wanted: Callable[[Sequence[str]], list[str]]) -> "Snapshot":
+        """Take one, with the values of those of the keys that are wanted."""
+        contents = etcd_contents(store)
+        if contents is not None:
+            return cls(contents, contents)
+        keys = _listed(store)
+        store.set_timeout(timedelta(seconds=_PATIENCE))
+        values: dict[str, bytes] = {}
+        chosen = wanted(keys)
+        left = iter(chosen)
+        while some := list(islice(left, _AT_ONCE)):
+            values |= _values_of(store, some)
+        gone = set(chosen) - values.keys()
+        return cls(set(keys) - gone, values)
+
+    def list_keys(self) -> list[str]:
+        """List the keys that have their values here."""
+        return list(self._values)
+
+    def get(self, key: str) -> bytes:
+        """Read a value."""
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all of these were there."""
+        return self.keys.issuperset(keys)
+
+    def add(self, key: str, _nothing: int) -> int:
+        """Read a number, as those do who add nothing to it."""
+        return int(self._values[key])
+
+    @staticmethod
+    def has_extended_api() -> bool:
+        """Nothing can be appended here, and nothing swapped."""
+        return False
+
+
+def _listed(store: Any) -> list[str]:
+    try:
+        return sorted(all_keys(store))
+    except (AttributeError, NotImplementedError):
+        raise CommandError(
+            "the torch installed here is too old to list the keys of a store; use the"
+            " one that the job has"
+        ) from None
+    except DistNetworkError:
+        raise CommandError(
+            "the store hung up when it was asked for its keys: the job has just ended,"
+            " or its torch is too old to list them"
+        ) from None
+
+
+def _values_of(store: Any, keys: list[str]) -> dict[str, bytes]:
+    try:
+        return dict(zip(keys, store.multi_get(keys), strict=True))
+    except (DistStoreError, RuntimeError):
+        # Somebody deleted one meanwhile. A second time is for the next look.
+        still = [key for key in keys if store.check([key])]
+        return dict(zip(still, store.multi_get(still), strict=True)) if still else {}

@@ -1,0 +1,91 @@
+"""Show who is there, who is missing and what is blocked, from the job's store.
+
+Attaches to the store of a running job as one more client, writes nothing to it and
+waits for nothing in it. What a rank is blocked in is asked of the ranks themselves,
+of those that serve it (TRACEDSTORE_HTTP_PORT) and can be reached from here.
+
+Examples:
+  tracedstore status --store tcp://node1:29400
+  tracedstore status --store tcp://node1:29400 --run-id job-7 --watch
+  tracedstore status --store file:///shared/store --json
+  tracedstore status --store etcd://etcd1:2379/torch/elastic/store --after 60 || alert
+
+Exit codes: 0 nothing is missing, 1 the store cannot be reached, 2 something is missing:
+a barrier or a rendezvous is not complete, or a node of a rendezvous is silent
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+from tracedstore.cli.blocked import ask
+from tracedstore.cli.status_view import Status
+from tracedstore.cli.stores import add_store_argument, look
+from tracedstore.cli.survey import Survey
+
+_MISSING = 2
+_TOKEN = "TRACEDSTORE_HTTP_TOKEN"  # noqa: S105 - where it is, not what
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what it takes."""
+    add_store_argument(parser)
+    parser.add_argument(
+        "--run-id", metavar="ID", help="leave out what belongs to other jobs"
+    )
+    parser.add_argument(
+        "--after",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long a barrier may take before somebody is missing (0)",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: an object")
+    parser.add_argument("--watch", action="store_true", help="show it again and again")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how often, with --watch (2)",
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get(_TOKEN),
+        help=f"the token that the ranks' endpoints ask for (${_TOKEN})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show it, once or again and again."""
+    while True:
+        survey = look(arguments.store, lambda store: Survey.of(store, arguments.run_id))
+        infos = [info for group in survey.groups for info in group.ranks]
+        status = Status(
+            store=arguments.store,
+            now=time.time(),
+            survey=survey,
+            replies=ask(infos, arguments.token),
+            after=arguments.after,
+        )
+        _show(status, arguments)
+        if not arguments.watch:
+            return _MISSING if status.missing() else 0
+        time.sleep(arguments.interval)
+
+
+def _show(status: Status, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        text = json.dumps(status.to_json())
+    elif not arguments.watch:
+        text = status.text()
+    elif sys.stdout.isatty():
+        text = _CLEAR + status.text()
+    else:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.now))
+        text = f"{at}\n{status.text()}\n"
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

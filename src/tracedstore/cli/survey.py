@@ -1,0 +1,283 @@
+"""What a job's store says of the job, found in one look that leaves no trace."""
+
+import re
+from base64 import b64decode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tracedstore.cli.snapshot import Snapshot
+from tracedstore.coordination import ranks
+from tracedstore.coordination.decoders import chain, nameless
+from tracedstore.coordination.finding import Finding
+from tracedstore.coordination.missing import look, read_ledger
+from tracedstore.coordination.protocol import Keys, Last
+from tracedstore.coordination.ranks import RankInfo
+from tracedstore.core import keys as families
+
+if TYPE_CHECKING:
+    from tracedstore.rendezvous.state import Snapshot as State
+
+# Barriers leave their keys behind, so a long job has many thousands. Of each kind, the
+# ledgers of so many are read.
+MOST_READ = 64
+_END = "/num_members"
+_RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that registered in one place.
+
+    Attributes:
+        prefix: Of their keys, numbers as ``*``.
+        world_size: How many there should be.
+        ranks: Those that registered.
+    """
+
+    prefix: str
+    world_size: int
+    ranks: tuple[RankInfo, ...]
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Where each of them is."""
+        return {info.rank: info.host for info in self.ranks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Barrier:
+    """A barrier, as its keys tell.
+
+    Attributes:
+        prefix: Of its keys.
+        complete: The last one came.
+        arrived: How many arrivals were counted.
+        world_size: How many it is for, where that is known.
+        finding: Who is missing, while it is in progress and where that can be known.
+        first: When the first one came, in seconds since the epoch, where known.
+        last: When the last one came, likewise.
+        last_rank: Which one that was, likewise.
+        last_host: And where it is.
+    """
+
+    prefix: str
+    complete: bool
+    arrived: int
+    world_size: int | None = None
+    finding: Finding | None = None
+    first: float | None = None
+    last: float | None = None
+    last_rank: int | None = None
+    last_host: str | None = None
+
+    @property
+    def short(self) -> bool:
+        """Somebody has not come yet."""
+        # All may have come though the last has not said so yet.
+        return not self.complete and self.arrived != self.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a store says.
+
+    Attributes:
+        groups: The ranks that registered.
+        waiting: The barriers in progress, the newest last.
+        more_waiting: How many more there are.
+        complete: The barriers that finished last, the newest last.
+        more_complete: How many more there are.
+        rendezvous: The state of each rendezvous by its run id, None where it cannot
+            be read.
+    """
+
+    groups: tuple[Group, ...]
+    waiting: tuple[Barrier, ...]
+    more_waiting: int
+    complete: tuple[Barrier, ...]
+    more_complete: int
+    rendezvous: "dict[str, State | None]"
+
+    @classmethod
+    def of(cls, store: Any, run_id: str | None = None) -> "Survey":
+        """Look, at the one job or at whatever is there."""
+        snapshot = Snapshot.of(store, _wanted)
+        found = [
+            Group(prefix=prefix, world_size=ranks.size_of(infos), ranks=tuple(infos))
+            for prefix, infos in ranks.groups(snapshot).items()
+        ]
+        others = [group for group in found if not _of_job(group, run_id)]
+        groups = [group for group in found if _of_job(group, run_id)]
+        waiting, complete = _barriers(snapshot.keys)
+
+        def described(prefixes: Sequence[str]) -> tuple[Barrier, ...]:
+            read = (
+                _barrier(snapshot, prefix, group)
+                for prefix in prefixes
+                if (group := _group_of(prefix, found)) not in others
+                and snapshot.get(Keys(prefix).num_members).isdigit()
+            )
+            # Those whose time is not known first, in the order of their numbers.
+            return tuple(sorted(read, key=lambda one: one.last or 0.0))
+
+        latest_waiting, latest_complete = _latest(waiting), _latest(complete)
+        return cls(
+            groups=tuple(groups),
+            waiting=described(latest_waiting),
+            more_waiting=len(waiting) - len(latest_waiting),
+            complete=described(latest_complete),
+            more_complete=len(complete) - len(latest_complete),
+            rendezvous=_rendezvous(snapshot, run_id, _beside(store)),
+        )
+
+
+def _of_job(group: Group, run_id: str | None) -> bool:
+    # Where nobody named the job, it may be this one.
+    return run_id is None or any(info.run_id in (None, run_id) for info in group.ranks)
+
+
+def _wanted(keys: Sequence[str]) -> list[str]:
+    """Choose what is worth reading, which is little of what a long job left."""
+    there = set(keys)
+    barriers = [prefix for some in _barriers(there) for prefix in _latest(some)]
+    of_barriers = {
+        key
+        for one in map(Keys, barriers)
+        for key in (
+            one.num_members,
+            one.last_member,
+            one.ledger,
+            one.verdict,
+            one.repeats,
+            one.traceparent,
+        )
+    }
+    return [
+        key
+        for key in keys
+        if key in of_barriers
+        or ranks.prefix_of(key) is not None
+        or _RENDEZVOUS.fullmatch(key)
+    ]
+
+
+def _barriers(keys: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Find the prefixes of the barriers in progress, and of those that are complete."""
+    there = keys if isinstance(keys, (set, frozenset)) else set(keys)
+    prefixes = [key.removesuffix(_END) for key in there if key.endswith(_END)]
+    complete = {one for one in prefixes if Keys(one).last_member in there}
+    return [one for one in prefixes if one not in complete], list(complete)
+
+
+def _latest(prefixes: Sequence[str], most: int = MOST_READ) -> list[str]:
+    """Choose those with the highest numbers, of each family its share."""
+    by_family: dict[str, list[str]] = {}
+    for prefix in sorted(prefixes, key=_numbered):
+        by_family.setdefault(families.fold(prefix), []).append(prefix)
+    share = max(1, most // max(1, len(by_family)))
+    chosen = [one for family in by_family.values() for one in family[-share:]]
+    return sorted(chosen[-most:], key=_numbered)
+
+
+def _numbered(prefix: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall("[0-9]{1,18}", prefix)], prefix
+
+
+def _group_of(prefix: str, groups: Iterable[Group]) -> Group | None:
+    """Find whose barrier it is: of those registered in the nearest place above it."""
+    numberless = ranks.numberless(prefix)
+    above = [group for group in groups if numberless.startswith(group.prefix)]
+    return max(above, key=lambda group: len(group.prefix), default=None)
+
+
+def _barrier(snapshot: Snapshot, prefix: str, group: Group | None) -> Barrier:
+    keys = Keys(prefix)
+    ledger = read_ledger(snapshot, keys)
+    times, signed = ledger.times(), ledger.ranks()
+    hosts = {} if group is None else group.hosts
+    barrier = partial(
+        Barrier,
+        prefix=prefix,
+        arrived=snapshot.add(keys.num_members, 0),
+        first=min(times, default=None),
+        last=max(times, default=None),
+    )
+    if snapshot.check([keys.last_member]):
+        last = Last.from_bytes(snapshot.get(keys.last_member)).rank
+        if last is None and signed:
+            last = signed[-1]
+        return barrier(
+            complete=True,
+            last_rank=last,
+            last_host=None if last is None else hosts.get(last),
+        )
+    size, told = _size_and_names(snapshot, keys, group)
+    if size is None:
+        return barrier(complete=False)
+    # Where a rank is, else where those who miss it say that it should be.
+    named = chain(hosts.__getitem__, told.__getitem__, nameless)
+    finding = Finding.of(look(snapshot, keys, size), size, named)
+    return barrier(complete=False, world_size=size, finding=finding)
+
+
+def _size_and_names(
+    snapshot: Snapshot, keys: Keys, group: Group | None
+) -> tuple[int | None, dict[int, str]]:
+    """Tell how many a barrier is for, and what those are called that were missing.
+
+    Who waited there and looked has said so; else it is as many as registered, unless
+    more than that came.
+    """
+    if snapshot.check([keys.verdict]):
+        told = Finding.from_bytes(snapshot.get(keys.verdict), 0)
+        if told is not None and told.count and not told.signed_twice:
+            size = told.count - told.unidentified + len(told.unnamed)
+            return size, dict(told.names)
+    if group is None or snapshot.add(keys.num_members, 0) > group.world_size:
+        return None, {}
+    return group.world_size, {}
+
+
+def _beside(store: Any) -> dict[str, bytes]:
+    """Read what torch's etcd-v2 keeps beside its store, by run id."""
+    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
+        return {}
+    folder = "/torch/elastic/rendezvous"
+    try:
+        nodes = store.client.get(folder).children
+    except Exception:  # there is none, and the store has been read
+        return {}
+    return {
+        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
+        for node in nodes
+        if not node.dir
+    }
+
+
+def _rendezvous(
+    snapshot: Snapshot, run_id: str | None, beside: Mapping[str, bytes]
+) -> "dict[str, State | None]":
+    found = {
+        match[1]: snapshot.get(key)
+        for key in snapshot.list_keys()
+        if (match := _RENDEZVOUS.fullmatch(key))
+    }
+    written = {
+        name: value
+        for name, value in {**beside, **found}.items()
+        if run_id in (None, name)
+    }
+    if not written:
+        return {}
+    # Only where there is one: torch's half of the package takes a while.
+    from tracedstore.rendezvous.state import read  # noqa: PLC0415
+
+    def state(value: bytes) -> "State | None":
+        try:
+            return read(b64decode(value, validate=True))
+        except ValueError:
+            return None
+
+    return {name: state(value) for name, value in sorted(written.items())}

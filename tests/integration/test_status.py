@@ -1,0 +1,568 @@
+"""``tracedstore status``, on the stores of jobs that run, and on what is none."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import etcd
+import pytest
+import torch.distributed as dist
+from prometheus_client import CollectorRegistry
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
+from torch.distributed.elastic.utils import store as torchs
+
+import tracedstore
+from integration.harness import in_background, wait_until
+from support.etcd import EtcdServer, free_port
+from support.rendezvous import a_state
+from tracedstore.cli.main import main
+from tracedstore.coordination import ranks
+from tracedstore.core.identity import ProcessIdentity
+
+Store = Any
+HOST = socket.gethostname()
+COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "status"]
+
+
+def connect(url: str) -> Store:
+    """Be one more rank of a job."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return dist.FileStore(parts.path, -1)
+    assert parts.port is not None
+    if parts.scheme == "tcp":
+        return dist.TCPStore("127.0.0.1", parts.port, None, is_master=False)
+    return EtcdStore(etcd.Client(host="127.0.0.1", port=parts.port), parts.path)
+
+
+def come(url: str, name: str, *numbers: int, world_size: int = 4) -> list[Future[None]]:
+    """Let ranks come to a barrier, each on a connection of its own."""
+
+    def rank(number: int) -> None:
+        tracedstore.barrier(connect(url), world_size, name, 40, rank=number)
+
+    return [in_background(lambda n=n: rank(n)) for n in numbers]  # type: ignore[misc]
+
+
+def through(comers: list[Future[None]]) -> None:
+    """Wait until they are."""
+    for one in comers:
+        one.result(30)
+
+
+def arrived(url: str, name: str, count: int) -> None:
+    """Wait until so many came; names are written before anybody is counted."""
+    store = connect(url)
+
+    def all_there() -> bool:
+        if not store.check([f"{name}/num_members"]):
+            return False
+        return int(store.get(f"{name}/num_members")) >= count
+
+    wait_until(all_there)
+
+
+def contents(url: str) -> Any:
+    """Everything that is in a store, as its server or its file has it."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        return Path(parts.path).read_bytes()
+    if parts.scheme == "tcp":
+        store = connect(url)
+        return {key: store.get(key) for key in store.list_keys()}
+    client: Any = etcd.Client(host="127.0.0.1", port=parts.port or 0)
+    nodes = client.get(parts.path).children
+    return {node.key: (node.value, node.modifiedIndex) for node in nodes}
+
+
+class Asked:
+    """The command, run in this process.
+
+    Attributes:
+        code: How it ended.
+        out: What it wrote.
+    """
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
+        capsys.readouterr()
+        self.code = main(["status", *arguments])
+        written = capsys.readouterr()
+        self.out, self.err = written.out, written.err
+
+    @property
+    def lines(self) -> list[str]:
+        """Line by line, without what is before and after."""
+        return [line.strip() for line in self.out.splitlines()]
+
+
+Ask = Callable[..., Asked]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Run the command."""
+    return lambda url, *more: Asked(capsys, "--store", url, *more)
+
+
+@pytest.fixture
+def tcp_job() -> tuple[Store, str]:
+    """A job on a TCPStore."""
+    store: Store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+    return store, f"tcp://127.0.0.1:{store.port}"
+
+
+class TestBarriers:
+    """On every kind of store."""
+
+    def test_somebody_is_missing(self, job: tuple[Store, str], ask: Ask) -> None:
+        """Who and where; and when it has come, all is well."""
+        _, url = job
+        through(come(url, "step/0", 0, 1, 2, 3))
+        waiting = come(url, "checkpoint/7", 0, 1, 3)
+        arrived(url, "checkpoint/7", 3)
+
+        short = ask(url)
+        told = json.loads(ask(url, "--json").out)
+        through([*come(url, "checkpoint/7", 2), *waiting])
+        well = ask(url)
+
+        assert short.code == 2
+        assert short.lines[0] == "missing: 1 barrier not complete"
+        assert f"ranks: 4 of 4 registered\n  {HOST}: ranks 0-3\n" in short.out
+        assert "  checkpoint/7: 3 of 4 arrived" in short.out
+        assert f"    missing 1 of 4: {HOST} (rank 2)\n" in short.out
+        assert any(line.startswith("step/0: 4 arrived") for line in short.lines)
+        assert not told["healthy"]
+        (barrier,) = told["barriers_in_progress"]
+        assert barrier["missing_ranks"] == [2]
+        assert barrier["missing_names"] == [HOST]
+        (finished,) = told["barriers_finished"]
+        assert finished["last_rank"] in range(4)
+        assert finished["last_host"] == HOST
+        assert well.code == 0
+        assert well.lines[0] == "nothing is missing"
+        assert "in progress" not in well.out
+        last = next(line for line in well.lines if line.startswith("checkpoint/7"))
+        assert f"last rank 2 ({HOST})" in last
+
+    def test_nothing_is_written(self, job: tuple[Store, str], ask: Ask) -> None:
+        """Whoever looks leaves no trace."""
+        store, url = job
+        through(come(url, "step/0", 0, 1, world_size=2))
+        # Plain torch's way of arriving, so that nobody writes while this is compared.
+        store.add("step/1/num_members", 1)
+        store.set("torch.rendezvous.j", b64encode(a_state({"node1": 0.0})))
+        before = contents(url)
+
+        assert ask(url).code == 2
+        assert ask(url, "--json").code == 2
+
+        assert contents(url) == before
+
+    def test_since_when(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+        """Where there is a ledger; and one that is young enough is not reported."""
+        _, url = tcp_job
+        waiting = come(url, "b", 0, world_size=2)
+        arrived(url, "b", 1)
+
+        told = json.loads(ask(url, "--json").out)["barriers_in_progress"][0]
+        assert 0 <= told["waited_seconds"] < 20
+        assert "  b: 1 of 2 arrived, the first " in ask(url).out
+        assert ask(url, "--after", "3600").code == 0
+        assert ask(url, "--after", "0.001").code == 2
+        through([*come(url, "b", 1, world_size=2), *waiting])
+
+    def test_a_barrier_of_torchs_own(
+        self, tcp_job: tuple[Store, str], ask: Ask
+    ) -> None:
+        """How many it is for stands nowhere, nor who came."""
+        _, url = tcp_job
+        waiting = in_background(lambda: torchs.barrier(connect(url), 2, "theirs", 40))
+        arrived(url, "theirs", 1)
+
+        short = ask(url)
+        torchs.barrier(connect(url), 2, "theirs", 40)
+        waiting.result(30)
+        well = ask(url)
+
+        assert (short.code, well.code) == (2, 0)
+        assert "ranks: none registered" in short.lines
+        assert "theirs: 1 arrived" in short.lines
+        assert "theirs: 2 arrived" in well.lines
+
+    def test_what_those_who_wait_say(
+        self, tcp_job: tuple[Store, str], ask: Ask
+    ) -> None:
+        """Names of ranks that never came, and how many the barrier is for."""
+        store, url = tcp_job
+        under = dist.PrefixStore("default_pg/0", store)
+        with pytest.raises(tracedstore.BarrierTimeout):
+            tracedstore.barrier(under, 8, "b", 0.2, 0, lambda rank: f"gpu{rank // 4}")
+        # This one is for three of the eight.
+        with pytest.raises(tracedstore.BarrierTimeout):
+            tracedstore.barrier(under, 3, "c", 0.2, rank=0)
+
+        out = ask(url).out
+
+        assert "ranks under default_pg/*/: 1 of 8 registered" in out
+        assert "  not registered: ranks 1-7" in out
+        assert "  default_pg/0/b: 1 of 8 arrived" in out
+        assert "missing 7 of 8: gpu0 (ranks 1-3), gpu1 (ranks 4-7)" in out
+        assert "  default_pg/0/c: 1 of 3 arrived" in out
+
+    def test_of_one_job(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+        """Others' ranks, barriers and rendezvous are left out."""
+        store, url = tcp_job
+        for run_id, name in (("mine", "a"), ("yours", "b")):
+            under = dist.PrefixStore(name, store)
+            told = f'{{"rank": 0, "host": "{run_id}", "pid": 1, "world_size": 1'
+            told += f', "run_id": "{run_id}", "started": 1.0}}'
+            under.set(f"{ranks.REGISTRY}/0", told)
+            under.add("step/num_members", 1)
+            store.set(f"torch.rendezvous.{run_id}", b64encode(a_state()))
+
+        out = ask(url, "--run-id", "mine").out
+
+        assert "yours" not in out
+        assert "ranks under a/: 1 of 1 registered" in out
+        assert "rendezvous mine: round 0" in out
+
+    def test_many_thousand_keys(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+        """Of a long job the last ones are shown, in their order."""
+        store, url = tcp_job
+        prefixes = [f"step/{step}" for step in range(5000)]
+        for end, value in (("num_members", "4"), ("last_member", "<val_ignored>")):
+            store.multi_set([f"{one}/{end}" for one in prefixes], [value] * 5000)
+        store.set("somebodys/num_members", "is no number")
+
+        asked = ask(url)
+
+        assert "barriers finished: 5000, the last 8:" in asked.lines
+        shown = [line.split(":")[0] for line in asked.lines if line[:5] == "step/"]
+        assert shown == prefixes[-8:]
+        assert asked.code == 0
+
+
+def test_64_ranks(
+    tcp_job: tuple[Store, str], ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On eight hosts, of which one lost two ranks, in few lines."""
+    _, url = tcp_job
+    monkeypatch.setattr(
+        ProcessIdentity, "host", property(lambda _: threading.current_thread().name)
+    )
+
+    def rank(number: int, name: str) -> Future[None]:
+        def meet() -> None:
+            tracedstore.barrier(connect(url), 64, name, 40, rank=number)
+
+        return in_background(meet, f"node{number // 8}")
+
+    through([rank(number, "start") for number in range(64)])
+    absent = {42, 43}
+    waiting = [rank(number, "end") for number in range(64) if number not in absent]
+    arrived(url, "end", 62)
+    short = ask(url)
+    through([*(rank(number, "end") for number in absent), *waiting])
+    well = ask(url)
+
+    assert (short.code, well.code) == (2, 0)
+    assert "ranks: 64 of 64 registered" in short.lines
+    assert [f"node{n}: ranks {8 * n}-{8 * n + 7}" in short.lines for n in range(8)] == (
+        [True] * 8
+    )
+    assert "missing 2 of 64: node5 (ranks 42-43)" in short.lines
+    assert "  end: 62 of 64 arrived, the first " in short.out
+    assert any(line.startswith("start: 64 arrived within") for line in short.lines)
+    assert max(map(len, short.out.splitlines())) <= 80
+    assert len(short.lines) < 25
+
+
+class TestRendezvous:
+    """What the nodes share."""
+
+    @pytest.mark.parametrize(
+        ("state", "code", "lines"),
+        [
+            (
+                a_state({"node1": 0, "node2": 0}, complete=True, round=3),
+                0,
+                [
+                    "rendezvous job-7: round 3, complete",
+                    "joined: node1 (pid 100), node2 (pid 101)",
+                ],
+            ),
+            (
+                a_state({"node1": 0, "node2": 100}, {"node3": 0}, complete=True),
+                2,
+                [
+                    "waiting for the next round: node3 (pid 200)",
+                    "silent: node2 (pid 101), for 1 min ",
+                ],
+            ),
+            (
+                a_state({"node1": 0}),
+                2,
+                ["rendezvous job-7: round 0, not complete"],
+            ),
+            (
+                a_state({"node1": 100}, complete=True, closed=True),
+                0,
+                ["rendezvous job-7: round 0, complete, closed"],
+            ),
+            (b"nonsense", 0, ["rendezvous job-7: its state cannot be read"]),
+        ],
+        ids=["complete", "silent", "not complete", "closed", "unreadable"],
+    )
+    def test_states(
+        self,
+        state: bytes,
+        code: int,
+        lines: list[str],
+        tcp_job: tuple[Store, str],
+        ask: Ask,
+    ) -> None:
+        """Participants, wait list, and who has not been heard of."""
+        store, url = tcp_job
+        store.set("torch.rendezvous.job-7", b64encode(state))
+
+        asked = ask(url)
+
+        assert asked.code == code
+        for line in lines:
+            assert line in asked.out
+        told = json.loads(ask(url, "--json").out)
+        assert told["rendezvous"][0]["run_id"] == "job-7"
+        assert told["healthy"] == (code == 0)
+
+    def test_beside_the_store(self, etcd_server: EtcdServer, ask: Ask) -> None:
+        """Where torch's etcd-v2 has it."""
+        client: Any = etcd_server.client()
+        store: Store = EtcdStore(client, "/torch/elastic/store")
+        store.set("k", "v")
+        state = b64encode(a_state({"node1": 0.0}, complete=True)).decode()
+        client.set("/torch/elastic/rendezvous/job-8", state)
+        url = f"etcd://127.0.0.1:{etcd_server.port}/torch/elastic/store"
+        try:
+            asked = ask(url)
+        finally:
+            client.delete("/torch", recursive=True, dir=True)
+
+        assert "rendezvous job-8: round 0, complete" in asked.lines
+        assert "joined: node1 (pid 100)" in asked.lines
+
+
+class TestBlocked:
+    """What the ranks say themselves."""
+
+    def test_asked_with_a_token(
+        self, tcp_job: tuple[Store, str], ask: Ask, registry: CollectorRegistry
+    ) -> None:
+        """What each is in, and since when; without the token, that they do not say."""
+        _, url = tcp_job
+        tracedstore.configure(http_port=0, http_token="secret", registry=registry)
+        store = tracedstore.wrap(connect(url))
+        waiting = in_background(
+            lambda: tracedstore.barrier(store, 2, "b", 40, rank=0), "waits"
+        )
+        arrived(url, "b", 1)
+        wait_until(tracedstore.in_flight)
+
+        told = ask(url, "--token", "secret")
+        calls = json.loads(ask(url, "--token", "secret", "--json").out)["blocked"]
+        refused = ask(url, "--token", "wrong")
+        through([*come(url, "b", 1, world_size=2), waiting])
+
+        assert any(
+            line.startswith("rank 0: wait b/last_member for ") for line in told.lines
+        )
+        assert calls[0]["in_flight"][0]["key"] == "b/last_member"
+        assert "not known: rank 0 (ValueError: answered b'HTTP/1." in refused.out
+
+    def test_those_that_cannot_be_asked(
+        self, tcp_job: tuple[Store, str], ask: Ask
+    ) -> None:
+        """Nobody is waited for, and each is accounted for."""
+        store, url = tcp_job
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            addresses = [
+                f"http://127.0.0.1:{silent.getsockname()[1]}/metrics",
+                f"http://127.0.0.1:{free_port()}/metrics",
+                None,
+                None,
+            ]
+            for rank, address in enumerate(addresses):
+                info = {"rank": rank, "host": "node", "pid": 1, "world_size": 4}
+                info |= {"metrics": address, "started": 1.0}
+                store.set(f"{ranks.REGISTRY}/{rank}", json.dumps(info))
+            began = time.monotonic()
+            asked = ask(url)
+
+        assert time.monotonic() - began < 10
+        assert "not known: rank 0 (no answer within 1 s)" in asked.lines
+        assert "not known: rank 1 (ConnectionRefusedError: " in asked.out
+        assert "not known: ranks 2-3 (no endpoint)" in asked.lines
+        assert asked.code == 0
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Something that listens and is no store; gives its port."""
+
+    def serve(server: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = server.accept()
+            except OSError:
+                return
+            with client:
+                try:
+                    answer(client)
+                except OSError:
+                    continue
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        in_background(lambda: serve(server))
+        yield port
+        # A thread in accept() does not notice a close.
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def speaks_http(client: socket.socket) -> None:
+    """Answer as a web server does to what it cannot read."""
+    client.recv(100)
+    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def is_old(client: socket.socket) -> None:
+    """Let a client connect and count keys, and hang up when asked for more."""
+    greeting = client.recv(10, socket.MSG_WAITALL)
+    client.sendall(greeting[6:])
+    client.recv(1)
+    client.sendall(struct.pack("<q", 3))
+    client.recv(1)
+
+
+def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own: torch keeps the GIL while listing."""
+    return subprocess.run(
+        [*COMMAND, "--store", url],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+class TestErrors:
+    """One sentence on standard error, and exit code 1."""
+
+    @pytest.mark.parametrize(
+        ("answer", "said"),
+        [(speaks_http, "it is no TCPStore"), (is_old, "its torch is too old")],
+    )
+    def test_something_else(
+        self, answer: Callable[[socket.socket], None], said: str
+    ) -> None:
+        """Is told apart."""
+        with answering(answer) as port:
+            done = in_a_process(f"tcp://127.0.0.1:{port}")
+
+        assert (done.returncode, done.stdout) == (1, "")
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_nothing_under_the_prefix(self, etcd_server: EtcdServer, ask: Ask) -> None:
+        """Which a mistyped one is."""
+        asked = ask(f"etcd://127.0.0.1:{etcd_server.port}/no/such")
+
+        assert asked.code == 1
+        assert "has nothing under /no/such" in asked.err
+
+    @pytest.mark.parametrize("silent", [True, False], ids=["silent", "dead"])
+    def test_as_a_process(self, silent: bool) -> None:
+        """From its start to its end, within a few seconds."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1] if silent else free_port()
+            done = in_a_process(f"tcp://127.0.0.1:{port}")
+
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("tracedstore: the store at tcp://")
+        assert done.stderr.count("\n") == 1
+        assert ("does not answer" if silent else "nothing listens") in done.stderr
+
+    def test_a_store_that_stops(self, start_child: Any) -> None:
+        """A server that was stopped is connected to by the kernel, and says nothing."""
+        child = start_child("tcp_server")
+        port = child.next_report()["port"]
+        os.kill(child.pid, signal.SIGSTOP)
+
+        done = in_a_process(f"tcp://127.0.0.1:{port}")
+
+        assert done.returncode == 1
+        assert "does not answer within" in done.stderr
+
+
+class TestWatching:
+    """Again and again."""
+
+    def test_into_a_pipe(self, tcp_job: tuple[Store, str]) -> None:
+        """One after the other, each with its time; it ends when the job does."""
+        store, url = tcp_job
+        store.add("b/num_members", 1)
+        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
+        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert watching.stdout is not None
+            lines = iter(watching.stdout.readline, "")
+            assert next(lines).startswith("20")
+            assert next(lines).startswith("missing: 1 barrier not complete")
+            store.set("b/last_member", "")
+            assert any(line == "nothing is missing\n" for line in lines)
+        finally:
+            watching.kill()
+            watching.communicate(timeout=10)
+
+    def test_on_a_terminal(self, tcp_job: tuple[Store, str]) -> None:
+        """In the place of the one before."""
+        _, url = tcp_job
+        ours, theirs = pty.openpty()
+        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
+        watching = subprocess.Popen(command, stdout=theirs)
+        try:
+            seen = b""
+            while seen.count(b"\x1b[2J") < 2:
+                seen += os.read(ours, 1000)
+        finally:
+            watching.kill()
+            watching.wait(10)
+            os.close(theirs)
+            os.close(ours)
+
+        assert b"nothing is missing" in seen
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """With examples that can be copied, and what the exit codes mean."""
+    with pytest.raises(SystemExit) as exited:
+        main(["status", "--help"])
+
+    said = capsys.readouterr().out
+    assert exited.value.code == 0
+    assert "tracedstore status --store tcp://node1:29400" in said
+    assert "Exit codes: 0 nothing is missing" in said

@@ -1,0 +1,156 @@
+"""What ``tracedstore status`` makes of what it reads."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tracedstore.cli.errors import CommandError
+from tracedstore.cli.snapshot import Snapshot
+from tracedstore.cli.status_view import Status, _ago
+from tracedstore.cli.survey import MOST_READ, Survey, _latest
+from tracedstore.coordination.protocol import Ledger, signature, spelled
+
+
+class Shrinking:
+    """A store from which a key is deleted after it was listed."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.inner.set("stays/num_members", "1")
+        self.inner.set("goes/num_members", "1")
+        self.inner.set_timeout(timedelta(milliseconds=10))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def set_timeout(self, _timeout: timedelta) -> None:
+        """Keep the one that a test can wait for."""
+
+    def list_keys(self) -> list[str]:
+        """List them, and delete one."""
+        keys: list[str] = self.inner.list_keys()
+        self.inner.delete_key("goes/num_members")
+        return keys
+
+
+class TestSnapshot:
+    """Reading without waiting."""
+
+    def test_a_key_that_goes(self) -> None:
+        """Is one that was not there."""
+        snapshot = Snapshot.of(Shrinking(), list)
+
+        assert snapshot.keys == {"stays/num_members"}
+        assert snapshot.add("stays/num_members", 0) == 1
+        assert snapshot.check(["stays/num_members"])
+        assert not snapshot.check(["stays/num_members", "goes/num_members"])
+
+    def test_a_torch_without_listing(self) -> None:
+        """Is told of in one sentence."""
+
+        class Old:
+            pass
+
+        with pytest.raises(CommandError, match="too old to list the keys"):
+            Snapshot.of(Old(), list)
+
+
+class TestLatest:
+    """Which of many barriers are read."""
+
+    def test_by_number(self) -> None:
+        """Nine is before ten, and every family has its share."""
+        steps = [f"step/{n}" for n in range(1000)]
+
+        found = _latest([*reversed(steps), "start", "epoch/3"])
+
+        assert found[0] == "start"
+        assert "epoch/3" in found
+        assert [one for one in found if one[:4] == "step"] == steps[-21:]
+
+    def test_as_many_families_as_barriers(self) -> None:
+        """Bounded all the same."""
+        names = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(600)]
+
+        assert len(_latest(names)) == MOST_READ
+
+
+def test_times_of_a_ledger() -> None:
+    """One for each that signed; a traceparent and a torn entry are none."""
+    entries = signature(3, 7.5) + spelled("00-" + "a" * 52) + signature(1, 9.0)
+
+    ledger = Ledger(entries + b"\0\0")
+
+    assert ledger.times() == [7.5, 9.0]
+    assert list(ledger.ranks()) == [3, 1]
+
+
+def survey_of(store: Any) -> Survey:
+    """Look at a store."""
+    return Survey.of(store)
+
+
+class TestText:
+    """What people read."""
+
+    def test_keys_are_anybodys(self) -> None:
+        """A terminal obeys none of them."""
+        store = dist.HashStore()
+        store.add("\x1b[2Jb\n/num_members", 1)
+
+        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
+
+        assert status.text().endswith("\n  \\x1b[2Jb\\n: 1 arrived")
+        assert "\x1b" not in status.text()
+
+    def test_many_barriers(self) -> None:
+        """All are counted, and few are shown."""
+        store = dist.HashStore()
+        for n in range(101):
+            store.add(f"{'long/' * 8}{n}/num_members", 1)
+
+        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
+        text = status.text()
+
+        assert "  85 more before these\n" in text
+        assert max(map(len, text.splitlines())) <= 80
+        assert status.missing() == ["101 barriers not complete"]
+        assert len(text.splitlines()) < 30
+
+    def test_an_empty_store(self) -> None:
+        """Lacks nothing that could be known."""
+        survey = survey_of(dist.HashStore())
+        status = Status(store="s", now=0.0, survey=survey, replies={})
+
+        assert status.text().splitlines() == [
+            "nothing is missing",
+            "store: s",
+            "",
+            "ranks: none registered",
+        ]
+
+    def test_more_than_registered(self) -> None:
+        """How many a barrier is for is not guessed."""
+        store = dist.HashStore()
+        store.set(
+            "tracedstore/RANKS/0",
+            '{"rank": 0, "host": "a", "pid": 1, "world_size": 2, "started": 1.0}',
+        )
+        store.add("b/num_members", 3)
+        store.add("c/num_members", 2)
+
+        early, late = survey_of(store).waiting
+
+        assert (early.world_size, early.short) == (None, True)
+        # All came, and the last one has not said so yet.
+        assert (late.world_size, late.short) == (2, False)
+
+    @pytest.mark.parametrize(
+        ("seconds", "said"),
+        [(-1, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")],
+    )
+    def test_times(self, seconds: float, said: str) -> None:
+        """In units that people can take in."""
+        assert _ago(seconds) == said
