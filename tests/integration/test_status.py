@@ -295,11 +295,12 @@ def test_64_ranks(
 class TestRendezvous:
     """What the nodes share."""
 
+    # Made in the test: heartbeats are of now.
     @pytest.mark.parametrize(
         ("state", "code", "lines"),
         [
             (
-                a_state({"node1": 0, "node2": 0}, complete=True, round=3),
+                lambda: a_state({"node1": 0, "node2": 0}, complete=True, round=3),
                 0,
                 [
                     "rendezvous job-7: round 3, complete",
@@ -307,7 +308,9 @@ class TestRendezvous:
                 ],
             ),
             (
-                a_state({"node1": 0, "node2": 100}, {"node3": 0}, complete=True),
+                lambda: a_state(
+                    {"node1": 0, "node2": 100}, {"node3": 0}, complete=True
+                ),
                 2,
                 [
                     "waiting for the next round: node3 (pid 200)",
@@ -315,22 +318,22 @@ class TestRendezvous:
                 ],
             ),
             (
-                a_state({"node1": 0}),
+                lambda: a_state({"node1": 0}),
                 2,
                 ["rendezvous job-7: round 0, not complete"],
             ),
             (
-                a_state({"node1": 100}, complete=True, closed=True),
+                lambda: a_state({"node1": 100}, complete=True, closed=True),
                 0,
                 ["rendezvous job-7: round 0, complete, closed"],
             ),
-            (b"nonsense", 0, ["rendezvous job-7: its state cannot be read"]),
+            (lambda: b"nonsense", 0, ["rendezvous job-7: its state cannot be read"]),
         ],
         ids=["complete", "silent", "not complete", "closed", "unreadable"],
     )
     def test_states(
         self,
-        state: bytes,
+        state: Callable[[], bytes],
         code: int,
         lines: list[str],
         tcp_job: tuple[Store, str],
@@ -338,7 +341,7 @@ class TestRendezvous:
     ) -> None:
         """Participants, wait list, and who has not been heard of."""
         store, url = tcp_job
-        store.set("torch.rendezvous.job-7", b64encode(state))
+        store.set("torch.rendezvous.job-7", b64encode(state()))
 
         asked = ask(url)
 

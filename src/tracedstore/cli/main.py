@@ -8,7 +8,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import NoReturn
 
 from tracedstore._version import __version__
 from tracedstore.cli.errors import CommandError
@@ -60,5 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def entry() -> NoReturn:
+    """Be the command, and end at once.
+
+    A store that hangs may have left a thread in torch's C++, which aborts the process
+    when it comes back into an interpreter that is being torn down.
+    """
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
