@@ -22,7 +22,10 @@ from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.signals import names
 
-_ACTS = 4
+# How long the start and each act take, about.
+_SECONDS = (1.0, 3.0, 3.0, 6.5, 8.0)
+_ACTS = len(_SECONDS) - 1
+_BAR = 24
 # Seconds between two looks at the ranks; their pages change twice a second.
 _POLL = 0.5
 # Seconds that an act may take before something is wrong.
@@ -53,8 +56,8 @@ def perform(arguments: argparse.Namespace) -> int:
         )
         if not summary["missing"]["agree"]:
             raise CommandError(
-                "the ranks do not agree on who is missing, which is a bug; please"
-                f" report it with {folder.path}"
+                "the ranks do not agree on who is missing: either this machine is too"
+                f" busy, or it is a bug to be reported with {folder.path}"
             )
         show.end(summary)
         if arguments.json:
@@ -97,7 +100,7 @@ class _Show:
         self._signals = Signals(folder, fleet.living)
         self._started = time.monotonic()
         self._next_look = 0.0
-        self._act = (0, "")
+        self._act = (0, "starting", 0.0)
         # What was told in this act, and of which barrier.
         self._told: set[tuple[str, str | None]] = set()
         chosen = random.Random(arguments.seed)  # noqa: S311 - for the show
@@ -197,7 +200,7 @@ class _Show:
         late = demo_summary.straggler(self._signals, prefixes)
         self._say(
             f"rank {late['rank']} on {late['host']} was last {late['times']} times of"
-            f" {late['of']}, {late['late_seconds']:.2f} s after everybody else",
+            f" {late['of']}, {late['late_seconds']:.2f} s behind the others",
             "green",
         )
         return late
@@ -225,7 +228,7 @@ class _Show:
         return self._victims
 
     def _begin(self, number: int, title: str, what: str) -> None:
-        self._act = (number, title)
+        self._act = (number, title, self._elapsed())
         self._told.clear()
         self._screen.say()
         self._screen.say(f"Act {number} of {_ACTS}: {title}", "bold")
@@ -253,10 +256,12 @@ class _Show:
 
     def _look(self) -> None:
         self._narrate(self._signals.poll())
-        number, title = self._act
-        done = "#" * 5 * number + "." * 5 * (_ACTS - number)
+        number, title, began = self._act
+        # About as long as they take, so that something moves.
+        part = min(1.0, (self._elapsed() - began) / _SECONDS[number])
+        done = int(_BAR * (max(0, number - 1) + part) / _ACTS) if number else 0
         self._screen.show(
-            f"[{done}] {title or 'starting'}, {self._elapsed():.0f} s",
+            f"[{'#' * done:.<{_BAR}}] {title}, {self._elapsed():.0f} s",
             ["rank  host         calls  CAS lost  came last  now in", *self._rows()],
         )
 
@@ -267,7 +272,7 @@ class _Show:
             doing = "no answer" if answer is None else "-"
             if answer is not None and answer.calls:
                 call = answer.calls[0]
-                doing = f"{call.operation} {call.key}, {call.waited_seconds:.1f} s"
+                doing = f"{call.waited_seconds:.1f} s {call.operation} {call.key}"
             rows.append(
                 f"{rank:4}  {simulated_host(rank):11}  {metrics.calls:5}"
                 f"  {metrics.cas[names.LOST]:8}  {metrics.came_last:9}  {doing}"
@@ -297,7 +302,7 @@ class _Show:
             elif event["event"] == names.BARRIER_TIMEOUT:
                 self._say(
                     f"rank {rank} gives up after {event['waited_seconds']:.1f} s:"
-                    " BarrierTimeout, and so do the others",
+                    f" missing ranks {fold(event['missing_ranks'])}",
                     "red",
                 )
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Self, TextIO
 
 _WIDTH = 80
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
@@ -36,7 +36,7 @@ class Screen:
         self._columns = min(_WIDTH, size.columns) - 1 if live else _WIDTH
         self._rows = size.lines - 2
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> Self:
         if self._live:
             self._write("\x1b[?25l")
         return self

@@ -27,7 +27,7 @@ _MISSING = names.BARRIER_RANK_MISSING.name
 # A page has a thousand lines; these are the ones to parse.
 _READ = tuple(f"{name}{{" for name in (_CALLS, _VISITS, _CAS, _LAST, _MISSING))
 # Seconds that a rank gets to answer.
-_WITHIN = 2.0
+_WITHIN = 5.0
 
 Event = dict[str, Any]
 
@@ -173,5 +173,3 @@ class Signals:
             # torch's own words are in the log too.
             if line.startswith(b"{"):
                 yield json.loads(line)
-
-

@@ -8,10 +8,12 @@ from typing import Any
 
 from tracedstore.cli.demo_rank import CHECKPOINT, Folder
 from tracedstore.cli.demo_signals import Signals, Span
+from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.signals import names
 
 _MOST_WAITS = 3
+_MOST_LAST = 5
 
 
 def totals(signals: Signals) -> dict[str, Any]:
@@ -61,10 +63,14 @@ def straggler(signals: Signals, prefixes: Sequence[str]) -> dict[str, Any]:
     late: dict[int, list[float]] = {}
     for prefix in prefixes:
         visits = [s for s in signals.spans if _prefix_of(s) == prefix]
-        last = [s for s in visits if s.attributes[names.BARRIER_LAST_RANK] == s.rank]
+        last = [
+            s for s in visits if s.attributes.get(names.BARRIER_LAST_RANK) == s.rank
+        ]
         before = [s.start for s in visits if s not in last]
         if last and before:
             late.setdefault(last[0].rank, []).append(last[0].start - max(before))
+    if not late:
+        raise CommandError("the traces have no barrier that all ranks came to")
     rank = max(late, key=lambda rank: len(late[rank]))
     return {
         "rank": rank,
@@ -145,27 +151,27 @@ def _family(events: Sequence[dict[str, Any]]) -> str:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """Say it."""
+    """Say it, each thing with its name in front."""
     failed = ", ".join(f"{n:,} {kind}" for kind, n in summary["failed_calls"].items())
-    made = summary["cas_won"] + summary["cas_lost"]
+    made, lost = summary["cas_won"] + summary["cas_lost"], summary["cas_lost"]
     last = sorted(summary["came_last"].items(), key=lambda found: -found[1])
     gone, late = summary["missing"], summary["straggler"]
-    first, *more = [
+    waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
         + (", timed out" if wait["result"] == "timeout" else "")
         for wait in summary["slowest_waits"]
     ]
-    return [
-        f"  calls          {summary['calls']:,}, failed: {failed or 'none'}",
-        f"  CAS            {made:,} made, {summary['cas_lost']:,} lost to another"
-        " writer",
-        f"  slowest waits  {first}",
-        *(f"{'':17}{wait}" for wait in more),
-        "  came last      "
-        + ", ".join(f"rank {rank}: {times}x" for rank, times in last),
-        f"  straggler      rank {late['rank']} on {late['host']},"
-        f" {late['late_seconds']:.2f} s late, {late['times']} times of {late['of']}",
-        f"  missing        ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}",
-        f"{'':17}log, exception, metric and trace of {len(gone['survivors'])} survivors"
-        " agree",
+    said = [
+        ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
+        ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
+        *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
+        ("came last", ", ".join(f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST])),
+        (
+            "straggler",
+            f"rank {late['rank']} on {late['host']}, {late['late_seconds']:.2f} s late,"
+            f" {late['times']} times of {late['of']}",
+        ),
+        ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
+        ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
     ]
+    return [f"  {name:13}  {what}" for name, what in said]
