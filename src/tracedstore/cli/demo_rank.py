@@ -86,6 +86,7 @@ def _set_up(rank: int, world_size: int, spans: Path) -> None:
             del os.environ[name]
     os.environ |= {
         "TRACEDSTORE_RUN_ID": RUN_ID,
+        "OTEL_SERVICE_NAME": "tracedstore-demo",
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
@@ -128,7 +129,7 @@ class _Rank:
         """Connect to the store, and wait for the others."""
         self._kind = kind
         self._store = wrap(connect(kind, where))
-        self._meet("join")
+        self._meet("join", warn_after=0.0)
 
     def steps(
         self,
@@ -166,7 +167,7 @@ class _Rank:
         """Work, and wait for everybody, some of whom may not live any more."""
         time.sleep(seconds)
         try:
-            self._meet(CHECKPOINT, timeout, warn_after)
+            self._meet(CHECKPOINT, timeout=timeout, warn_after=warn_after)
         except BarrierTimeout as error:
             self._error.write_text(
                 json.dumps(
@@ -184,7 +185,7 @@ class _Rank:
             )
 
     def _meet(
-        self, prefix: str, timeout: float = _PATIENCE, warn_after: float = 5.0
+        self, prefix: str, *, warn_after: float, timeout: float = _PATIENCE
     ) -> None:
         barrier(
             self._store,

@@ -31,7 +31,11 @@ def served(kind: str, folder: Path) -> Iterator[str]:
         )
         yield str(server.port)
     elif kind == "file":
-        yield str(folder / "store")
+        path = folder / "store"
+        try:
+            yield str(path)
+        finally:
+            path.unlink(missing_ok=True)
     else:
         with _etcd(folder) as port:
             yield str(port)

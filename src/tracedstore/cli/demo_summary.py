@@ -161,16 +161,15 @@ def lines(summary: dict[str, Any]) -> list[str]:
         + (", timed out" if wait["result"] == "timeout" else "")
         for wait in summary["slowest_waits"]
     ]
+    how_late = (
+        f"{late['late_seconds']:.2f} s late, {late['times']} times of {late['of']}"
+    )
     said = [
         ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
         ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
         *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
         ("came last", ", ".join(f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST])),
-        (
-            "straggler",
-            f"rank {late['rank']} on {late['host']}, {late['late_seconds']:.2f} s late,"
-            f" {late['times']} times of {late['of']}",
-        ),
+        ("straggler", f"rank {late['rank']} on {late['host']}, {how}"),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
     ]
