@@ -161,9 +161,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         + (", timed out" if wait["result"] == "timeout" else "")
         for wait in summary["slowest_waits"]
     ]
-    how_late = (
-        f"{late['late_seconds']:.2f} s late, {late['times']} times of {late['of']}"
-    )
+    how = f"{late['late_seconds']:.2f} s late, {late['times']} times of {late['of']}"
     said = [
         ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
         ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
