@@ -62,10 +62,9 @@ def live(
     rank: int, world_size: int, seed: int, folder: Folder, channel: socket.socket
 ) -> None:
     """Be a rank until nobody wants anything any more; for a forked child."""
-    # Ctrl-C is for whoever started this one, who ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # These are for whoever started this one, who ends it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
