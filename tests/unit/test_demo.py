@@ -1,5 +1,6 @@
 """The parts of ``tracedstore demo`` that need no ranks."""
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tracedstore.cli import demo_acts, demo_stores, demo_summary
+from tracedstore.cli.demo_fleet import Fleet
 from tracedstore.cli.demo_rank import CHECKPOINT, Folder
 from tracedstore.cli.demo_screen import Screen, is_live
 from tracedstore.cli.demo_signals import Metrics, Signals, Span
@@ -15,7 +17,6 @@ from tracedstore.cli.errors import CommandError
 from tracedstore.cli.main import main
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
-
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
@@ -214,6 +215,19 @@ class TestCommandLine:
 
         with pytest.raises(CommandError, match="cannot be written: "):
             demo_acts._folder(tmp_path / "file" / "below")
+
+    def test_no_more_processes(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The machine allows no more."""
+
+        def refuse() -> int:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        monkeypatch.setattr("os.fork", refuse)
+
+        with pytest.raises(CommandError, match="try fewer with --ranks"):
+            Fleet(4, 0, Folder(tmp_path))
 
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """One sentence with two remedies."""

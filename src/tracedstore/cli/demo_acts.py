@@ -16,7 +16,7 @@ from tracedstore.cli.demo_fleet import Fleet
 from tracedstore.cli.demo_rank import Folder, simulated_host
 from tracedstore.cli.demo_screen import Screen, is_live
 from tracedstore.cli.demo_signals import Event, Signals
-from tracedstore.cli.demo_stores import served
+from tracedstore.cli.demo_stores import address, served
 from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
@@ -51,6 +51,11 @@ def perform(arguments: argparse.Namespace) -> int:
     ):
         show = _Show(arguments, folder, fleet, screen)
         summary = show.acts(where)
+        if arguments.serve:
+            summary["serving"] = {
+                "sd": show.sd,
+                "store": address(arguments.store, where),
+            }
         (folder.path / "summary.json").write_text(
             json.dumps(summary, indent=2) + "\n", "utf-8"
         )
@@ -59,7 +64,7 @@ def perform(arguments: argparse.Namespace) -> int:
             sys.stdout.write(json.dumps(summary, indent=2) + "\n")
             sys.stdout.flush()
         if arguments.serve:
-            show.serve()
+            show.serve(**summary["serving"])
     return 0
 
 
@@ -342,19 +347,25 @@ class _Show:
         ):
             screen.say(f"  {command:38}  {what}")
 
-    def serve(self) -> None:
+    @property
+    def sd(self) -> str:
+        """Where a Prometheus finds the ranks."""
+        return self._signals.url_of(self._fleet.living[0], "/sd")
+
+    def serve(self, sd: str, store: str) -> None:
         """Keep the endpoints up until Ctrl-C."""
-        living = self._fleet.living
-        say = self._screen.say
+        say, living = self._screen.say, self._fleet.living
         say()
         say(f"{len(living)} survivors serve until Ctrl-C. For a Prometheus:", "bold")
         for line in (
             "scrape_configs:",
             "  - job_name: tracedstore-demo",
             "    http_sd_configs:",
-            f"      - url: {self._signals.url_of(living[0], '/sd')}",
+            f"      - url: {sd}",
         ):
             say(f"  {line}")
+        say("Or from the store:", "bold")
+        say(f"  tracedstore sd --store {store}")
         try:
             while True:
                 signal.pause()

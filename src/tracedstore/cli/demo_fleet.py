@@ -31,13 +31,24 @@ class Fleet:
         try:
             for rank in self.living:
                 self._start(rank, count, seed)
+        except OSError as error:
+            self.end()
+            raise CommandError(
+                f"{count} processes cannot be started here: {error.strerror}; try fewer"
+                " with --ranks"
+            ) from None
         except BaseException:
             self.end()
             raise
 
     def _start(self, rank: int, count: int, seed: int) -> None:
         ours, theirs = socket.socketpair()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             # A rank ends when nobody holds the other end of its channel any more.
             for channel in (ours, *self._channels.values()):

@@ -55,6 +55,14 @@ def connect(kind: str, where: str) -> Any:
     return EtcdStore(etcd.Client(host="127.0.0.1", port=int(where)), _PREFIX)
 
 
+def address(kind: str, where: str) -> str:
+    """Write a store as the other commands take it."""
+    if kind == "file":
+        return f"file://{where}"
+    path = _PREFIX if kind == "etcd" else ""
+    return f"{kind}://127.0.0.1:{where}{path}"
+
+
 @contextmanager
 def _etcd(folder: Path) -> Iterator[int]:
     program = _etcd_program()
