@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
 
-.PHONY: help setup lint types unit test docs dashboards bench format clean
+.PHONY: help setup lint types unit test docs dashboards demo bench format clean
 
 help:
 	@echo "make setup   virtual environment and tools"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint | types | unit   one of these alone"
 	@echo "make docs    fill the tables in README.md and docs/"
 	@echo "make dashboards   write the Grafana dashboards from their generator"
+	@echo "make demo    see it at work; ARGS='--store file --serve' for more"
 	@echo "make format  format the code"
 	@echo "make bench   measure what tracing, barriers and reports cost; writes bench-results/"
 	@echo "make clean   remove everything that make made"
@@ -58,6 +59,9 @@ docs: $(VENV)/.ready
 
 dashboards: $(VENV)/.ready
 	$(BIN)/python dashboards/generate.py
+
+demo: $(VENV)/.ready
+	@$(BIN)/tracedstore demo $(ARGS)
 
 bench: $(VENV)/.ready
 	@# All of them, even if one misses a bar.

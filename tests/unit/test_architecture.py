@@ -34,14 +34,19 @@ BELOW = {
 VOCABULARY = {"tracedstore.signals.names"}
 # Which modules may import these, because each of them is a choice to be kept small.
 ONLY_IN = {
-    "etcd": {"etcd/client.py", "cli/stores.py"},
+    "etcd": {"etcd/client.py", "cli/stores.py", "cli/demo_stores.py"},
     "prometheus_client": {
+        "cli/demo_signals.py",
         "signals/metrics.py",
         "export/endpoint.py",
         "export/pages.py",
         "export/setup.py",
     },
-    "opentelemetry.sdk": {"export/tracing.py", "export/setup.py"},
+    "opentelemetry.sdk": {
+        "cli/demo_rank.py",
+        "export/tracing.py",
+        "export/setup.py",
+    },
     "structlog": {"signals/events.py"},
     # Private to torch, and in need of packages that nothing else here needs.
     "torch.distributed.debug": {

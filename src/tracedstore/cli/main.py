@@ -18,6 +18,7 @@ from tracedstore.cli.errors import CommandError
 # Each is a module of this package, loaded when it is asked for: torch takes a second.
 COMMANDS = {
     "dashboards": "write Grafana dashboards and alert rules",
+    "demo": "see it at work, in half a minute, on this machine",
     "report": "make a page of the logs of many ranks",
     "sd": "list the ranks of a job for Prometheus",
     "status": "show who is there, who is missing and what is blocked",

