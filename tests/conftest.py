@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from tracedstore.export import setup
 # torch asks for the name behind the address of every connection. No name server has
 # one for loopback, so none is asked: a slow one would cost five seconds a time.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# What a shell runs in its background ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # In a fresh checkout Hypothesis's first draw of a text builds its tables, which takes
 # two seconds, and a busy machine takes its time for any: neither is a failure. How
