@@ -62,6 +62,18 @@ LIGHT = ("auto/places.py", "auto/command.py", "auto/otel.py", "__init__.py")
 _NO_EXTRA = "import sys; sys.modules['opentelemetry.instrumentation'] = None\n"
 
 
+def run_alone(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a Python of its own."""
+    return subprocess.run(
+        # Without the extra, whose own import is not light.
+        [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
 def imports(module: Path) -> set[str]:
     """Every module that a file imports, wherever in it."""
     found = set()
@@ -182,14 +194,7 @@ class TestPublicSurface:
             "print(hasattr(tracedstore, 'no_such_name'))\n"
         )
 
-        done = subprocess.run(
-            # Without the extra, whose own import is not light.
-            [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        done = run_alone(script)
 
         assert done.stdout.splitlines() == ["set()", "set()", "wrap True", "False"], (
             done.stderr
@@ -209,13 +214,7 @@ class TestPublicSurface:
             "print(heavy & set(sys.modules))\n"
         )
 
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        done = run_alone(script)
 
         assert done.stdout == "set()\n", done.stderr
 
