@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Put the programs that tests run into a folder: prometheus, promtool, alertmanager and
 # amtool, from Debian's packages. These are only unpacked, so this needs no root and
-# starts no service. What is on PATH already is linked. A browser has too many parts for
-# that: chromium is installed, for which this has to be root, or is there already.
+# starts no service. What is on PATH already is linked. A browser and the shells have too
+# many parts for that: chromium, zsh and fish are installed, for which this has to be
+# root, or are there already.
 set -euo pipefail
 
 bin=${1:?usage: fetch-tools.sh FOLDER}
@@ -65,19 +66,25 @@ fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
 if [ -d prometheus-alertmanager ] && [ ! -L "$bin/alertmanager" ]; then
     settle_alertmanager
 fi
-rm -f "$bin/chromium"
-if ! command -v chromium >/dev/null; then
-    if [ "$(id -u)" != 0 ]; then
-        echo "fetch-tools.sh: chromium is missing, and only root can install it:" \
-            "apt-get install --no-install-recommends chromium" >&2
-        exit 1
+# These have too many parts to be unpacked.
+for name in chromium zsh fish; do
+    rm -f "$bin/$name"
+    if ! command -v "$name" >/dev/null; then
+        if [ "$(id -u)" != 0 ]; then
+            echo "fetch-tools.sh: $name is missing, and only root can install it:" \
+                "apt-get install --no-install-recommends $name" >&2
+            exit 1
+        fi
+        if [ "$listed" = no ]; then
+            apt-get update -qq
+            listed=yes
+        fi
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            "$name" >/dev/null
     fi
-    [ "$listed" = yes ] || apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-        chromium >/dev/null
-fi
-ln -s "$(command -v chromium)" "$bin/chromium"
-for name in prometheus promtool alertmanager amtool; do
+    ln -s "$(command -v "$name")" "$bin/$name"
+done
+for name in prometheus promtool alertmanager amtool zsh fish; do
     "$bin/$name" --version 2>&1 | head -n 1
 done
 # Its launcher has complaints about the shell first.

@@ -78,7 +78,8 @@ class TestCommand:
 
         assert done.returncode == 0
         assert done.stdout.startswith("usage: tracedstore-run")
-        assert "tracedstore-run torchrun" in done.stdout
+        assert "Examples:\n  tracedstore-run torchrun" in done.stdout
+        assert "Exit codes: " in done.stdout
 
     def test_version(self) -> None:
         """The package's."""
@@ -87,9 +88,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "status", "says"),
         [
-            ([], 2, "no command to run was given; try tracedstore-run --help"),
-            (["--"], 2, "no command to run was given; try tracedstore-run --help"),
-            (["-x"], 2, "'-x' is no option of it; it has --help, --version"),
+            ([], 125, "no command to run was given; try tracedstore-run --help"),
+            (["--"], 125, "no command to run was given; try tracedstore-run --help"),
+            (["-x"], 125, "'-x' is no option of it; it has --help, --version"),
             (
                 ["no-such-command"],
                 127,

@@ -14,7 +14,7 @@ from tracedstore.cli.demo_rank import CHECKPOINT, Folder
 from tracedstore.cli.demo_screen import Screen, is_live
 from tracedstore.cli.demo_signals import Metrics, Signals, Span
 from tracedstore.cli.errors import CommandError
-from tracedstore.cli.main import main
+from tracedstore.cli.main import USAGE, main
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
 
@@ -197,7 +197,7 @@ class TestCommandLine:
         with pytest.raises(SystemExit) as ended:
             main(["demo", f"--ranks={given}"])
 
-        assert ended.value.code == 2
+        assert ended.value.code == USAGE
         assert f"{given!r} is not a number of ranks from 4 to 64" in (
             capsys.readouterr().err
         )

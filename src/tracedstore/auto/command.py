@@ -18,15 +18,18 @@ _HELP: Final = """\
 usage: tracedstore-run [--help] [--version] command [argument ...]
 
 Run a command, and trace the torch.distributed stores of all Python processes that it
-starts, its children's children too. The program needs no change:
+starts, its children's children too. The program needs no change. TRACEDSTORE_*
+variables configure what is told; see docs/zero-code.md.
 
-    tracedstore-run torchrun --nproc-per-node 4 train.py
-    tracedstore-run python train.py
+Examples:
+  tracedstore-run torchrun --nproc-per-node 4 train.py
+  tracedstore-run python train.py
 
-TRACEDSTORE_* variables configure what is told; see docs/zero-code.md.
+Exit codes: those of the command; 125 there is none to run, 126 it cannot be run,
+127 it cannot be found
 """
-# What a shell gives for a command that cannot be found, and one that cannot be run.
-_USAGE, _CANNOT_RUN, _NOT_FOUND = 2, 126, 127
+# As env and nohup have them.
+_USAGE, _CANNOT_RUN, _NOT_FOUND = 125, 126, 127
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ Examples:
   tracedstore dashboards export monitoring/
   tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook.html
 
-Exit codes: 0 written, 1 cannot be written
+Exit codes: 0 written, 1 cannot be written, 64 the command line makes no sense
 """
 
 import argparse

@@ -13,7 +13,7 @@ Examples:
 Where standard output is no terminal, or NO_COLOR is set, plain lines are written.
 
 Exit codes: 0 shown (with --serve, also after Ctrl-C), 1 it could not be shown,
-2 the command line makes no sense, 130 Ctrl-C before its end
+64 the command line makes no sense, 130 Ctrl-C before its end
 """
 
 import argparse
@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the survivors' endpoints up for a Prometheus, until Ctrl-C",
     )
-    parser.add_argument("--version", action="version", version=__version__)
 
 
 def run(arguments: argparse.Namespace) -> int:

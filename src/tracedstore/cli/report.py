@@ -13,7 +13,8 @@ Examples:
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 written, 1 nothing to read or cannot be written
+Exit codes: 0 written, 1 nothing to read or cannot be written, 64 the command line makes
+no sense, 130 Ctrl-C
 """
 
 import argparse

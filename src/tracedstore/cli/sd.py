@@ -8,7 +8,8 @@ Examples:
   tracedstore sd --store tcp://node1:29400
   tracedstore sd --store tcp://node1:29400 --output targets.json --watch
 
-Exit codes: 0 written, 1 the store cannot be reached
+Exit codes: 0 written, 1 the store cannot be reached, 64 the command line
+makes no sense, 130 Ctrl-C
 """
 
 import argparse

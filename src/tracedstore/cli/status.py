@@ -11,7 +11,8 @@ Examples:
   tracedstore status --store etcd://etcd1:2379/torch/elastic/store --after 60 || alert
 
 Exit codes: 0 nothing is missing, 1 the store cannot be reached, 2 something is missing:
-a barrier or a rendezvous is not complete, or a node of a rendezvous is silent
+a barrier or a rendezvous is not complete, or a node of a rendezvous is silent;
+64 the command line makes no sense, 130 Ctrl-C
 """
 
 import argparse

@@ -1,0 +1,139 @@
+"""``tracedstore completion``: real shells complete with what it writes."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.tools import tool
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Give a PATH on which the commands are."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("tracedstore", "tracedstore-run"):
+        (folder / name).symlink_to(Path(sys.executable).parent / name)
+    return f"{folder}:/usr/bin:/bin"
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """Make a folder with something to complete in it."""
+    (tmp_path / "joblogs").mkdir()
+    (tmp_path / "joblog.txt").touch()
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+class Shell:
+    """An interactive shell on a terminal of its own."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+
+    def type(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._terminal, keys.encode())
+
+    def answer(self, expected: str, within: float = 20.0) -> str:
+        """Read until something is there, which has to come."""
+        heard = ""
+        deadline = time.monotonic() + within
+        while expected not in heard:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._terminal], [], [], max(0.0, left))
+            assert ready, f"no {expected!r} in {heard!r}"
+            heard += os.read(self._terminal, 65536).decode(errors="replace")
+        return heard
+
+
+@contextmanager
+def shell(*command: str, folder: Path, path: str) -> Iterator[Shell]:
+    """Start a shell, and kill it at the end."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env={"PATH": path, "HOME": str(folder), "TERM": "dumb"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        yield Shell(ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+# What is typed, and what is there after Tab.
+TYPED = [
+    ("tracedstore sta", "tracedstore status "),
+    ("tracedstore report --ou", "tracedstore report --output "),
+    ("tracedstore demo --store e", "tracedstore demo --store etcd "),
+    ("tracedstore report joblog.", "tracedstore report joblog.txt "),
+    ("tracedstore dashboards export jobl", "tracedstore dashboards export joblogs/"),
+    ("tracedstore-run printen", "tracedstore-run printenv "),
+    ("tracedstore-run python trai", "tracedstore-run python train.py "),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "before"),
+    [
+        ("bash", ["--norc", "--noprofile", "-i"], ""),
+        ("zsh", ["-f", "-i"], "autoload compinit; compinit -u; "),
+    ],
+    ids=["bash", "zsh"],
+)
+def test_bash_and_zsh(
+    name: str, options: list[str], before: str, shop: Path, path: str
+) -> None:
+    """Commands, options, choices, files and folders, typed at a prompt."""
+    with shell(tool(name), *options, folder=shop, path=path) as prompt:
+        prompt.type(f'{before}eval "$(tracedstore completion {name})"; echo the""re\n')
+        prompt.answer("there")
+        for typed, completed in TYPED:
+            prompt.type(f"{typed}\t")
+            prompt.answer(completed)
+            # Thrown away, not run.
+            prompt.type("\x15")
+
+
+def test_fish(shop: Path, path: str) -> None:
+    """Asked without a terminal, which it has a command for."""
+    for typed, completed in TYPED:
+        done = subprocess.run(
+            [
+                tool("fish"),
+                "--no-config",
+                "-c",
+                f"tracedstore completion fish | source; complete -C '{typed}'",
+            ],
+            cwd=shop,
+            env={"PATH": path, "HOME": str(shop), "TERM": "dumb"},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        last = completed.split()[-1]
+        assert last in re.split(r"[\t\n]", done.stdout), (typed, done)
+        assert done.stderr == ""

@@ -1,0 +1,60 @@
+"""What all commands have in common."""
+
+import re
+
+import pytest
+
+from tracedstore._version import __version__
+from tracedstore.cli.main import COMMANDS, main
+
+WAYS = [[], *([name] for name in COMMANDS)]
+
+
+def said(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[object, str, str]:
+    """Run a command that ends by itself: its exit code and what it wrote."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    written = capsys.readouterr()
+    return ended.value.code, written.out, written.err
+
+
+@pytest.mark.parametrize("command", WAYS, ids=" ".join)
+class TestEveryCommand:
+    """And ``tracedstore`` itself."""
+
+    def test_help(self, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        """It shows examples and exit codes, and fits into a terminal."""
+        code, out, err = said([*command, "--help"], capsys)
+
+        assert (code, err) == (0, "")
+        assert "\nExamples:\n  " in out
+        assert "\nExit codes: 0 " in out
+        assert "64 the command line makes no sense" in " ".join(out.split())
+        assert max(map(len, out.splitlines())) <= 88
+
+    def test_version(
+        self, command: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is the package's."""
+        version = f"tracedstore {__version__}\n"
+        assert said([*command, "--version"], capsys) == (0, version, "")
+
+    def test_what_makes_no_sense(
+        self, command: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One sentence that says where to look, and not status' exit code 2."""
+        code, out, err = said([*command, "--no-such-option"], capsys)
+
+        assert (code, out) == (64, "")
+        assert re.fullmatch(r"(tracedstore.*): .*; try \1 --help\n", err)
+
+
+def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that there are get listed."""
+    code, _, err = said(["stat"], capsys)
+
+    assert code == 64
+    assert "'stat'" in err
+    assert all(f"'{name}'" in err for name in COMMANDS)
