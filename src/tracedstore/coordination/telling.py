@@ -1,7 +1,8 @@
 """What is told of one rank's visit of a barrier: gauges, span, events, exception."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from opentelemetry.semconv.attributes import error_attributes
@@ -22,6 +23,8 @@ from tracedstore.signals import names
 _FLUSH_WITHIN = 1.0
 # Ranks that a span lists; backends cut long lists, or the whole span.
 _MOST_LISTED = 64
+# Does something that the barrier can do without; None where that fails.
+quietly = partial(RECORDER.failures.quietly, names.BARRIERS)
 
 
 class Telling:
@@ -190,12 +193,3 @@ class Telling:
             **self.span.ids(),
             **facts,
         )
-
-
-def quietly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do something that the barrier can do without; None where that fails."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        RECORDER.failures.add(names.BARRIERS, error)
-        return None

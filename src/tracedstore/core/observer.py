@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from tracedstore.core.operation import Operation
 
@@ -42,6 +42,16 @@ class Failures:
             first = self._counts[name] == 1
         if first:
             self._tell(name, error)
+
+    def quietly(
+        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Do something that the job can do without; None where it fails."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self.add(name, error)
+            return None
 
     def counts(self) -> dict[str, int]:
         """Give the number of failures of each part that had one."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, final
 from weakref import ref
 
@@ -31,6 +32,8 @@ from tracedstore.signals import names
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
+# Does something that the rendezvous can do without; None where that fails.
+_quietly = partial(RECORDER.failures.quietly, names.RENDEZVOUS)
 CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]]
 
 
@@ -265,12 +268,3 @@ def _where(params: RendezvousParameters, port: int) -> tuple[str, int] | None:
     with suppress(ValueError):  # torch will say so
         return parse_rendezvous_endpoint(params.endpoint, default_port=port)
     return None
-
-
-def _quietly(function: Callable[..., T], *args: Any) -> T | None:
-    """Do something that the rendezvous can do without."""
-    try:
-        return function(*args)
-    except Exception as error:
-        RECORDER.failures.add(names.RENDEZVOUS, error)
-        return None
