@@ -123,10 +123,10 @@ class Finding:
     def facts(self) -> dict[str, Any]:
         """Give the fields that events have of it."""
         return {
+            "missing": self.described(),
             "arrived_count": self.count,
             "missing_ranks": list(self.missing),
             "missing_names": list(self.missing_names),
-            "missing": self.described(),
             "possibly_missing_ranks": list(self.possibly_missing),
             "unidentified_count": self.unidentified,
         }

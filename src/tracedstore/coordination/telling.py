@@ -114,7 +114,7 @@ class Telling:
             own_names: They were named by the caller's own decoder.
         """
         quietly(self.span.begin, finding.traceparent)
-        self._emit(names.BARRIER_TIMEOUT, timeout_seconds=timeout, **finding.facts())
+        self._emit(names.BARRIER_TIMEOUT, **finding.facts(), timeout_seconds=timeout)
         error = self._exception(finding, timeout, own_names=own_names)
         self._end(
             "timeout",
@@ -185,11 +185,12 @@ class Telling:
         quietly(
             RECORDER.emit,
             event,
+            # As somebody reads it: where, who, how long, and then the rest.
             barrier=self._shown,
-            barrier_family=self._family,
+            **facts,
+            waited_seconds=round(self._waited(), 6),
             **({} if self._rank is None else {"rank": self._rank}),
             world_size=self._world_size,
-            waited_seconds=round(self._waited(), 6),
+            barrier_family=self._family,
             **self.span.ids(),
-            **facts,
         )

@@ -96,8 +96,9 @@ class Events:
             return
         if "trace_id" not in fields:
             fields |= _current_trace()
+        # First what happened, then to whom.
         known = self._identity.fields()
-        getattr(self._logger(), LEVELS[event])(event, **(known | fields))
+        getattr(self._logger(), LEVELS[event])(event, **(fields | known | fields))
 
     @staticmethod
     def detailed() -> bool:
