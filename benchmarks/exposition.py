@@ -25,7 +25,6 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.export import pages
 from tracedstore.testing import FlakyStore
 
-_TIMES = 30
 _FORMATS = {"text": "text/plain", "OpenMetrics": "application/openmetrics-text"}
 # Bytes: what a Prometheus takes without being asked to.
 _MOST = 10_000_000
@@ -81,11 +80,11 @@ def _word(number: int) -> str:
     return "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "/k"
 
 
-def measure(rank: str, url: str) -> list[Row]:
+def measure(rank: str, url: str, times: int) -> list[Row]:
     """Scrape in turns, and give the medians."""
     found: dict[str, list[float]] = {name: [] for name in _FORMATS}
     bodies: dict[str, bytes] = {}
-    for _ in range(_TIMES):
+    for _ in range(times):
         for name, accept in _FORMATS.items():
             asking = urllib.request.Request(url, headers={"Accept": accept})
             started = time.perf_counter()
@@ -106,7 +105,9 @@ def measure(rank: str, url: str) -> list[Row]:
 
 def main() -> int:
     """Measure, print, and hold the bars."""
-    options = parser(__doc__).parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--times", type=int, default=30)
+    options = arguments.parse_args()
     # Every scrape is made anew here, and not taken from the last half second.
     pages._METRICS_HOLD = 0.0  # noqa: SLF001
     rows = []
@@ -117,7 +118,7 @@ def main() -> int:
             registry=CollectorRegistry(), http_port=port, log_format="off"
         )
         work()
-        rows += measure(name, f"http://127.0.0.1:{port}/metrics")
+        rows += measure(name, f"http://127.0.0.1:{port}/metrics", options.times)
         tracedstore.shutdown()
     print(f"{'rank':<12}{'format':<14}{'series':>8}{'bytes':>12}{'per scrape':>14}")
     for row in rows:

@@ -151,6 +151,56 @@ def _cost() -> str:
     return f"{table}\n\n{_measured(results)}; all variants interleaved."
 
 
+def _cost_summary() -> str:
+    results = _results("overhead")
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        kind = f"a {row['store']} call"
+        if row["store"] == "TCPStore":
+            # The one that does not wait for an answer would be lost among the others.
+            waits = row["operation"] != "set"
+            kind += " that waits for an answer" if waits else ", `set`"
+        if "(" not in row["store"]:
+            kinds.setdefault(kind, []).append(row)
+    calls = _table(
+        ["what", "bare", "traced / bare", "tracing adds", "a span per call would add"],
+        [
+            [
+                kind,
+                f"{_span(rows, 'bare_us', '.1f')} µs",
+                _span(rows, "traced_ratio", ".2f"),
+                f"{_span(rows, 'traced_cost_us', '.1f')} µs",
+                f"{_span(rows, 'span_per_call_cost_us', '.0f')} µs",
+            ]
+            for kind, rows in kinds.items()
+        ],
+    )
+    barriers = _results("barriers")
+    named = barriers["naming"][-1]
+    trips = barriers["completed"][-1]
+    slower = [
+        {of: row[f"{of}_ms"] / row["torch_ms"] for of in _VARIANTS}
+        for row in barriers["completed"]
+    ]
+    scraped = _results("exposition")["rows"][0]
+    return (
+        f"{calls}\n\n{_measured(results)}.\n\n"
+        f"A completed barrier takes {trips['ours_round_trips']} round trips, torch's"
+        f" own {trips['torch_round_trips']}; with tracing and structlog configured"
+        f" {trips['configured_round_trips']}. With all ranks on these cores it takes"
+        f" {_span(slower, 'ours', '.1f')} times as long as torch's, configured"
+        f" {_span(slower, 'configured', '.1f')} times. Naming 3 missing of"
+        f" {named['ranks']:,} ranks takes {named['ours_ms']:.0f} ms, torch's own way"
+        f" {named['torch_ms'] / 1000:.1f} s. A rank's `/metrics` has"
+        f" {scraped['series']} series in {scraped['size'] / 1000:.0f} kB."
+    )
+
+
+def _span(rows: list[dict[str, Any]], column: str, form: str) -> str:
+    ends = [format(end(row[column] for row in rows), form) for end in (min, max)]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def _barrier_cost() -> str:
     results = _results("barriers")
     completed = _table(
@@ -205,7 +255,7 @@ def _measured(results: dict[str, Any]) -> str:
 
 
 def _scrape_cost() -> str:
-    results = json.loads((ROOT / "benchmarks/exposition.json").read_text("utf-8"))
+    results = _results("exposition")
     rows = [
         [
             row["rank"],
@@ -226,6 +276,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "event fields": _event_fields,
     "settings": _settings,
     "cost": _cost,
+    "cost summary": _cost_summary,
     "scrape cost": _scrape_cost,
     "barrier cost": _barrier_cost,
 }

@@ -1,0 +1,312 @@
+"""Every command that README and docs show is run, as it stands there.
+
+But for what a test has to change: names of hosts and ports, and how many processes
+there are of a kind.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import tracedstore
+from integration.harness import wait_until
+from support.etcd import free_port
+from support.tools import ROOT
+from tracedstore.cli.main import COMMANDS, parser
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+# Pages that have a test of their own, which takes every command of the page: in
+# test_docs.py here, and in integration/test_debug_page.py.
+ELSEWHERE = {"torchrun.md", "zero-code.md", "configuration.md", "debug-server.md"}
+# What is run below, by how it begins.
+HERE = {
+    "make demo",
+    "make test",
+    "make bench",
+    "tracedstore demo",
+    "tracedstore-run torchrun",
+    "torchrun --nnodes 2",
+    "TRACEDSTORE_HTTP_PORT=9400 torchrun",
+    "tracedstore sd",
+    "tracedstore status",
+    "tracedstore report",
+    "tracedstore dashboards",
+}
+# There is no Docker here. tests/dashboards/test_compose.py holds the file against all
+# that it mounts and names, and integration/test_stack.py runs what it would run.
+NOT_RUN = {"docker compose up --build"}
+BIN = Path(sys.executable).parent
+
+pytestmark = pytest.mark.processes
+
+
+def shown(page: Path) -> list[str]:
+    """Give the commands of a page, without the remarks behind them."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [re.sub(r"\s+#.*", "", line) for line in lines]
+
+
+def commands(begin: str) -> list[str]:
+    """Give those of all pages that begin so, each once; there is at least one."""
+    pages = [page for page in PAGES if page.name not in ELSEWHERE]
+    found = [line for page in pages for line in shown(page) if line.startswith(begin)]
+    assert found, f"no page shows {begin!r}"
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Start a command as a shell does, and leave nothing of it."""
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        executable="/bin/bash",
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            # torchrun's workers are in sessions of their own; it ends them.
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def run(command: str, folder: Path, within: float = 50) -> tuple[int, str, str]:
+    """Run a command to its end: exit code, and what it wrote."""
+    with running(command, folder) as process:
+        out, err = process.communicate(timeout=within)
+    return process.returncode, out, err
+
+
+def fetched(url: str) -> str:
+    """Ask something on this machine; nothing while nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+def test_all_of_them() -> None:
+    """None is shown that is not run."""
+    for page in PAGES:
+        if page.name not in ELSEWHERE:
+            for line in shown(page):
+                known = any(line.startswith(begin) for begin in HERE)
+                assert known or line in NOT_RUN, f"{page.name}: {line}"
+    for begin in [*HERE, *NOT_RUN]:
+        assert commands(begin)
+
+
+class TestOfALine:
+    """What is shown within a text, or by ``--help``: it makes sense to the parser."""
+
+    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    def test_in_pages(self, page: Path) -> None:
+        """Whatever has options or arguments."""
+        for line in re.findall(
+            r"`(tracedstore [a-z]+ [^`]+)`", page.read_text("utf-8")
+        ):
+            self._parse(line)
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_in_help(self, command: str) -> None:
+        """The examples."""
+        said = str(import_module(f"tracedstore.cli.{command}").__doc__)
+        lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", said, re.MULTILINE)
+
+        assert lines
+        for line in lines:
+            (found,) = re.findall(r"tracedstore [^'|)]*", line)
+            self._parse(found)
+
+    @staticmethod
+    def _parse(line: str) -> None:
+        words = shlex.split(re.split(r" [|>] ?| \|\| ", line)[0])[1:]
+        parser(loaded=words[:1]).parse_args(words)
+
+
+class TestMake:
+    """The targets."""
+
+    @pytest.mark.parametrize("target", ["make test", "make bench"])
+    def test_dry(self, target: str) -> None:
+        """What runs this test, and what takes minutes; it is run in small below."""
+        for command in commands(target):
+            assert run(f"{command} --dry-run", ROOT)[0] == 0
+
+    @pytest.mark.parametrize(
+        "script",
+        [
+            "overhead.py --rounds 20",
+            "barriers.py --repeats 1 --naming-repeats 1",
+            "exposition.py --times 1",
+            "report.py --ranks 10 --barriers 10",
+        ],
+        ids=lambda script: script.partition(".")[0],
+    )
+    def test_benchmarks(self, script: str, tmp_path: Path) -> None:
+        """Each runs to its end; what so few rounds measure is held to no bar."""
+        output = tmp_path / "results.json"
+        _, _, err = run(
+            f"python {ROOT}/benchmarks/{script} --output {output}", tmp_path
+        )
+
+        assert "Traceback" not in err
+        assert json.loads(output.read_text("utf-8"))
+
+    @pytest.mark.timeout(150)
+    def test_demo(self, tmp_path: Path) -> None:
+        """All at once, each to its end; make has the environment of this test."""
+        venv = f"VENV={BIN.parent} --assume-old={BIN.parent}/.ready"
+        lines = [f"{line} {venv}" for line in commands("make demo")]
+        for number, line in enumerate(commands("tracedstore demo")):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            lines.append(f"cd {folder} && {line}")
+        with ExitStack() as stack:
+            started = [stack.enter_context(running(line, ROOT)) for line in lines]
+            for process in started:
+                out, err = process.communicate(timeout=120)
+                assert (process.returncode, err) == (0, ""), (process.args, out)
+                assert "sim-node-1" in out
+
+
+class TestTorchrun:
+    """Real jobs."""
+
+    def test_two_nodes(self, tmp_path: Path) -> None:
+        """Both of them on this machine, each with one rank."""
+        (command,) = commands("torchrun --nnodes 2")
+        command = command.replace("node1:29400", f"localhost:{free_port()}")
+        command = command.replace("-node 8", "-node 1")
+        (tmp_path / "train.py").write_text(train())
+        with running(command, tmp_path) as one, running(command, tmp_path) as other:
+            ended = [node.communicate(timeout=50) for node in (one, other)]
+
+        assert (one.returncode, other.returncode) == (0, 0), ended
+        assert all("the sum is 1.0" in out for out, _ in ended)
+
+    def test_zero_code(self, tmp_path: Path) -> None:
+        """With two ranks; test_docs.py looks at what this tells."""
+        (command,) = commands("tracedstore-run torchrun")
+        (tmp_path / "train.py").write_text(train())
+        code, out, err = run(command.replace("-node 8", "-node 2"), tmp_path)
+
+        assert (code, out.count("the sum is 1.0")) == (0, 2), err
+
+    def test_endpoint(self, tmp_path: Path) -> None:
+        """The first of two ranks serves its metrics while it trains."""
+        (command,) = commands("TRACEDSTORE_HTTP_PORT=9400 torchrun")
+        port, stop = free_port(), tmp_path / "stop"
+        command = command.replace("9400", str(port)).replace("-node 4", "-node 2")
+        (tmp_path / "train.py").write_text(
+            "import runpy, sys, tracedstore\n"
+            "tracedstore.instrument()\n"
+            f"sys.argv[1:] = ['--steps=99999', '--pause=0.01', '--stop-file={stop}']\n"
+            f"runpy.run_path('{ROOT}/examples/train_ddp.py', run_name='__main__')\n"
+        )
+        with running(command, tmp_path) as job:
+            url = f"http://127.0.0.1:{port}/metrics"
+            metrics = wait_until(lambda: fetched(url), 40)
+            stop.touch()
+            _, err = job.communicate(timeout=40)
+
+        assert job.returncode == 0, err
+        assert "tracedstore_build_info{" in metrics
+
+
+class TestTracedstore:
+    """The commands, on what a job leaves in its store and in its logs."""
+
+    def test_status(self, store_url: str, tmp_path: Path) -> None:
+        """Rank 0 of 2 is missing."""
+        (command,) = commands("tracedstore status")
+        code, out, err = run(command.replace("tcp://node1:29400", store_url), tmp_path)
+
+        assert (code, err) == (2, "")
+        assert "checkpoint/7: 1 of 2 arrived" in out
+        assert "missing 1 of 2" in out
+
+    def test_sd(self, store_url: str, tmp_path: Path) -> None:
+        """The file is there while it goes on, until Ctrl-C."""
+        (command,) = commands("tracedstore sd")
+        command = command.replace("tcp://node1:29400", store_url)
+        targets = tmp_path / "targets.json"
+        with running(f"exec {command}", tmp_path) as watching:
+            wait_until(targets.exists, 30)
+            watching.send_signal(signal.SIGINT)
+            _, err = watching.communicate(timeout=20)
+
+        assert (watching.returncode, err) == (130, "")
+        assert json.loads(targets.read_text("utf-8")) == []
+
+    def test_report(self, tmp_path: Path) -> None:
+        """Of the log of one rank that waited for another."""
+        (tmp_path / "logs").mkdir()
+        script = (
+            "import torch.distributed as dist, tracedstore\n"
+            "store = tracedstore.wrap(dist.HashStore())\n"
+            "tracedstore.barrier(store, 2, 'checkpoint/7', 0.1, rank=1)\n"
+        )
+        run(f"python -c {shlex.quote(script)} 2> logs/rank1.log", tmp_path)
+        for command in commands("tracedstore report"):
+            code, out, err = run(command, tmp_path)
+
+            assert (code, err) == (0, "")
+            assert "1 incident" in out
+        assert "checkpoint/7" in (tmp_path / "report.html").read_text("utf-8")
+
+    def test_dashboards(self, tmp_path: Path) -> None:
+        """Into a folder that is made for them."""
+        for command in commands("tracedstore dashboards"):
+            code, out, err = run(command, tmp_path)
+
+            assert (code, err) == (0, "")
+            assert all((tmp_path / line).is_file() for line in out.splitlines())
+        assert (tmp_path / "monitoring/rules/prometheus.yaml").is_file()
+
+
+@pytest.fixture
+def store_url() -> Iterator[str]:
+    """Serve a store in which rank 1 of 2 came to a barrier, and gave up."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(tracedstore.BarrierTimeout):
+        tracedstore.barrier(server, 2, "checkpoint/7", 0.1, rank=1)
+    yield f"tcp://127.0.0.1:{server.port}"
+    del server  # not before: it serves as long as it is there
+
+
+def train() -> str:
+    """Give the program that docs/zero-code.md calls train.py."""
+    text = (ROOT / "docs/zero-code.md").read_text("utf-8")
+    program: str = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    return program
