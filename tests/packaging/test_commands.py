@@ -22,15 +22,14 @@ import torch.distributed as dist
 
 import tracedstore
 from integration.harness import wait_until
-from support.etcd import free_port
+from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
 from tracedstore.cli.main import COMMANDS, parser
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-# Pages that have a test of their own, which takes every command of the page: in
-# test_docs.py here, and in integration/test_debug_page.py.
-ELSEWHERE = {"torchrun.md", "zero-code.md", "configuration.md", "debug-server.md"}
-# What is run below, by how it begins.
+# Pages of which one test takes every command: below, and in test_debug_page.py.
+WHOLE = {"torchrun.md", "zero-code.md", "configuration.md", "debug-server.md"}
+# What is run of other pages, by how it begins.
 HERE = {
     "make demo",
     "make test",
@@ -61,7 +60,7 @@ def shown(page: Path) -> list[str]:
 
 def commands(begin: str) -> list[str]:
     """Give those of all pages that begin so, each once; there is at least one."""
-    pages = [page for page in PAGES if page.name not in ELSEWHERE]
+    pages = [page for page in PAGES if page.name not in WHOLE]
     found = [line for page in pages for line in shown(page) if line.startswith(begin)]
     assert found, f"no page shows {begin!r}"
     return list(dict.fromkeys(found))
@@ -99,6 +98,13 @@ def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
                 process.communicate()
 
 
+@contextmanager
+def started(lines: list[str], folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Start some commands at once."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(running(line, folder)) for line in lines]
+
+
 def run(command: str, folder: Path, within: float = 50) -> tuple[int, str, str]:
     """Run a command to its end: exit code, and what it wrote."""
     with running(command, folder) as process:
@@ -118,7 +124,7 @@ def fetched(url: str) -> str:
 def test_all_of_them() -> None:
     """None is shown that is not run."""
     for page in PAGES:
-        if page.name not in ELSEWHERE:
+        if page.name not in WHOLE:
             for line in shown(page):
                 known = any(line.startswith(begin) for begin in HERE)
                 assert known or line in NOT_RUN, f"{page.name}: {line}"
@@ -192,9 +198,8 @@ class TestMake:
             folder = tmp_path / str(number)
             folder.mkdir()
             lines.append(f"cd {folder} && {line}")
-        with ExitStack() as stack:
-            started = [stack.enter_context(running(line, ROOT)) for line in lines]
-            for process in started:
+        with started(lines, ROOT) as demos:
+            for process in demos:
                 out, err = process.communicate(timeout=120)
                 assert (process.returncode, err) == (0, ""), (process.args, out)
                 assert "sim-node-1" in out
@@ -209,19 +214,62 @@ class TestTorchrun:
         command = command.replace("node1:29400", f"localhost:{free_port()}")
         command = command.replace("-node 8", "-node 1")
         (tmp_path / "train.py").write_text(train())
-        with running(command, tmp_path) as one, running(command, tmp_path) as other:
-            ended = [node.communicate(timeout=50) for node in (one, other)]
+        with started([command, command], tmp_path) as nodes:
+            ended = [node.communicate(timeout=50) for node in nodes]
 
-        assert (one.returncode, other.returncode) == (0, 0), ended
+        assert [node.returncode for node in nodes] == [0, 0], ended
         assert all("the sum is 1.0" in out for out, _ in ended)
 
-    def test_zero_code(self, tmp_path: Path) -> None:
-        """With two ranks; test_docs.py looks at what this tells."""
+    def test_command_in_front(self, tmp_path: Path) -> None:
+        """With two ranks."""
         (command,) = commands("tracedstore-run torchrun")
         (tmp_path / "train.py").write_text(train())
         code, out, err = run(command.replace("-node 8", "-node 2"), tmp_path)
 
         assert (code, out.count("the sum is 1.0")) == (0, 2), err
+
+    def test_zero_code(self, tmp_path: Path) -> None:
+        """All of docs/zero-code.md at once, on its train.py."""
+        (tmp_path / "train.py").write_text(train())
+        lines = shown(ROOT / "docs/zero-code.md")
+        with started(lines, tmp_path) as jobs:
+            plain, told, otel = [job.communicate(timeout=50) for job in jobs]
+
+        assert [job.returncode for job in jobs] == [0, 0, 0], (told, otel)
+        for printed, _ in (plain, told, otel):
+            assert printed.count("the sum is 1.0") == 2
+        assert "tracedstore.rank" not in plain[0]
+        assert re.search(r'"event": "store.operation.slow".*"rank": 1', told[1])
+        for printed, _ in (told, otel):
+            assert '"name": "set tracedstore/RANKS/*"' in printed
+            assert '"tracedstore.rank": 1' in printed
+            # The agent's, which is no rank.
+            assert "torchelastic/role_info" in printed
+
+    @pytest.mark.etcd
+    def test_rendezvous(self, etcd_server: EtcdServer) -> None:
+        """All of docs/torchrun.md at once, on ports of their own."""
+        page = ROOT / "docs/torchrun.md"
+        lines = [
+            line.replace("localhost:29400", f"localhost:{free_port()}").replace(
+                "localhost:2379", f"localhost:{etcd_server.port}"
+            )
+            for line in shown(page)
+        ]
+        with started(lines, ROOT) as jobs:
+            done = [job.communicate(timeout=50) for job in jobs]
+
+        assert [job.returncode for job in jobs] == [0, 0, 1], done
+        for out, _ in done[:2]:
+            assert len(re.findall(r"rank [01] of 2: done after 10 steps", out)) == 2
+        _, errors = done[2]
+        assert "rendezvous.timeout" in errors
+        text = page.read_text("utf-8")
+        printed = re.search(r"```\n(RendezvousTimeoutError: .*)\n```", text)
+        assert printed
+        # As it stands there, but for ports, names, process ids and times.
+        words = re.split(r"[\d.]+ s|:\d+|\S+ \(pid \d+\)", printed[1])
+        assert re.search(".*".join(map(re.escape, words)), errors), errors
 
     def test_endpoint(self, tmp_path: Path) -> None:
         """The first of two ranks serves its metrics while it trains."""
@@ -293,6 +341,20 @@ class TestTracedstore:
             assert (code, err) == (0, "")
             assert all((tmp_path / line).is_file() for line in out.splitlines())
         assert (tmp_path / "monitoring/rules/prometheus.yaml").is_file()
+
+
+def test_traces_on_the_console(tmp_path: Path) -> None:
+    """The command of docs/configuration.md, on a train.py."""
+    (command,) = shown(ROOT / "docs/configuration.md")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist, tracedstore\n"
+        "tracedstore.wrap(dist.HashStore()).set('key', 'value')\n"
+    )
+    code, out, err = run(command, tmp_path)
+
+    assert code == 0, err
+    assert '"name": "set key"' in out
+    assert '"service.name": "my-job"' in out
 
 
 @pytest.fixture
