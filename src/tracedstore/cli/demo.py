@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from tracedstore._version import __version__
+from tracedstore.cli.errors import CommandError
+from tracedstore.demo.errors import DemoError
 
 _FEWEST_RANKS, _MOST_RANKS = 4, 64
 
@@ -63,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the survivors' endpoints up for a Prometheus, until Ctrl-C",
     )
-    parser.add_argument("--version", action="version", version=__version__)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,9 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         sys.stdout.write(f"tracedstore {__version__} demo: loading torch\n")
         sys.stdout.flush()
-    from tracedstore.cli.demo_acts import perform  # noqa: PLC0415 - said just above
+    from tracedstore.demo.acts import perform  # noqa: PLC0415 - said just above
 
-    return perform(arguments)
+    try:
+        return perform(arguments)
+    except DemoError as error:
+        raise CommandError(str(error)) from None
 
 
 def _ranks(text: str) -> int:

