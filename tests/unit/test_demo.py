@@ -3,20 +3,22 @@
 import errno
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tracedstore.cli.main import main
-from tracedstore.demo import acts, stores, summary
+from tracedstore.demo import acts, stores, summary, view
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fleet import Fleet
 from tracedstore.demo.rank import CHECKPOINT, Folder
-from tracedstore.demo.screen import Screen, is_live
+from tracedstore.demo.screen import Line, Screen, is_live
 from tracedstore.demo.signals import Metrics, Signals, Span
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
+from tracedstore.signals.inflight import InFlight
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
@@ -52,7 +54,7 @@ class TestScreen:
         stream = io.StringIO()
         with Screen(stream, live=False) as screen:
             screen.say("  1.0 s  " + "word " * 20, "red", indent=9)
-            screen.show("head", ["row"])
+            screen.show("head", [Line("row", "dim")])
             screen.clear()
 
         first, second = stream.getvalue().splitlines()
@@ -64,13 +66,13 @@ class TestScreen:
         """A line goes above the view, which is drawn anew below it."""
         stream = Terminal()
         with Screen(stream, live=True) as screen:
-            screen.show("head", ["row"])
+            screen.show("head", [Line("row", "dim")])
             stream.truncate(0)
             screen.say("news", "red")
         written = stream.getvalue().lstrip("\0")
 
-        assert written.startswith("\x1b[3A\x1b[J\x1b[31mnews\x1b[0m\n\n")
-        assert written.endswith("row\x1b[0m\n\x1b[3A\x1b[J\x1b[?25h")
+        assert written.startswith("\r\x1b[3A\x1b[J\x1b[31mnews\x1b[0m\n\n")
+        assert written.endswith("row\x1b[0m\n\r\x1b[3A\x1b[J")
 
     def test_more_rows_than_lines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What does not fit is counted."""
@@ -78,11 +80,111 @@ class TestScreen:
         monkeypatch.setenv("LINES", "9")
         stream = Terminal()
         with Screen(stream, live=True) as screen:
-            screen.show("head", [f"row {number}" for number in range(20)])
+            screen.show("head", [Line(f"row {n}", "dim") for n in range(20)])
 
         assert "row 3\x1b" in stream.getvalue()
         assert "row 4\x1b" not in stream.getvalue()
         assert "... and 16 more" in stream.getvalue()
+
+    def test_narrower(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is too long for it now is said again, on a screen that is wiped."""
+        monkeypatch.setenv("LINES", "24")
+        monkeypatch.setenv("COLUMNS", "80")
+        stream = Terminal()
+        with Screen(stream, live=True) as screen:
+            screen.say("word " * 12, indent=2)
+            screen.show("head", [Line("row")])
+            before = stream.tell()
+            monkeypatch.setenv("COLUMNS", "40")
+            screen.show("head", [Line("r" * 80)])
+            wiped = stream.getvalue()[before:]
+            before = stream.tell()
+            monkeypatch.setenv("COLUMNS", "200")
+            screen.show("head", [Line("r" * 80)])
+
+        eight, four = " ".join(["word"] * 8), " ".join(["word"] * 4)
+        assert wiped == (
+            f"\x1b[H\x1b[J{eight}\n  {four}\n\n\x1b[1mhead\x1b[0m\n{'r' * 39}\n"
+        )
+        assert stream.getvalue()[before:] == (
+            f"\r\x1b[3A\x1b[J\n\x1b[1mhead\x1b[0m\n{'r' * 79}\n\r\x1b[3A\x1b[J"
+        )
+
+    def test_goes_on_after_a_stop(self) -> None:
+        """What a shell wrote meanwhile is not erased: the view is drawn below it."""
+        stream = Terminal()
+        before = signal.getsignal(signal.SIGCONT)
+        with Screen(stream, live=True) as screen:
+            screen.show("head", [Line("row")])
+            end = stream.tell()
+            signal.raise_signal(signal.SIGCONT)
+            screen.show("head", [Line("row")])
+            drawn = stream.getvalue()[end:]
+
+        assert drawn == "\n\x1b[1mhead\x1b[0m\nrow\n"
+        assert signal.getsignal(signal.SIGCONT) is before
+
+
+class TestView:
+    """What each rank is in."""
+
+    @staticmethod
+    def signals(folder: Path, count: int) -> Signals:
+        """Rank 0 has died, rank 1 has not started, 2 works, 3 and the rest wait."""
+        signals = Signals(Folder(folder), range(count))
+        signals._urls = dict.fromkeys({*range(count)} - {1}, "http://127.0.0.1/")
+        for rank in range(2, count):
+            wait = InFlight(
+                operation="wait",
+                store="tcp_store",
+                server="",
+                key="step/13/last_member",
+                key_count=1,
+                key_family="",
+                started=0.0,
+                waited_seconds=0.3 if rank == 3 else 12.34,
+                thread="",
+            )
+            signals.answers[rank] = Answer(
+                process={},
+                recording=True,
+                calls=() if rank == 2 else (wait,),
+                more_calls=0,
+                barriers=(),
+            )
+        return signals
+
+    def test_a_line_each(self, tmp_path: Path) -> None:
+        """Aligned, within 80 columns, and what is remarkable stands out."""
+        head, *lines = view.rows(self.signals(tmp_path, 5), room=6)
+
+        assert [line.text[19:49].rstrip() for line in (head, *lines)] == [
+            "now",
+            "no answer",
+            "starting",
+            "working",
+            "waiting 0.3 s at step/13",
+            "waiting 12.3 s at step/13",
+        ]
+        assert [line.style for line in lines] == ["red", *["dim"] * 3, "yellow"]
+        assert {len(line.text) for line in (head, *lines)} == {77}
+
+    def test_no_room_for_all(self, tmp_path: Path) -> None:
+        """By what they are in, the fewest first."""
+        _, *lines = view.rows(self.signals(tmp_path, 64), room=20)
+
+        assert [line.text.split(maxsplit=1)[0] for line in lines] == [*"1111", "60"]
+        assert lines[0].text.split() == ["1", "no", "answer", "0"]
+        assert lines[-1].text.split()[1:] == ["waiting", "at", "step/13", "4-63"]
+
+    def test_head(self) -> None:
+        """Which act, how far, and since when."""
+        assert view.head(3, 4, "a straggler", 0.5, 10.4) == (
+            "[###############.........] Act 3 of 4: a straggler, 10 s"
+        )
+        assert view.head(0, 4, "starting", 1.0, 0.6) == (
+            "[........................] starting, 1 s"
+        )
 
 
 def told(folder: Folder, **different: list[int]) -> Signals:

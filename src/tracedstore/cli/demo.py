@@ -17,6 +17,7 @@ Exit codes: 0 shown (with --serve, also after Ctrl-C), 1 it could not be shown,
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -72,6 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A terminal that is closed, or a supervisor: the ranks end with this too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    # torch asks for the name behind the address of every connection. No name server has
+    # one for loopback, and where none answers that takes seconds each.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if not arguments.json:
         sys.stdout.write(f"tracedstore {__version__} demo: loading torch\n")
         sys.stdout.flush()

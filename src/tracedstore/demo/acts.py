@@ -14,6 +14,7 @@ from tracedstore._version import __version__
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.demo import summary as findings
+from tracedstore.demo import view
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fleet import Fleet
 from tracedstore.demo.rank import Folder, simulated_host
@@ -25,7 +26,6 @@ from tracedstore.signals import names
 # How long the start and each act take, about.
 _SECONDS = (1.0, 3.0, 3.0, 6.5, 8.0)
 _ACTS = len(_SECONDS) - 1
-_BAR = 24
 # Seconds between two looks at the ranks; their pages change twice a second.
 _POLL = 0.5
 # Seconds that an act may take before something is wrong.
@@ -237,6 +237,7 @@ class _Show:
         self._screen.say()
         self._screen.say(f"Act {number} of {_ACTS}: {title}", "bold")
         self._screen.say(what)
+        self._draw()
 
     def _say(self, text: str, style: str = "") -> None:
         self._screen.say(f"{self._elapsed():5.1f} s  {text}", style, indent=9)
@@ -250,38 +251,28 @@ class _Show:
         until = time.monotonic() + _POLL + 0.1
         while time.monotonic() < until:
             self._tick()
-        self._look()
+        self._look(whole=True)
 
     def _tick(self) -> None:
         time.sleep(0.05)
-        if time.monotonic() >= self._next_look:
+        if (began := time.monotonic()) >= self._next_look:
             self._look()
-            self._next_look = time.monotonic() + _POLL
+            # Of many ranks it takes long: half of the time is theirs.
+            ended = time.monotonic()
+            self._next_look = ended + max(_POLL, ended - began)
 
-    def _look(self) -> None:
-        self._narrate(self._signals.poll())
+    def _look(self, *, whole: bool = False) -> None:
+        self._narrate(self._signals.poll(whole=whole))
+        self._draw()
+
+    def _draw(self) -> None:
         number, title, began = self._act
         # About as long as they take, so that something moves.
         part = min(1.0, (self._elapsed() - began) / _SECONDS[number])
-        done = int(_BAR * (max(0, number - 1) + part) / _ACTS) if number else 0
         self._screen.show(
-            f"[{'#' * done:.<{_BAR}}] {title}, {self._elapsed():.0f} s",
-            ["rank  host         calls  CAS lost  came last  now in", *self._rows()],
+            view.head(number, _ACTS, title, part, self._elapsed()),
+            view.rows(self._signals, self._screen.room),
         )
-
-    def _rows(self) -> list[str]:
-        rows = []
-        for rank, metrics in self._signals.metrics.items():
-            answer = self._signals.answers[rank]
-            doing = "no answer" if answer is None else "-"
-            if answer is not None and answer.calls:
-                call = answer.calls[0]
-                doing = f"{call.waited_seconds:.1f} s {call.operation} {call.key}"
-            rows.append(
-                f"{rank:4}  {simulated_host(rank):11}  {metrics.calls:5}"
-                f"  {metrics.cas[names.LOST]:8}  {metrics.came_last:9}  {doing}"
-            )
-        return rows
 
     def _narrate(self, events: list[Event]) -> None:
         for event in events:
@@ -336,7 +327,7 @@ class _Show:
             (files["exceptions"], "what each survivor could catch"),
             ("summary.json", "this summary"),
         ):
-            screen.say(f"  {path:28}  {what}")
+            screen.say(f"  {path:28}  {what}", indent=32)
         screen.say()
         screen.say("Next", "bold")
         for command, what in (
@@ -346,7 +337,7 @@ class _Show:
             ("tracedstore demo --serve", "the same for a Prometheus"),
             ("tracedstore demo --store etcd", "or file: another store"),
         ):
-            screen.say(f"  {command:38}  {what}")
+            screen.say(f"  {command:38}  {what}", indent=42)
 
     @property
     def sd(self) -> str:
@@ -366,9 +357,10 @@ class _Show:
         ):
             say(f"  {line}")
         say("Or from the store:", "bold")
-        say(f"  tracedstore sd --store {store}")
+        say(f"  tracedstore sd --store {store}", indent=None)
         try:
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            return
+            # Below the ^C that a terminal shows.
+            say()

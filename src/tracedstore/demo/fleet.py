@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
+from tracedstore.demo.ending import end_with
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.rank import Folder, live
 
@@ -43,6 +44,7 @@ class Fleet:
 
     def _start(self, rank: int, count: int, seed: int) -> None:
         ours, theirs = socket.socketpair()
+        parent = os.getpid()
         try:
             pid = os.fork()
         except OSError:
@@ -50,6 +52,7 @@ class Fleet:
             theirs.close()
             raise
         if pid == 0:
+            end_with(parent)
             # A rank ends when nobody holds the other end of its channel any more.
             for channel in (ours, *self._channels.values()):
                 channel.close()

@@ -1,11 +1,13 @@
 """The store that the ranks of the demo meet through, served by none of them."""
 
+import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tracedstore.demo.ending import end_with
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fetch import fetch
 
@@ -71,7 +74,7 @@ def _etcd(folder: Path) -> Iterator[int]:
         port, peer = _free_port(), _free_port()
         client_url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
         with log.open("wb") as said:
-            process = subprocess.Popen(  # noqa: S603 - found just now
+            process = subprocess.Popen(  # noqa: S603 - found; no threads yet
                 [
                     program,
                     "--enable-v2",
@@ -88,6 +91,7 @@ def _etcd(folder: Path) -> Iterator[int]:
                 stderr=said,
                 # Ctrl-C is for this process, which ends that one.
                 start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - no threads
             )
         try:
             if _answers(process, client_url):
