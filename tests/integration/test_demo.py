@@ -221,7 +221,9 @@ class TestPlain:
         acts = re.findall(r"^Act (\d) of 4: (.*)", plain.output, re.MULTILINE)
         assert [number for number, _ in acts] == ["1", "2", "3", "4"]
         assert "Hosts are simulated" in " ".join(lines)
-        assert lines.index("Next") > lines.index(f"Files in {plain.folder}")
+        assert lines.index("Next, with DIR for that folder") > lines.index(
+            f"Files in {plain.folder}"
+        )
 
     def test_who_was_missing(self, plain: Run) -> None:
         """Log, exception, metric and trace of every survivor name those killed."""

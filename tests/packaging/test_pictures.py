@@ -1,4 +1,4 @@
-"""The README's pictures: nothing of their maker's, and in step with the program."""
+"""Pictures of the demo: nothing of their maker's, and in step with the program."""
 
 import ast
 import re
@@ -73,6 +73,17 @@ class TestDemo:
         assert len(texts()) > 20
         for line in texts():
             assert set(WORD.findall(line)) <= known, line
+
+    def test_docs_say_so_too(self) -> None:
+        """What docs/demo.md shows of a run, the same way."""
+        page = (ROOT / "docs/demo.md").read_text("utf-8")
+        (shown,) = re.findall(r"\n\n```\n(.*?)\n```\n", page, re.DOTALL)
+        known = {*WORD.findall(strings()), "demo", "host"}
+
+        assert set(WORD.findall(shown)) <= known
+        for title in re.findall(r"Act \d of \d: (.*)", shown):
+            assert title in strings()
+        assert all(len(line) <= 80 for line in shown.splitlines())
 
     def test_shows_the_last_act(self) -> None:
         """Who was killed is named early, while others wait, and by all at last."""

@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from tracedstore.cli.main import main
 from tracedstore.demo import acts, stores, summary, view
+from tracedstore.demo import signals as signals_module
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fleet import Fleet
 from tracedstore.demo.rank import CHECKPOINT, Folder
@@ -258,6 +261,35 @@ class TestAgreement:
         assert not summary.missing(signals, folder)["agree"]
 
 
+class TestWords:
+    """What is said of it."""
+
+    def test_few_came_last(self, tmp_path: Path) -> None:
+        """Who was last most often; the others together."""
+        folder = Folder(tmp_path)
+        found = {
+            **summary.totals(told(folder)),
+            "slowest_waits": [],
+            "came_last": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
+            "straggler": {
+                "rank": 4,
+                "host": "node",
+                "times": 3,
+                "of": 3,
+                "late_seconds": 1.8,
+            },
+            "missing": summary.missing(told(folder), folder),
+        }
+
+        said = summary.lines(found)
+
+        assert (
+            "  came last      rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x,"
+            in (said[2])
+        )
+        assert said[2].endswith(", others: 2x")
+
+
 class TestReading:
     """What is read of a rank."""
 
@@ -275,9 +307,57 @@ class TestReading:
         assert [event["event"] for event in first] == ["one"]
         assert [event["event"] for event in signals.poll()] == ["two"]
 
+    def test_metrics_in_turns(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Of many ranks some at a time, and always of one that misses somebody."""
+        asked: list[int] = []
+        missing = {"barrier": "*", "arrived_count": 1, "missing": {"node": "7"}}
+
+        def fetch(url: str, _within: float) -> bytes:
+            rank = int(url.split("/")[3])
+            if url.endswith("/metrics"):
+                asked.append(rank)
+                return b""
+            return json.dumps(
+                {
+                    "process": {},
+                    "recording": True,
+                    "in_flight": [],
+                    "more_in_flight": 0,
+                    "barriers": [{**missing, "possibly_missing_count": 0}]
+                    * (rank == 13),
+                }
+            ).encode()
+
+        monkeypatch.setattr(signals_module, "fetch", fetch)
+        signals = Signals(Folder(tmp_path), range(20))
+        signals._urls = {rank: f"http://host/{rank}/metrics" for rank in range(20)}
+        looks = []
+        for whole in (False, False, True):
+            asked.clear()
+            signals.poll(whole=whole)
+            looks.append(sorted(asked))
+
+        assert looks == [[*range(16)], [*range(12), 13, *range(16, 20)], [*range(20)]]
+        assert all(signals.answers.values())
+
     def test_no_metrics(self) -> None:
         """A rank that was never scraped counted nothing."""
         assert (Metrics().calls, dict(Metrics().missing)) == (0, {})
+
+
+class TestEnding:
+    """What is started ends with what started it."""
+
+    def test_orphan(self) -> None:
+        """One whose parent has ended already ends at once."""
+        script = "from tracedstore.demo.ending import end_with; end_with(0); print(1)"
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, timeout=30, check=False
+        )
+
+        assert (done.returncode, done.stdout) == (1, b""), done.stderr
 
 
 class TestCommandLine:

@@ -329,15 +329,15 @@ class _Show:
         ):
             screen.say(f"  {path:28}  {what}", indent=32)
         screen.say()
-        screen.say("Next", "bold")
+        screen.say("Next, with DIR for that folder", "bold")
         for command, what in (
+            ("tracedstore report DIR/logs --traces DIR/traces", "this run as a page"),
             ("tracedstore-run torchrun ... train.py", "your own job, unchanged"),
-            ("tracedstore dashboards export DIR", "dashboards and alerts for it"),
-            ("tracedstore report DIR/logs", "these logs as a page, DIR as above"),
-            ("tracedstore demo --serve", "the same for a Prometheus"),
+            ("tracedstore dashboards export monitoring/", "dashboards and alerts"),
+            ("tracedstore demo --serve", "this for a Prometheus"),
             ("tracedstore demo --store etcd", "or file: another store"),
         ):
-            screen.say(f"  {command:38}  {what}", indent=42)
+            screen.say(f"  {command:47}  {what}", indent=51)
 
     @property
     def sd(self) -> str:

@@ -13,7 +13,7 @@ from tracedstore.demo.signals import Signals, Span
 from tracedstore.signals import names
 
 _MOST_WAITS = 3
-_MOST_LAST = 5
+_MOST_LAST = 4
 
 
 def totals(signals: Signals) -> dict[str, Any]:
@@ -155,6 +155,9 @@ def lines(summary: dict[str, Any]) -> list[str]:
     failed = ", ".join(f"{n:,} {kind}" for kind, n in summary["failed_calls"].items())
     made, lost = summary["cas_won"] + summary["cas_lost"], summary["cas_lost"]
     last = sorted(summary["came_last"].items(), key=lambda found: -found[1])
+    came_last = [f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST]]
+    if others := sum(n for _, n in last[_MOST_LAST:]):
+        came_last.append(f"others: {others}x")
     gone, late = summary["missing"], summary["straggler"]
     waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
@@ -166,7 +169,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
         ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
         *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
-        ("came last", ", ".join(f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST])),
+        ("came last", ", ".join(came_last)),
         ("straggler", f"rank {late['rank']} on {late['host']}, {how}"),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
