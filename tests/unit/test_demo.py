@@ -384,6 +384,13 @@ class TestCommandLine:
             capsys.readouterr().err
         )
 
+    def test_too_many_for_etcd(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """More than can count one another in time."""
+        assert main(["demo", "--store=etcd", "--ranks=17"]) == 1
+        assert "--ranks 17 is too many for --store etcd, at most 16" in (
+            capsys.readouterr().err
+        )
+
     def test_a_folder_in_use(self, tmp_path: Path) -> None:
         """What somebody has is not mixed with what it writes."""
         (tmp_path / "mine").write_text("")

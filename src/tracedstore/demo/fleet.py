@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
+from tracedstore.coordination.ranges import fold
 from tracedstore.demo.ending import end_with
 from tracedstore.demo.errors import DemoError
 from tracedstore.demo.rank import Folder, live
@@ -87,7 +88,7 @@ class Fleet:
             busy = {rank for rank in busy if not self._is_done(rank, what)}
             if busy and time.monotonic() > deadline:
                 raise DemoError(
-                    f"ranks {sorted(busy)} are not through with {what} after"
+                    f"ranks {fold(busy)} are not through with {what} after"
                     f" {seconds:g} s: is this machine very busy? Their logs are in"
                     f" {self._folder.path / 'logs'}"
                 )
