@@ -61,7 +61,7 @@ docs: $(VENV)/.ready
 dashboards: $(VENV)/.ready
 	$(BIN)/python dashboards/generate.py
 
-pictures: setup
+pictures: $(VENV)/.ready $(TOOLS)/.ready
 	$(BIN)/python scripts/make_pictures.py
 
 demo: $(VENV)/.ready
