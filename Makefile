@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
 
-.PHONY: help setup lint types unit test docs dashboards demo bench format clean
+.PHONY: help setup lint types unit test docs dashboards pictures demo bench format clean
 
 help:
 	@echo "make setup   virtual environment and tools"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint | types | unit   one of these alone"
 	@echo "make docs    fill the tables in README.md and docs/"
 	@echo "make dashboards   write the Grafana dashboards from their generator"
+	@echo "make pictures   take the README's pictures of a run of the demo"
 	@echo "make demo    see it at work; ARGS='--store file --serve' for more"
 	@echo "make format  format the code"
 	@echo "make bench   measure what tracing, barriers and reports cost; writes bench-results/"
@@ -59,6 +60,9 @@ docs: $(VENV)/.ready
 
 dashboards: $(VENV)/.ready
 	$(BIN)/python dashboards/generate.py
+
+pictures: $(VENV)/.ready $(TOOLS)/.ready
+	$(BIN)/python scripts/make_pictures.py
 
 demo: $(VENV)/.ready
 	@$(BIN)/tracedstore demo $(ARGS)

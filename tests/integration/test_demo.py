@@ -1,5 +1,6 @@
 """``tracedstore demo``: what it shows, held against the files that it wrote."""
 
+import fcntl
 import json
 import os
 import pty
@@ -20,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.harness import wait_until
 from support.events import check
-from tracedstore.cli.demo_fetch import fetch
 from tracedstore.cli.main import main
+from tracedstore.demo.fetch import fetch
 from tracedstore.signals import names
 
 pytestmark = pytest.mark.processes
@@ -31,13 +32,20 @@ _WITHIN = 60.0
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def _take_terminal() -> None:
+    """Have the keys of the terminal on standard input; for a session's first."""
+    fcntl.ioctl(0, termios.TIOCSCTTY)
+
+
 class Run:
     """One run of the demo, with what it writes."""
 
     def __init__(self, folder: Path, *options: str, terminal: bool = False) -> None:
         self.folder = folder
+        self.pids: list[int] = []
         self._began = time.monotonic()
         ours, theirs = pty.openpty() if terminal else os.pipe()
+        self._keyboard = ours
         if terminal:
             termios.tcsetwinsize(theirs, (40, 80))
         self._process = subprocess.Popen(
@@ -56,10 +64,11 @@ class Run:
                 "TRACEDSTORE_DISABLED": "true",
                 "OTEL_TRACES_SAMPLER": "always_off",
             },
-            stdin=subprocess.DEVNULL,
+            stdin=theirs if terminal else subprocess.DEVNULL,
             stdout=theirs,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=_take_terminal if terminal else None,  # noqa: PLW1509 - a call
         )
         os.close(theirs)
         self._written = b""
@@ -82,6 +91,19 @@ class Run:
     def send(self, number: int) -> None:
         """Send a signal to it and all that it started, as a terminal does."""
         os.killpg(self._process.pid, number)
+
+    def press(self, key: bytes) -> None:
+        """Press a key on its terminal."""
+        os.write(self._keyboard, key)
+
+    def started(self) -> list[int]:
+        """The processes that it has started, and that live."""
+        pid = self._process.pid
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+    def kill(self) -> None:
+        """End it, and it alone, without warning."""
+        self._process.kill()
 
     def ended(self, within: float = _WITHIN) -> tuple[int, str]:
         """Wait for its end: exit code, and what it said of errors."""
@@ -129,8 +151,23 @@ def samples(page: Path, metric: names.Metric, suffix: str = "") -> list[Any]:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    return Path(f"/proc/{pid}").exists()
+    """Whether there is such a process, which has not ended."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal has at the end, by the few escapes that are used."""
+    plain = re.sub(r"\x1b\[[0-9]*m", "", written)
+    first, *others = re.split(r"\r\x1b\[(\d+)A\x1b\[J", plain)
+    lines = first.split("\n")
+    for up, text in zip(others[::2], others[1::2], strict=True):
+        lines[-1 - int(up) :] = text.split("\n")
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +177,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
     started = {
         "plain": Run(folder / "plain"),
         "terminal": Run(
-            folder / "terminal", "--store=file", "--ranks=4", terminal=True
+            folder / "terminal", "--store=file", "--ranks=4", "--serve", terminal=True
         ),
         "served": Run(
             folder / "served", "--store=etcd", "--ranks=5", "--json", "--serve"
@@ -159,6 +196,17 @@ def plain(runs: dict[str, Run]) -> Run:
     return runs["plain"]
 
 
+@pytest.fixture(scope="module")
+def terminal(runs: dict[str, Run]) -> Run:
+    """The one on a terminal, which served and was ended."""
+    run = runs["terminal"]
+    wait_until(lambda: "tracedstore sd --store" in run.output, timeout=50)
+    run.pids = run.started()
+    run.press(b"\x03")
+    assert run.ended() == (0, "")
+    return run
+
+
 class TestPlain:
     """Without a terminal."""
 
@@ -173,7 +221,9 @@ class TestPlain:
         acts = re.findall(r"^Act (\d) of 4: (.*)", plain.output, re.MULTILINE)
         assert [number for number, _ in acts] == ["1", "2", "3", "4"]
         assert "Hosts are simulated" in " ".join(lines)
-        assert lines.index("Next") > lines.index(f"Files in {plain.folder}")
+        assert lines.index("Next, with DIR for that folder") > lines.index(
+            f"Files in {plain.folder}"
+        )
 
     def test_who_was_missing(self, plain: Run) -> None:
         """Log, exception, metric and trace of every survivor name those killed."""
@@ -306,25 +356,47 @@ class TestPlain:
 
 
 class TestTerminal:
-    """On a terminal, with another store."""
+    """On a terminal, with another store, until Ctrl-C."""
 
-    def test_view(self, runs: dict[str, Run]) -> None:
-        """It draws, stays within 80 columns, and leaves the terminal as it was."""
-        run = runs["terminal"]
-        assert run.ended() == (0, "")
-        text = _ESCAPE.sub("", run.output)
+    def test_view(self, terminal: Run) -> None:
+        """It draws: which act, and what each rank is in, within 80 columns."""
+        text = _ESCAPE.sub("", terminal.output)
 
-        assert run.output.count("\x1b[?25l") == run.output.count("\x1b[?25h") == 1
-        assert run.output.rindex("\x1b[?25h") > run.output.index("Next")
         # The view goes up by as many lines as it has: a head, its columns, the ranks.
-        assert f"\x1b[{3 + 4}A\x1b[J" in run.output
-        assert re.search(r"\[#+\.*\] two ranks die, \d+ s\n", text)
-        assert re.search(r"   0  sim-node-1 .* no answer\n", text)
-        assert re.search(r"   1  sim-node-1 .* wait checkpoint/1", text)
+        assert f"\x1b[{3 + 4}A\x1b[J" in terminal.output
+        assert re.search(r"\[#+\.*\] Act 4 of 4: two ranks die, \d+ s\n", text)
+        assert re.search(r"   0  sim-node-1   no answer  ", text)
+        assert re.search(r"   1  sim-node-1   waiting \d\.\d s at checkpoint/1  ", text)
         assert all(
-            len(line) < 80 for line in text.splitlines() if str(run.folder) not in line
+            len(line) < 80
+            for line in text.splitlines()
+            if str(terminal.folder) not in line
         )
-        assert run.summary()["missing"]["ranks"] == run.summary()["killed"]
+        assert terminal.summary()["missing"]["ranks"] == terminal.summary()["killed"]
+
+    def test_what_stays(self, terminal: Run) -> None:
+        """The lines, without a view; below what was typed there is a new line."""
+        lines = screen(terminal.output)
+
+        assert not [line for line in lines if line.startswith(("[", "rank  host"))]
+        assert [line for line in lines if line.startswith("Act ")] == [
+            "Act 1 of 4: healthy steps",
+            "Act 2 of 4: contention",
+            "Act 3 of 4: a straggler",
+            "Act 4 of 4: two ranks die",
+        ]
+        assert lines[-3].startswith("  tracedstore sd --store file://")
+        assert lines[-2:] == ["^C", ""]
+        # Colours end where they begin, and the cursor was never hidden.
+        assert terminal.output.count("\x1b[0m") * 2 == len(
+            re.findall(r"\x1b\[\d+m", terminal.output)
+        )
+        assert "\x1b[?" not in terminal.output
+
+    def test_nothing_is_left(self, terminal: Run) -> None:
+        """The two survivors served, and have ended too."""
+        assert len(terminal.pids) == 2
+        assert not any(map(alive, terminal.pids))
 
 
 class TestServing:
@@ -380,6 +452,44 @@ class TestEndings:
         assert running.ended() == (code, "")
         assert len(pids) == 4
         assert not any(map(alive, pids.values()))
+
+    def test_a_key(self, tmp_path: Path) -> None:
+        """Ctrl-C in an act, on a terminal, which is left tidy."""
+        run = Run(tmp_path / "demo", "--ranks=4", terminal=True)
+        try:
+            wait_until(lambda: "] Act 1 of 4: healthy" in run.output, timeout=30)
+            pids = run.started()
+            run.press(b"\x03")
+
+            assert run.ended() == (130, "")
+        finally:
+            run.close()
+        assert "] Act 1 of 4: healthy" not in "".join(screen(run.output))
+        assert screen(run.output)[-1] == ""
+        assert "\x1b[?" not in run.output
+        assert len(pids) == 4
+        assert not any(map(alive, pids))
+
+    def test_killed(self, tmp_path: Path) -> None:
+        """SIGKILL, which nobody can handle: its processes end with it, etcd too."""
+        runs = {
+            store: Run(tmp_path / store, "--ranks=4", f"--store={store}")
+            for store in ("tcp", "file", "etcd")
+        }
+        pids: list[int] = []
+        try:
+            for run in runs.values():
+                wait_until(lambda: "Act 1 of 4" in run.output, timeout=30)  # noqa: B023
+                pids += run.started()
+                run.kill()
+
+            assert len(pids) == 4 + 4 + (4 + 1)
+            wait_until(lambda: not any(map(alive, pids)))
+        finally:
+            for run in runs.values():
+                run.close()
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)
 
     def test_a_rank_ends(self, running: Run) -> None:
         """One that was not to: one sentence says which, and where its words are."""

@@ -17,14 +17,20 @@ Exit codes: 0 shown (with --serve, also after Ctrl-C), 1 it could not be shown,
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 from tracedstore._version import __version__
+from tracedstore.cli.errors import CommandError
+from tracedstore.demo.errors import DemoError
 
 _FEWEST_RANKS, _MOST_RANKS = 4, 64
+# With 32 of them a barrier's count alone takes seconds on two cores, and the demo
+# minutes.
+_MOST_RANKS_ON_ETCD = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_ranks,
         default=8,
         metavar="N",
-        help=f"how many, {_FEWEST_RANKS} to {_MOST_RANKS} (8)",
+        help=f"how many, {_FEWEST_RANKS} to {_MOST_RANKS}, with etcd to"
+        f" {_MOST_RANKS_ON_ETCD} (8)",
     )
     parser.add_argument(
         "--seed",
@@ -67,15 +74,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show it."""
+    if arguments.store == "etcd" and arguments.ranks > _MOST_RANKS_ON_ETCD:
+        raise CommandError(
+            f"--ranks {arguments.ranks} is too many for --store etcd, at most"
+            f" {_MOST_RANKS_ON_ETCD}: so many lose nearly every compare-and-set that"
+            " its add is made of; give fewer, or --store tcp or file"
+        )
     # A terminal that is closed, or a supervisor: the ranks end with this too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    # torch asks for the name behind the address of every connection. No name server has
+    # one for loopback, and where none answers that takes seconds each.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if not arguments.json:
         sys.stdout.write(f"tracedstore {__version__} demo: loading torch\n")
         sys.stdout.flush()
-    from tracedstore.cli.demo_acts import perform  # noqa: PLC0415 - said just above
+    from tracedstore.demo.acts import perform  # noqa: PLC0415 - said just above
 
-    return perform(arguments)
+    try:
+        return perform(arguments)
+    except DemoError as error:
+        raise CommandError(str(error)) from None
 
 
 def _ranks(text: str) -> int:

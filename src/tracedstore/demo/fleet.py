@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
-from tracedstore.cli.demo_rank import Folder, live
-from tracedstore.cli.errors import CommandError
+from tracedstore.coordination.ranges import fold
+from tracedstore.demo.ending import end_with
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.rank import Folder, live
 
 
 class Fleet:
@@ -33,7 +35,7 @@ class Fleet:
                 self._start(rank, count, seed)
         except OSError as error:
             self.end()
-            raise CommandError(
+            raise DemoError(
                 f"{count} processes cannot be started here: {error.strerror}; try fewer"
                 " with --ranks"
             ) from None
@@ -43,6 +45,7 @@ class Fleet:
 
     def _start(self, rank: int, count: int, seed: int) -> None:
         ours, theirs = socket.socketpair()
+        parent = os.getpid()
         try:
             pid = os.fork()
         except OSError:
@@ -50,6 +53,7 @@ class Fleet:
             theirs.close()
             raise
         if pid == 0:
+            end_with(parent)
             # A rank ends when nobody holds the other end of its channel any more.
             for channel in (ours, *self._channels.values()):
                 channel.close()
@@ -75,7 +79,7 @@ class Fleet:
         """Wait until all that live have done what they were told last.
 
         Raises:
-            CommandError: One of them ended, or takes too long.
+            DemoError: One of them ended, or takes too long.
         """
         deadline = time.monotonic() + seconds
         busy = set(self.living)
@@ -83,8 +87,8 @@ class Fleet:
             meanwhile()
             busy = {rank for rank in busy if not self._is_done(rank, what)}
             if busy and time.monotonic() > deadline:
-                raise CommandError(
-                    f"ranks {sorted(busy)} are not through with {what} after"
+                raise DemoError(
+                    f"ranks {fold(busy)} are not through with {what} after"
                     f" {seconds:g} s: is this machine very busy? Their logs are in"
                     f" {self._folder.path / 'logs'}"
                 )
@@ -97,7 +101,7 @@ class Fleet:
         except OSError:
             heard = b""
         if not heard:
-            raise CommandError(
+            raise DemoError(
                 f"rank {rank} ended by itself during {what}; {self._folder.log(rank)}"
                 " has its last words"
             )

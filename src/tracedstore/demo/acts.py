@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from tracedstore._version import __version__
-from tracedstore.cli import demo_summary
-from tracedstore.cli.demo_fleet import Fleet
-from tracedstore.cli.demo_rank import Folder, simulated_host
-from tracedstore.cli.demo_screen import Screen, is_live
-from tracedstore.cli.demo_signals import Event, Signals
-from tracedstore.cli.demo_stores import address, served
-from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
+from tracedstore.demo import summary as findings
+from tracedstore.demo import view
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.fleet import Fleet
+from tracedstore.demo.rank import Folder, simulated_host
+from tracedstore.demo.screen import Screen, is_live
+from tracedstore.demo.signals import Event, Signals
+from tracedstore.demo.stores import address, served
 from tracedstore.signals import names
 
 # How long the start and each act take, about.
 _SECONDS = (1.0, 3.0, 3.0, 6.5, 8.0)
 _ACTS = len(_SECONDS) - 1
-_BAR = 24
 # Seconds between two looks at the ranks; their pages change twice a second.
 _POLL = 0.5
 # Seconds that an act may take before something is wrong.
@@ -73,12 +73,12 @@ def _folder(wanted: Path | None) -> Folder:
         if wanted is None:
             return Folder(Path(tempfile.mkdtemp(prefix="tracedstore-demo-")))
         if wanted.is_dir() and any(wanted.iterdir()):
-            raise CommandError(
+            raise DemoError(
                 f"--output {wanted} is not empty; give a folder that is, or a new one"
             )
         return Folder(wanted.resolve())
     except OSError as error:
-        raise CommandError(
+        raise DemoError(
             f"{error.filename} cannot be written: {error.strerror}"
         ) from None
 
@@ -131,8 +131,8 @@ class _Show:
             "seed": given.seed,
             "simulated_hosts": True,
             "seconds": round(self._elapsed(), 1),
-            **demo_summary.totals(signals),
-            "slowest_waits": demo_summary.slowest_waits(signals.spans),
+            **findings.totals(signals),
+            "slowest_waits": findings.slowest_waits(signals.spans),
             "straggler": late,
             "killed": self._victims,
             "missing": missing,
@@ -150,7 +150,7 @@ class _Show:
         self._begin(
             1, "healthy steps", "Each step, every rank writes, reads and waits for all."
         )
-        before = demo_summary.totals(self._signals)
+        before = findings.totals(self._signals)
         self._fleet.tell(
             "steps",
             first=_HEALTHY.start,
@@ -159,7 +159,7 @@ class _Show:
             warn_after=5.0,
         )
         self._wait("healthy steps")
-        after = demo_summary.totals(self._signals)
+        after = findings.totals(self._signals)
         failed = sum(after["failed_calls"].values())
         done = [
             found["barrier_visits"].get("completed", 0) // self._arguments.ranks
@@ -173,10 +173,10 @@ class _Show:
 
     def _contention(self) -> None:
         self._begin(2, "contention", "All ranks want the same key, by compare-and-set.")
-        before = demo_summary.totals(self._signals)
+        before = findings.totals(self._signals)
         self._fleet.tell("contend", seconds=2.5)
         self._wait("contention")
-        after = demo_summary.totals(self._signals)
+        after = findings.totals(self._signals)
         won, lost = (after[name] - before[name] for name in ("cas_won", "cas_lost"))
         self._say(
             f"{won + lost:,} compare-and-sets: {won:,} won, {lost:,} lost to another"
@@ -197,7 +197,7 @@ class _Show:
         )
         self._wait("a straggler")
         prefixes = [f"step/{step}" for step in _LATE]
-        late = demo_summary.straggler(self._signals, prefixes)
+        late = findings.straggler(self._signals, prefixes)
         self._say(
             f"rank {late['rank']} on {late['host']} was last {late['times']} times of"
             f" {late['of']}, {late['late_seconds']:.2f} s behind the others",
@@ -217,9 +217,9 @@ class _Show:
         self._say("two processes killed; the others do not know it yet")
         self._fleet.tell("checkpoint", seconds=0.5, timeout=6.0, warn_after=1.5)
         self._wait("two ranks die")
-        found = demo_summary.missing(self._signals, self._folder)
+        found = findings.missing(self._signals, self._folder)
         if not found["agree"]:
-            raise CommandError(
+            raise DemoError(
                 "the ranks do not agree on who is missing: either this machine is too"
                 f" busy, or it is a bug to be reported with {self._folder.path}"
             )
@@ -237,6 +237,7 @@ class _Show:
         self._screen.say()
         self._screen.say(f"Act {number} of {_ACTS}: {title}", "bold")
         self._screen.say(what)
+        self._draw()
 
     def _say(self, text: str, style: str = "") -> None:
         self._screen.say(f"{self._elapsed():5.1f} s  {text}", style, indent=9)
@@ -250,38 +251,28 @@ class _Show:
         until = time.monotonic() + _POLL + 0.1
         while time.monotonic() < until:
             self._tick()
-        self._look()
+        self._look(whole=True)
 
     def _tick(self) -> None:
         time.sleep(0.05)
-        if time.monotonic() >= self._next_look:
+        if (began := time.monotonic()) >= self._next_look:
             self._look()
-            self._next_look = time.monotonic() + _POLL
+            # Of many ranks it takes long: half of the time is theirs.
+            ended = time.monotonic()
+            self._next_look = ended + max(_POLL, ended - began)
 
-    def _look(self) -> None:
-        self._narrate(self._signals.poll())
+    def _look(self, *, whole: bool = False) -> None:
+        self._narrate(self._signals.poll(whole=whole))
+        self._draw()
+
+    def _draw(self) -> None:
         number, title, began = self._act
         # About as long as they take, so that something moves.
         part = min(1.0, (self._elapsed() - began) / _SECONDS[number])
-        done = int(_BAR * (max(0, number - 1) + part) / _ACTS) if number else 0
         self._screen.show(
-            f"[{'#' * done:.<{_BAR}}] {title}, {self._elapsed():.0f} s",
-            ["rank  host         calls  CAS lost  came last  now in", *self._rows()],
+            view.head(number, _ACTS, title, part, self._elapsed()),
+            view.rows(self._signals, self._screen.room),
         )
-
-    def _rows(self) -> list[str]:
-        rows = []
-        for rank, metrics in self._signals.metrics.items():
-            answer = self._signals.answers[rank]
-            doing = "no answer" if answer is None else "-"
-            if answer is not None and answer.calls:
-                call = answer.calls[0]
-                doing = f"{call.waited_seconds:.1f} s {call.operation} {call.key}"
-            rows.append(
-                f"{rank:4}  {simulated_host(rank):11}  {metrics.calls:5}"
-                f"  {metrics.cas[names.LOST]:8}  {metrics.came_last:9}  {doing}"
-            )
-        return rows
 
     def _narrate(self, events: list[Event]) -> None:
         for event in events:
@@ -324,7 +315,7 @@ class _Show:
         screen.clear()
         screen.say()
         screen.say(f"Summary of {summary['seconds']:.0f} seconds", "bold")
-        for line in demo_summary.lines(summary):
+        for line in findings.lines(summary):
             screen.say(line, indent=17)
         screen.say()
         screen.say(f"Files in {files['folder']}", "bold")
@@ -336,17 +327,17 @@ class _Show:
             (files["exceptions"], "what each survivor could catch"),
             ("summary.json", "this summary"),
         ):
-            screen.say(f"  {path:28}  {what}")
+            screen.say(f"  {path:28}  {what}", indent=32)
         screen.say()
-        screen.say("Next", "bold")
+        screen.say("Next, with DIR for that folder", "bold")
         for command, what in (
+            ("tracedstore report DIR/logs --traces DIR/traces", "this run as a page"),
             ("tracedstore-run torchrun ... train.py", "your own job, unchanged"),
-            ("tracedstore dashboards export DIR", "dashboards and alerts for it"),
-            ("tracedstore report DIR/logs", "these logs as a page, DIR as above"),
-            ("tracedstore demo --serve", "the same for a Prometheus"),
+            ("tracedstore dashboards export monitoring/", "dashboards and alerts"),
+            ("tracedstore demo --serve", "this for a Prometheus"),
             ("tracedstore demo --store etcd", "or file: another store"),
         ):
-            screen.say(f"  {command:38}  {what}")
+            screen.say(f"  {command:47}  {what}", indent=51)
 
     @property
     def sd(self) -> str:
@@ -366,9 +357,10 @@ class _Show:
         ):
             say(f"  {line}")
         say("Or from the store:", "bold")
-        say(f"  tracedstore sd --store {store}")
+        say(f"  tracedstore sd --store {store}", indent=None)
         try:
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            return
+            # Below the ^C that a terminal shows.
+            say()

