@@ -28,13 +28,18 @@ from tracedstore.cli.main import COMMANDS, parser
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 # Pages of which one test takes every command: below, and in test_debug_page.py.
-WHOLE = {"torchrun.md", "zero-code.md", "configuration.md", "debug-server.md"}
+WHOLE = {
+    "torchrun.md",
+    "zero-code.md",
+    "configuration.md",
+    "debug-server.md",
+    "demo.md",
+}
 # What is run of other pages, by how it begins.
 HERE = {
     "make demo",
     "make test",
     "make bench",
-    "tracedstore demo",
     "tracedstore-run torchrun",
     "torchrun --nnodes 2",
     "TRACEDSTORE_HTTP_PORT=9400 torchrun",
@@ -51,11 +56,15 @@ BIN = Path(sys.executable).parent
 pytestmark = pytest.mark.processes
 
 
+def blocks(page: Path) -> list[str]:
+    """Give what a page shows to be typed, without the remarks behind it."""
+    found = re.findall(r"```console\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
+    return [re.sub(r"\s+#.*", "", block) for block in found]
+
+
 def shown(page: Path) -> list[str]:
-    """Give the commands of a page, without the remarks behind them."""
-    blocks = re.findall(r"```console\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [re.sub(r"\s+#.*", "", line) for line in lines]
+    """Give the commands of a page."""
+    return [line for block in blocks(page) for line in block.splitlines()]
 
 
 def commands(begin: str) -> list[str]:
@@ -191,18 +200,21 @@ class TestMake:
 
     @pytest.mark.timeout(150)
     def test_demo(self, tmp_path: Path) -> None:
-        """All at once, each to its end; make has the environment of this test."""
+        """All of docs/demo.md at once; make has the environment of this test."""
+        (make,) = commands("make demo")
+        scripts = blocks(ROOT / "docs/demo.md")
+        assert make in scripts
         venv = f"VENV={BIN.parent} --assume-old={BIN.parent}/.ready"
-        lines = [f"{line} {venv}" for line in commands("make demo")]
-        for number, line in enumerate(commands("tracedstore demo")):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            lines.append(f"cd {folder} && {line}")
-        with started(lines, ROOT) as demos:
-            for process in demos:
-                out, err = process.communicate(timeout=120)
-                assert (process.returncode, err) == (0, ""), (process.args, out)
+        lines = [
+            f"{make} -C {ROOT} {venv}" if script == make else f"set -e\n{script}"
+            for script in scripts
+        ]
+        with started(lines, tmp_path) as demos:
+            for demo in demos:
+                out, err = demo.communicate(timeout=120)
+                assert (demo.returncode, err) == (0, ""), (demo.args, out)
                 assert "sim-node-1" in out
+        assert (tmp_path / "here/report.html").is_file()
 
 
 class TestTorchrun:
