@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tracedstore
 from integration.harness import in_threads, results
+from support.otlp import otlp
 from support.pages import Page, browse, console
 from support.tools import ROOT
 from tracedstore.cli.main import main
@@ -109,7 +112,7 @@ class TestBrowser:
 class TestRealBarriers:
     """Logs and spans as real barriers write them."""
 
-    @pytest.mark.parametrize("given", ["logs", "spans", "both"])
+    @pytest.mark.parametrize("given", ["logs", "spans", "otlp", "both"])
     def test_report(
         self, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -121,6 +124,8 @@ class TestRealBarriers:
         job: dict[str, Any] = {}
         # As the documentation has it.
         exec("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), job)
+        collected = InMemorySpanExporter()
+        job["provider"].add_span_processor(SimpleSpanProcessor(collected))
         store = tracedstore.wrap(dist.HashStore())
 
         def rank(number: int) -> str:
@@ -137,11 +142,14 @@ class TestRealBarriers:
         job["log"].close()
         job["traces"].close()
         assert ended == ["timeout", "away", "timeout"]
+        spans = collected.get_finished_spans()
+        Path("logs/otlp.jsonl").write_text(json.dumps(otlp(spans)) + "\n")
         output = tmp_path / "report.html"
         arguments = {
             "logs": ["logs/rank0.log"],
             "spans": ["logs/rank0.spans"],
-            "both": ["logs/rank0.log", "--traces", "logs/rank0.spans"],
+            "otlp": ["logs/otlp.jsonl"],
+            "both": ["logs", "--traces", "logs/rank0.spans"],
         }[given]
 
         assert main(["report", *arguments, "--output", str(output)]) == 0
@@ -156,6 +164,12 @@ class TestRealBarriers:
         # Who came last to the first barrier, chance decides.
         assert (late[0]["rank"], late[0]["missing at"]) == ("1", "1")
         assert sum(int(row["last at"]) for row in late) == 1
+        if given == "otlp":
+            spans_page = tmp_path / "spans.html"
+            main(["report", "logs/rank0.spans", "--output", str(spans_page)])
+            as_spans = Page(spans_page.read_text("utf-8"))
+            del shown.tables["t-read"], as_spans.tables["t-read"]
+            assert shown.tables == as_spans.tables
 
 
 class TestSize:

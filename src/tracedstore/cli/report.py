@@ -4,9 +4,9 @@ Reads the JSON lines that tracedstore logs, out of files with anything else in t
 after the job is dead. The page is one HTML file that loads nothing.
 
 LOG is a file, plain or gzip, a folder with all files below it, or - for standard
-input. Times of barriers that completed are there where the application has configured
-structlog; or give their spans, as OpenTelemetry's ConsoleSpanExporter writes them,
-with --traces.
+input; as it was printed, or as Docker, Kubernetes, Loki or journald wraps it. Times of barriers that completed are there where the application has configured
+structlog; or give their spans with --traces, in JSON as OpenTelemetry's
+ConsoleSpanExporter or a collector's file exporter (OTLP) writes them.
 
 Examples:
   tracedstore report logs/ --output report.html
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.traces and not tally.spans:
         sys.stderr.write(
             "tracedstore: no span of a barrier could be read: --traces takes them as"
-            " JSON, as ConsoleSpanExporter writes them\n"
+            " JSON, as ConsoleSpanExporter or a collector's file exporter writes them\n"
         )
     for damaged in tally.damaged[:10]:
         sys.stderr.write(f"tracedstore: not read to its end: {damaged}\n")

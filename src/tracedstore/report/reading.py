@@ -2,8 +2,6 @@
 
 import gzip
 import io
-import json
-import re
 import stat
 import sys
 import zlib
@@ -14,22 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tracedstore.report.spans import as_event
-from tracedstore.signals import names
+from tracedstore.report.carried import (
+    LONGEST_LINE,
+    Found,
+    Runtime,
+    has_event,
+    has_span,
+)
 
 STANDARD_INPUT: Final = "-"
-# An event that names 100,000 missing ranks has some 3 MB.
-_LONGEST_LINE = 16 << 20
-# Beginnings of objects that are tried in a line where several writers met.
-_MOST_TRIES = 16
-# Lines of one span as ConsoleSpanExporter writes it by default: indented.
-_LONGEST_SPAN = 2000
-
-_EVENT = re.compile(
-    rb'"event": ?"(?:%s)"' % b"|".join(re.escape(n.encode()) for n in names.EVENT_NAMES)
-)
-_SPAN = f'"{names.BARRIER_PREFIX}"'.encode()
-_NAMES = frozenset(names.EVENT_NAMES)
 
 
 @dataclass(slots=True)
@@ -38,7 +29,7 @@ class Tally:
 
     Attributes:
         files: Files that were read.
-        lines: Lines in them.
+        lines: Lines in them; one that a container runtime has cut in parts is one.
         events: Events among these.
         spans: Spans of barriers among these.
         broken: Lines with JSON that has no end, or that another writer cut in two.
@@ -62,13 +53,6 @@ class Tally:
     def skipped(self) -> int:
         """Lines of which nothing, or not all, was used."""
         return self.broken + self.unfit + self.foreign + self.long
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def files_in(places: Iterable[str], but: Path) -> list[str]:
@@ -133,56 +117,67 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
 
 
 def _events(file: IO[bytes], tally: Tally) -> Iterator[dict[str, Any]]:
-    spread: list[bytes] | None = None
-    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+    spread = _Spread()
+    for line in _lines(file, tally):
         tally.lines += 1
-        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-            tally.long += 1
-            while (rest := file.readline(_LONGEST_LINE)) and not rest.endswith(b"\n"):
-                pass
-        elif _EVENT.search(line) or (_SPAN in line and b'{"' in line):
+        if has_event(line) or (has_span(line) and b'{"' in line):
             yield from _of_line(line, tally)
-        else:
-            tally.foreign += 1
-            bare = line.rstrip()
-            if bare == b"{":
-                spread = []
-            elif spread is not None and len(spread) < _LONGEST_SPAN:
-                spread.append(bare)
-                if bare == b"}":
-                    whole, spread = b"\n".join([b"{", *spread]), None
-                    if _SPAN in whole:
-                        tally.foreign -= whole.count(b"\n") + 1
-                        yield from _of_line(whole, tally)
-            elif b'{"' in bare and not bare.endswith(b"}"):
-                tally.foreign -= 1
-                tally.broken += 1
+            continue
+        tally.foreign += 1
+        bare = line.rstrip()
+        if whole := spread.joined(bare):
+            tally.foreign -= whole.count(b"\n") + 1
+            yield from _of_line(whole, tally)
+        elif b'{"' in bare and not bare.endswith(b"}"):
+            tally.foreign -= 1
+            tally.broken += 1
+
+
+def _lines(file: IO[bytes], tally: Tally) -> Iterator[bytes]:
+    """Give lines as they were printed."""
+    runtime = Runtime()
+    for written in iter(partial(file.readline, LONGEST_LINE), b""):
+        if len(written) == LONGEST_LINE and not written.endswith(b"\n"):
+            tally.lines += 1
+            tally.long += 1
+            while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                pass
+        elif (line := runtime.line(written)) is not None:
+            yield line
+    yield from runtime.rest()
+
+
+class _Spread:
+    """Puts together what is indented, as ConsoleSpanExporter does it by default."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def joined(self, bare: bytes) -> bytes:
+        """Take a line; give the object that ends with it, if a span may be in it."""
+        if bare == b"{":
+            self._held, self._size = [bare], 1
+        elif self._held:
+            self._held.append(bare)
+            self._size += len(bare)
+            if bare == b"}":
+                whole, self._held = b"\n".join(self._held), []
+                return whole if has_span(whole) else b""
+            if self._size > LONGEST_LINE:
+                self._held = []
+        return b""
 
 
 def _of_line(line: bytes, tally: Tally) -> Iterator[dict[str, Any]]:
     """Give the events of a line, in which others may have written as well."""
-    text = line.decode("utf-8", "replace")
-    position, found, whole = 0, 0, True
-    for _ in range(_MOST_TRIES):
-        position = text.find("{", position)
-        if position < 0:
-            break
-        try:
-            told, position = _decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            whole = False
-            position += 1
-            continue
-        event = told.get("event")
-        if isinstance(event, str) and event in _NAMES:
-            found += 1
-            tally.events += 1
-            yield told
-        elif (span := as_event(told)) is not None:
-            found += 1
-            tally.spans += 1
-            yield span
-        if '"' not in text[position:]:
-            break
-    if not whole or not found:
+    found = Found()
+    found.in_line(line.decode("utf-8", "replace"))
+    tally.events += len(found.events)
+    tally.spans += len(found.spans)
+    if not found.whole or not found.objects:
         tally.broken += 1
+    elif not (found.events or found.spans):
+        tally.foreign += 1
+    yield from found.events
+    yield from found.spans
