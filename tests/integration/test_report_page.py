@@ -13,7 +13,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tracedstore
-from integration.harness import in_threads, results
+from integration.children.fleet import connect
+from integration.conftest import StartChild
+from integration.fleets import Fleet, Meeting
+from integration.harness import in_threads, results, wait_until
 from support.otlp import otlp
 from support.pages import Page, browse, console
 from support.tools import ROOT
@@ -170,6 +173,44 @@ class TestRealBarriers:
             as_spans = Page(spans_page.read_text("utf-8"))
             del shown.tables["t-read"], as_spans.tables["t-read"]
             assert shown.tables == as_spans.tables
+
+
+@pytest.mark.processes
+class TestKilled:
+    """Nobody got as far as a timeout."""
+
+    @pytest.mark.parametrize("killed", ["server", "ranks"])
+    def test_report(self, tmp_path: Path, start_child: StartChild, killed: str) -> None:
+        """Who was missing is known from what the ranks said while they waited."""
+        server = start_child("tcp_server")
+        where = str(server.next_report()["port"])
+        child = start_child("fleet", "tcp", where)
+        meeting = Meeting(Fleet(child, connect("tcp", where)), "tcp")
+        meeting.start(0, 1, world_size=3, timeout=50.0, warn_after=0.2)
+        wait_until(lambda: len(meeting.events("barrier.waiting")) > 1)
+
+        if killed == "server":
+            server.kill()
+            meeting.results(0, 1)
+        else:
+            child.kill()
+
+        log, output = tmp_path / "ranks.log", tmp_path / "report.html"
+        log.write_text(child.errors())
+        assert main(["report", str(log), "--output", str(output)]) == 0
+        html = output.read_text("utf-8")
+        shown = Page(html)
+        said = " ".join(row["said"] for row in shown.rows("t-opinions"))
+        assert "missing 1 of 3: " in said
+        assert "when last heard, at " in html
+        assert [row["rank"] for row in shown.rows("t-stragglers")] == ["2"]
+        if killed == "server":
+            assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("1", "0")
+            assert "DistNetworkError: " in said
+            assert "Then the store failed" in html
+        else:
+            assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("0", "1")
+            assert "No end was seen" in html
 
 
 class TestSize:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from support.pages import Page
 from support.told import LINE, Event, completed, event, lines, missed, span_of
 from tracedstore.cli.main import main
 from tracedstore.report.analysis import Analysis, analysed
-from tracedstore.report.facts import COMPLETED, TIMEOUT, WAITING, Facts
+from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
 from tracedstore.report.page import page
 from tracedstore.report.reading import Tally, events_in, files_in
 from tracedstore.report.words import duration, ranks
@@ -239,6 +240,14 @@ class TestRounds:
         assert analysis_of(told[:3]).rounds[0].last == -1
 
 
+def article(told: Sequence[Event]) -> str:
+    """What the page says of the only incident."""
+    html = page(analysis_of(told), Tally())
+    found = re.search(r"<article.*?</article>", html, re.DOTALL)
+    assert found
+    return re.sub(r"<[^>]*>", " ", found[0]).replace("  ", " ").replace(" .", ".")
+
+
 class TestIncidents:
     """Who was missing."""
 
@@ -284,6 +293,43 @@ class TestIncidents:
         (incident,) = analysis_of(told).incidents
 
         assert (incident.round.kind, incident.missing) == (WAITING, [3])
+        shown = article(told)
+        assert "Missing when last heard, at 2026-11-16 09:00:10.000 UTC" in shown
+        assert "rank 3 on node1. No end was seen" in shown
+
+    def test_failed_after_warnings(self) -> None:
+        """The error, and who had been missing before it."""
+        waiting = names.BARRIER_WAITING
+        failed = missed(0, 14, name=names.BARRIER_FAILED, waited=6.0)
+        failed |= {"error_type": "torch.distributed.DistNetworkError", "error": "gone"}
+        told = [
+            missed(0, 10, 2, 3, name=waiting, waited=2.0),
+            missed(0, 12, 3, name=waiting, waited=4.0),
+            failed,
+            failed | {"rank": 1},
+        ]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.round.kind, incident.missing) == (FAILED, [3])
+        assert sorted(len(opinion.reports) for opinion in incident.opinions) == [1, 1]
+        shown = article(told)
+        assert "Missing when last heard, at 2026-11-16 09:00:12.000 UTC" in shown
+        assert "rank 3 on node1. Then the store failed" in shown
+        assert "DistNetworkError: gone before that: missing 1 of 4" in shown
+        assert "nobody knows who was missing" in article([failed])
+
+    def test_later_looks_know_better(self) -> None:
+        """Who is not missed any more has come, also if it could not say so itself."""
+        waiting = names.BARRIER_WAITING
+        first = missed(1, 10, 2, 3, name=waiting, waited=2.0)
+
+        for when, came in ((10.5, []), (12.0, [2])):
+            told = [first, missed(0, when, 3, name=waiting, waited=4.0)]
+            (incident,) = analysis_of(told).incidents
+
+            assert incident.missing == ([3] if came else [2, 3])
+            assert incident.came == came
 
 
 class TestStragglers:

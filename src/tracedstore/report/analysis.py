@@ -14,6 +14,8 @@ from tracedstore.report.values import NOBODY
 
 # Seconds; below, a difference is how long the store took to let a rank go.
 CLOCK_AGREES: Final = 0.05
+# Seconds by which a look has to be later than another one to know better.
+_CLOCKS_DIFFER = 1.0
 # Rounds that a clock has to be seen in before it is judged.
 _FEWEST_ROUNDS = 3
 
@@ -46,9 +48,16 @@ class Straggler:
 
 @dataclass(slots=True)
 class Opinion:
-    """What some ranks said of an incident, all of them the same."""
+    """What some ranks said of an incident, all of them the same.
+
+    Attributes:
+        said: Of its end.
+        warned: Before, where that names nobody.
+        reports: Who said it, and when.
+    """
 
     said: Said
+    warned: Said
     reports: list[Report] = field(default_factory=list)
 
 
@@ -61,12 +70,14 @@ class Incident:
         opinions: What was said, by how many said it.
         missing: Ranks that somebody missed and that did not come.
         came: Ranks that somebody missed and that came after all.
+        looked: When somebody last looked who is missing; 0 if nobody could.
     """
 
     round: Round
     opinions: list[Opinion]
     missing: list[int]
     came: list[int]
+    looked: float
 
 
 @dataclass(slots=True)
@@ -119,18 +130,32 @@ def analysed(facts: Facts) -> Analysis:
 
 
 def _incident(seen: Round) -> Incident:
-    opinions: dict[Said, Opinion] = {}
+    opinions: dict[tuple[Said, Said], Opinion] = {}
+    seen_missing: dict[int, float] = {}
+    looked, at_last = 0.0, frozenset[int]()
     for report in seen.reports:
-        opinions.setdefault(report.said, Opinion(report.said)).reports.append(report)
-    named: set[int] = set()
-    for said in opinions:
-        named.update(unfold(said.missing))
-    arrived = set(seen.ranks)
+        key = report.said, report.warned
+        opinions.setdefault(key, Opinion(*key)).reports.append(report)
+    for opinion in opinions.values():
+        named = frozenset(unfold(opinion.reports[0].missing))
+        when = max(report.looked for report in opinion.reports)
+        for rank in named:
+            seen_missing[rank] = max(when, seen_missing.get(rank, 0.0))
+        if named and when > looked:
+            looked, at_last = when, named
+    # Whom a later look does not find missing has come; a host's clock may be off.
+    came = set(seen.ranks) | {
+        rank
+        for rank, when in seen_missing.items()
+        if rank not in at_last and when < looked - _CLOCKS_DIFFER
+    }
+    done = seen.kind == COMPLETED
     return Incident(
         round=seen,
         opinions=sorted(opinions.values(), key=lambda each: -len(each.reports)),
-        missing=sorted(named - arrived) if seen.kind != COMPLETED else [],
-        came=sorted(named if seen.kind == COMPLETED else named & arrived),
+        missing=[] if done else sorted(seen_missing.keys() - came),
+        came=sorted(seen_missing.keys() if done else seen_missing.keys() & came),
+        looked=looked,
     )
 
 

@@ -48,6 +48,9 @@ class Said(NamedTuple):
     missing: str
 
 
+UNSAID: Final = Said("", "")
+
+
 class Process(NamedTuple):
     """Who wrote a line."""
 
@@ -115,7 +118,7 @@ class Facts:
         self.visits = Visits()
         self.barriers: dict[tuple[str, str], int] = {}
         self.world_sizes: list[int] = []
-        self.said: list[Said] = [Said("", "")]
+        self.said: list[Said] = [UNSAID]
         self.calls: dict[tuple[str, str, str, str], Calls] = {}
         self.first_failures: dict[Process, Failure] = {}
         self.rendezvous: Counter[tuple[str, str, str, str]] = Counter()

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from tracedstore.report.facts import COMPLETED, WAITING, Barrier, Facts, Said
+from tracedstore.report.facts import (
+    COMPLETED,
+    NOTHING,
+    UNSAID,
+    WAITING,
+    Barrier,
+    Facts,
+    Said,
+)
 from tracedstore.report.values import NOBODY
 
 # Seconds by which what is told of the same visit may lie apart: a line is written a
@@ -29,6 +37,8 @@ class Visit(NamedTuple):
     kind: int
     last: int
     said: int
+    warned: int = NOTHING
+    warned_at: float = 0.0
 
     @property
     def arrival(self) -> float:
@@ -37,13 +47,30 @@ class Visit(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank said who did not get through, or not in time."""
+    """What a rank said who did not get through, or not in time.
+
+    Attributes:
+        rank: Who.
+        when: When it said so.
+        waited: How long it had been there.
+        kind: How its visit ended.
+        said: Of the end, or, where none is known, in its last warning.
+        warned: In its last warning, where what it said of the end names nobody.
+        looked: When it saw who was missing.
+    """
 
     rank: int
     when: float
     waited: float
     kind: int
     said: Said
+    warned: Said
+    looked: float
+
+    @property
+    def missing(self) -> str:
+        """The ranks that it named last, folded."""
+        return self.said.missing or self.warned.missing
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +130,7 @@ def rounds_of(facts: Facts) -> list[Round]:
             _round(Barrier(*key), facts.world_sizes[place], told, facts.said)
             for told in _apart(
                 [
-                    Visit(
+                    _visit(
                         visits.rank[row],
                         visits.end[row],
                         visits.waited[row],
@@ -116,6 +143,14 @@ def rounds_of(facts: Facts) -> list[Round]:
             )
         ]
     return sorted(found, key=lambda each: each.end)
+
+
+def _visit(
+    rank: int, end: float, waited: float, kind: int, last: int, said: int
+) -> Visit:
+    if kind == WAITING:
+        return Visit(rank, end, waited, kind, last, said, said, end)
+    return Visit(rank, end, waited, kind, last, said)
 
 
 def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
@@ -142,12 +177,15 @@ def _both(one: Visit, other: Visit) -> Visit:
     """Make one of what is told of the same visit twice."""
     # What ended it says more than that it was going on.
     final = max(one, other, key=lambda each: (each.kind != WAITING, each.waited))
+    warned = max(one, other, key=lambda each: each.warned_at)
     final_twice = WAITING not in {one.kind, other.kind}
     return final._replace(
         # Who wrote later was held up in writing, not in the barrier.
         end=min(one.end, other.end) if final_twice else final.end,
         last=max(one.last, other.last),
         said=final.said or one.said or other.said,
+        warned=warned.warned,
+        warned_at=warned.warned_at,
     )
 
 
@@ -198,9 +236,22 @@ def _round(
         ends=array("d", (visit.end for visit in named)),
         last=last,
         reports=[
-            Report(visit.rank, visit.end, visit.waited, visit.kind, said[visit.said])
+            _report(visit, said[visit.said], said[visit.warned])
             for visit in visits
             if visit.said
         ],
         by_clock=by_clock,
+    )
+
+
+def _report(visit: Visit, said: Said, warned: Said) -> Report:
+    by_end = bool(said.missing) or not warned.missing
+    return Report(
+        rank=visit.rank,
+        when=visit.end,
+        waited=visit.waited,
+        kind=visit.kind,
+        said=said,
+        warned=UNSAID if by_end else warned,
+        looked=visit.end if by_end else visit.warned_at,
     )

@@ -81,13 +81,29 @@ def _who(analysis: Analysis, incident: Incident) -> str:
         ]
         if len(hosts) > len(places):
             places.append(f"{plural(len(hosts) - len(places), 'more host')}")
-        parts.append(f"<b class=bad>Missing</b>: {', '.join(places)}.")
+        parts.append(f"{_missing(incident)}: {', '.join(places)}.")
     if incident.came:
         how = "late" if incident.round.kind == COMPLETED else "after they were missed"
         parts.append(f"Came {how}: {ranks(incident.came)}.")
     if not parts and incident.round.kind == FAILED:
         return "The store failed, so nobody knows who was missing."
-    return " ".join(parts) or "Nobody could say which ranks are missing."
+    if not parts:
+        parts.append("Nobody could say which ranks are missing.")
+    if incident.round.kind == FAILED:
+        parts.append("Then the store failed, and nobody could look again.")
+    if incident.round.kind == WAITING:
+        parts.append(
+            "No end was seen: no rank told of a timeout, a failure or a completion, as"
+            " when all of them are killed at once."
+        )
+    return " ".join(parts)
+
+
+def _missing(incident: Incident) -> str:
+    word = "<b class=bad>Missing</b>"
+    if incident.round.kind == TIMEOUT:
+        return word
+    return f"{word} when last heard, at {moment(incident.looked)} UTC"
 
 
 def _agreement(incident: Incident) -> str:
@@ -104,8 +120,11 @@ def _agreement(incident: Incident) -> str:
 
 def _opinion(opinion: Opinion) -> list[str]:
     who = [report.rank for report in opinion.reports if report.rank != NOBODY]
+    said = safe(opinion.said.text) or "nothing"
+    if opinion.warned.text:
+        said += f"<br>before that: {safe(opinion.warned.text)}"
     return [
-        safe(opinion.said.text) or "nothing",
+        said,
         ranks(who) if who else "a rank without a name",
         number(len(opinion.reports)),
         moment(min(report.when for report in opinion.reports)),
