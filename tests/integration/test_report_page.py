@@ -77,10 +77,13 @@ class TestBrowser:
         shown = Page(seen.stdout)
         assert shown.texts["n-ranks"] == "16 of 16"
         assert (shown.texts["n-completed"], shown.texts["n-timeouts"]) == ("39", "1")
-        assert "<title>tracedstore report</title>" in seen.stdout
+        said = "Rank 8 on node1 never came to checkpoint/39"
+        assert shown.texts["headline"] == said
+        assert f"<title>{said} - tracedstore report</title>" in seen.stdout
         assert "script" not in shown.tags
         # Every arrival is a dot: 39 barriers with all, one with all but one.
         assert seen.stdout.count("<circle") == 39 * 16 + 15
+        assert seen.stdout.count('class="cross"') == 1
         never, late = shown.rows("t-stragglers")
         assert (never["rank"], never["missing at"]) == ("8", "1")
         cost = sum(sorted(waited)[7] / 2 + sorted(waited)[8] / 2 for waited in waits)

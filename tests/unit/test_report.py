@@ -19,6 +19,7 @@ from support.told import LINE, Event, completed, event, lines, missed, span_of
 from tracedstore.cli.main import main
 from tracedstore.report.analysis import Analysis, analysed
 from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
+from tracedstore.report.headline import headline
 from tracedstore.report.page import page
 from tracedstore.report.reading import Tally, events_in, files_in
 from tracedstore.report.words import duration, ranks
@@ -285,6 +286,9 @@ class TestIncidents:
         assert bad.round.kind == TIMEOUT
         assert (late.round.kind, late.missing, late.came) == (COMPLETED, [], [3])
         assert [report.waited for report in late.opinions[0].reports] == [5.0]
+        (row,) = Page(page(analysis_of(told), Tally())).rows("t-late")
+        assert (row["barrier"], row["came late"]) == ("b/0", "rank 3 on node1")
+        assert (row["missed by"], row["wait"]) == ("rank 0", "5 s")
 
     def test_killed(self) -> None:
         """A job that was killed while it waited has no end in its log."""
@@ -294,7 +298,7 @@ class TestIncidents:
 
         assert (incident.round.kind, incident.missing) == (WAITING, [3])
         shown = article(told)
-        assert "Missing when last heard, at 2026-11-16 09:00:10.000 UTC" in shown
+        assert "Missing when last heard, at 09:00:10.000 UTC" in shown
         assert "rank 3 on node1. No end was seen" in shown
 
     def test_failed_after_warnings(self) -> None:
@@ -314,7 +318,7 @@ class TestIncidents:
         assert (incident.round.kind, incident.missing) == (FAILED, [3])
         assert sorted(len(opinion.reports) for opinion in incident.opinions) == [1, 1]
         shown = article(told)
-        assert "Missing when last heard, at 2026-11-16 09:00:12.000 UTC" in shown
+        assert "Missing when last heard, at 09:00:12.000 UTC" in shown
         assert "rank 3 on node1. Then the store failed" in shown
         assert "DistNetworkError: gone before that: missing 1 of 4" in shown
         assert "nobody knows who was missing" in article([failed])
@@ -375,6 +379,108 @@ class TestStragglers:
         shown = Page(page(found, Tally()))
         assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
         assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
+
+
+class TestHeadline:
+    """What went wrong, said at once."""
+
+    WAITING = names.BARRIER_WAITING
+    FAILED = event(
+        names.BARRIER_FAILED,
+        14,
+        barrier="b/1",
+        world_size=4,
+        waited_seconds=6.0,
+        error_type="gone",
+        error="no server",
+    )
+    LATE = missed(0, 11, 3, name=WAITING, barrier="b/0", waited=2.0)
+    BROKEN = event(
+        names.OPERATION_FAILED,
+        3,
+        2,
+        operation="get",
+        key="k",
+        duration_seconds=1,
+        error_type="timeout",
+        error="late",
+    )
+    ALL = tuple(completed(rank, 12, 3.0 if rank < 3 else 0.0) for rank in range(4))
+
+    @pytest.mark.parametrize(
+        ("told", "said", "more"),
+        [
+            (
+                [missed(0, 10, 1, 3), missed(2, 11, 1, 3)],
+                "Ranks 1 and 3 on node0 and node1 never came to b/1",
+                "2 ranks of 4 gave up after 5 s, the last at 09:00:11.000 UTC.",
+            ),
+            (
+                [missed(0, 10, 3), missed(0, 90, 3, barrier="b/2"), *ALL],
+                "Rank 3 on node1 never came to b/1",
+                (
+                    "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC."
+                    " 1 more barrier did not complete either."
+                ),
+            ),
+            (
+                [missed(0, 10)],
+                "b/1 timed out, and nobody could say who was missing",
+                "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC.",
+            ),
+            (
+                [missed(0, 10, 3, name=WAITING)],
+                "Rank 3 on node1 had not come to b/1 when the logs end",
+                (
+                    "1 rank had waited for up to 5 s when last heard, at 09:00:10.000 UTC."
+                    " No end was seen."
+                ),
+            ),
+            (
+                [missed(0, 10, 2, 3, name=WAITING, waited=2.0), FAILED],
+                "The store failed at b/1 while ranks 2 and 3 on node1 were missing",
+                "gone: no server, at 09:00:14.000 UTC.",
+            ),
+            (
+                [FAILED],
+                "The store failed at b/1",
+                "gone: no server, at 09:00:14.000 UTC.",
+            ),
+            (
+                [BROKEN, *ALL],
+                "Rank 2 on node1 failed: get k",
+                "timeout: late, at 09:00:03.000 UTC.",
+            ),
+            (
+                [LATE, *ALL],
+                (
+                    "The only barrier completed, but rank 3 on node1 kept the others"
+                    " waiting at b/0"
+                ),
+                "For 3 s.",
+            ),
+            (
+                [*ALL, *(each | {"barrier": "b/2"} for each in ALL)],
+                "All 2 barriers completed",
+                "Nothing that was told of failed.",
+            ),
+        ],
+    )
+    def test_said(self, told: list[Event], said: str, more: str) -> None:
+        """The worst of it, and when."""
+        shown = Page(page(analysis_of(told), Tally()))
+
+        assert (shown.texts["headline"], shown.texts["lead"]) == (said, more)
+
+    def test_short(self) -> None:
+        """However many ranks, and whatever a barrier is called."""
+        waited = missed(0, 10, *range(1, 2000, 2), barrier="b" * 500)
+
+        said = headline(analysis_of([waited | {"missing_names": []}])).text
+
+        assert said.startswith("Ranks 1,3,5,")
+        assert ", ... never came to bbb" in said
+        assert len(said) < 200
 
 
 HOSTILE = "</code><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -458,6 +564,15 @@ class TestPage:
             shown = Page(page(analysis_of([told]), Tally()))
 
             assert [row["event"] for row in shown.rows("t-events")] == [told["event"]]
+
+    def test_one_barrier(self) -> None:
+        """Its ranks stand side by side, those that never came as well."""
+        html = page(analysis_of([missed(0, 10, 2, 3), missed(1, 10, 2, 3)]), Tally())
+
+        places = re.findall(r'class="dot" cx="([0-9.]+)"', html)
+        crosses = re.findall(r'class="cross" d="M([0-9.]+)', html)
+        assert len({*places, *crosses}) == 4
+        assert 'id="lateness"' not in html
 
     def test_its_size_is_bounded(self) -> None:
         """Many ranks and barriers make no larger a page."""

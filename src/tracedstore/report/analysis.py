@@ -8,6 +8,7 @@ from statistics import median
 from typing import Final
 
 from tracedstore.coordination.ranges import unfold
+from tracedstore.report import words
 from tracedstore.report.facts import COMPLETED, Facts, Failure, Process, Said
 from tracedstore.report.rounds import Report, Round, rounds_of
 from tracedstore.report.values import NOBODY
@@ -104,6 +105,16 @@ class Analysis:
     def ranks(self) -> list[int]:
         """Every rank that was heard of itself."""
         return sorted(self.facts.heard)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Every job that is known by its name."""
+        return sorted({run_id for run_id, _ in self.facts.barriers if run_id})
+
+    def when(self, moment: float) -> str:
+        """Write a time in UTC, with the day where the logs are of more than one."""
+        days = {words.moment(each)[:10] for each in (self.facts.first, self.facts.last)}
+        return words.moment(moment)[11 if len(days) == 1 else 0 :]
 
     def clock_off(self, host: str) -> float:
         """Tell how far a host's clock is ahead; 0 if it agrees, or is not known."""

@@ -169,6 +169,10 @@ class Facts:
         """Name a rank's host: as itself has it, else as others do, else ""."""
         return self.hosts.get(rank) or self._named.get(rank, "")
 
+    def name(self, rank: int) -> str:
+        """Name a rank as those that missed it do: their decoder may know better."""
+        return self._named.get(rank) or self.hosts.get(rank, "")
+
     @property
     def world_size(self) -> int:
         """How many ranks the job had, by the largest barrier."""

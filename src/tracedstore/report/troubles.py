@@ -8,20 +8,18 @@ from tracedstore.report.facts import (
     FAILED,
     TIMEOUT,
     WAITING,
-    Facts,
     Failure,
     Process,
 )
 from tracedstore.report.tables import MOST_ROWS, code, more, table
 from tracedstore.report.values import NOBODY
-from tracedstore.report.words import duration, moment, number, plural, ranks, safe
+from tracedstore.report.words import duration, number, plural, ranks, safe
 
 _MOST_INCIDENTS = 30
 _MOST_HOSTS = 16
 _MOST_OPINIONS = 8
 _MOST_HEARD = 8
 _ENDINGS = {
-    COMPLETED: "late, but completed",
     WAITING: "no end in the logs",
     TIMEOUT: "timed out",
     FAILED: "failed",
@@ -34,35 +32,78 @@ def incidents(analysis: Analysis) -> Iterator[str]:
     if not found:
         yield '<p class="good">No barrier kept anybody waiting for long.</p>'
         return
-    for incident in found[:_MOST_INCIDENTS]:
+    bad = [each for each in found if each.round.kind != COMPLETED]
+    for incident in bad[:_MOST_INCIDENTS]:
         yield from _incident(analysis, incident)
-    yield more(len(found), _MOST_INCIDENTS, "incident")
+    yield more(len(bad), _MOST_INCIDENTS, "incident")
+    late = found[len(bad) :]
+    if late:
+        yield from _late(analysis, late)
+
+
+def _late(analysis: Analysis, late: Sequence[Incident]) -> Iterator[str]:
+    """Barriers that completed, after somebody had been missed: a line each."""
+    yield '<article class="late"><h3>Late, but completed</h3>'
+    yield table(
+        "late",
+        ["barrier", "came late", "missed by", "ranks", "completed (UTC)", "wait"],
+        [
+            [
+                _barrier(analysis, incident),
+                _places(analysis, incident.came) or "nobody knows who",
+                _by(incident.opinions),
+                number(len(incident.round.reports)),
+                analysis.when(incident.round.end),
+                duration(max(each.waited for each in incident.round.reports)),
+            ]
+            for incident in late[:MOST_ROWS]
+        ],
+        numbers=(3, 5),
+        short=(4,),
+    )
+    yield more(len(late), MOST_ROWS, "barrier") + "</article>"
+
+
+def _barrier(analysis: Analysis, incident: Incident) -> str:
+    barrier = incident.round.barrier
+    several = len(analysis.jobs) > 1 and barrier.run_id
+    job = f" of job {code(barrier.run_id)}" if several else ""
+    return f"{code(barrier.prefix)}{job}"
+
+
+def _by(opinions: Sequence[Opinion]) -> str:
+    who = [
+        report.rank
+        for opinion in opinions
+        for report in opinion.reports
+        if report.rank != NOBODY
+    ]
+    return ranks(who) if who else "a rank without a name"
 
 
 def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
     seen = incident.round
-    kind = ' class="late"' if seen.kind == COMPLETED else ""
-    job = f" of job {code(seen.barrier.run_id)}" if seen.barrier.run_id else ""
     yield (
-        f'<article{kind} data-barrier="{safe(seen.barrier.prefix)}">'
-        f"<h3>{code(seen.barrier.prefix)}{job}: {_ENDINGS[seen.kind]}</h3>"
+        f'<article data-barrier="{safe(seen.barrier.prefix)}">'
+        f"<h3>{_barrier(analysis, incident)}: {_ENDINGS[seen.kind]}</h3>"
     )
     yield f"<p>{_who(analysis, incident)}</p>"
     yield (
-        f'<p class="note">{moment(seen.start)} to'
-        f" {moment(max(each.when for each in seen.reports))} UTC, for"
+        f'<p class="note">{analysis.when(seen.start)} to'
+        f" {analysis.when(max(each.when for each in seen.reports))} UTC, for"
         f" {plural(seen.world_size, 'rank')}. {_agreement(incident)}</p>"
     )
     yield table(
         "opinions",
-        ["said", "by", "ranks", "first", "longest wait"],
-        [_opinion(opinion) for opinion in incident.opinions[:_MOST_OPINIONS]],
+        ["said", "by", "ranks", "first (UTC)", "longest wait"],
+        [_opinion(analysis, each) for each in incident.opinions[:_MOST_OPINIONS]],
         numbers=(2, 4),
+        short=(3,),
     )
     yield more(len(incident.opinions), _MOST_OPINIONS, "opinion")
     if incident.missing:
         heard = "; ".join(
-            f"rank {rank} {_heard(analysis.facts, rank)}"
+            f"rank {rank} {_heard(analysis, rank)}"
             for rank in incident.missing[:_MOST_HEARD]
         )
         yield f'<p class="note">Last word in the logs: {heard}.</p>'
@@ -72,19 +113,10 @@ def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
 def _who(analysis: Analysis, incident: Incident) -> str:
     parts = []
     if incident.missing:
-        hosts: dict[str, list[int]] = {}
-        for rank in incident.missing:
-            hosts.setdefault(analysis.facts.host(rank), []).append(rank)
-        places = [
-            f"{ranks(group)} on {code(host)}" if host else ranks(group)
-            for host, group in list(hosts.items())[:_MOST_HOSTS]
-        ]
-        if len(hosts) > len(places):
-            places.append(f"{plural(len(hosts) - len(places), 'more host')}")
-        parts.append(f"{_missing(incident)}: {', '.join(places)}.")
+        places = _places(analysis, incident.missing)
+        parts.append(f"{_missing(analysis, incident)}: {places}.")
     if incident.came:
-        how = "late" if incident.round.kind == COMPLETED else "after they were missed"
-        parts.append(f"Came {how}: {ranks(incident.came)}.")
+        parts.append(f"Came after they were missed: {ranks(incident.came)}.")
     if not parts and incident.round.kind == FAILED:
         return "The store failed, so nobody knows who was missing."
     if not parts:
@@ -99,11 +131,24 @@ def _who(analysis: Analysis, incident: Incident) -> str:
     return " ".join(parts)
 
 
-def _missing(incident: Incident) -> str:
+def _places(analysis: Analysis, who: Sequence[int]) -> str:
+    hosts: dict[str, list[int]] = {}
+    for rank in who:
+        hosts.setdefault(analysis.facts.name(rank), []).append(rank)
+    places = [
+        f"{ranks(group)} on {code(host)}" if host else ranks(group)
+        for host, group in list(hosts.items())[:_MOST_HOSTS]
+    ]
+    if len(hosts) > len(places):
+        places.append(f"{plural(len(hosts) - len(places), 'more host')}")
+    return ", ".join(places)
+
+
+def _missing(analysis: Analysis, incident: Incident) -> str:
     word = "<b class=bad>Missing</b>"
     if incident.round.kind == TIMEOUT:
         return word
-    return f"{word} when last heard, at {moment(incident.looked)} UTC"
+    return f"{word} when last heard, at {analysis.when(incident.looked)} UTC"
 
 
 def _agreement(incident: Incident) -> str:
@@ -118,25 +163,24 @@ def _agreement(incident: Incident) -> str:
     )
 
 
-def _opinion(opinion: Opinion) -> list[str]:
-    who = [report.rank for report in opinion.reports if report.rank != NOBODY]
+def _opinion(analysis: Analysis, opinion: Opinion) -> list[str]:
     said = safe(opinion.said.text) or "nothing"
     if opinion.warned.text:
         said += f"<br>before that: {safe(opinion.warned.text)}"
     return [
         said,
-        ranks(who) if who else "a rank without a name",
+        _by([opinion]),
         number(len(opinion.reports)),
-        moment(min(report.when for report in opinion.reports)),
+        analysis.when(min(report.when for report in opinion.reports)),
         duration(max(report.waited for report in opinion.reports)),
     ]
 
 
-def _heard(facts: Facts, rank: int) -> str:
-    if rank not in facts.heard:
+def _heard(analysis: Analysis, rank: int) -> str:
+    if rank not in analysis.facts.heard:
         return "none"
-    when, event = facts.heard[rank]
-    return f"{code(event)} at {moment(when)}"
+    when, event = analysis.facts.heard[rank]
+    return f"{code(event)} at {analysis.when(when)}"
 
 
 def failures(analysis: Analysis) -> Iterator[str]:
@@ -150,21 +194,26 @@ def failures(analysis: Analysis) -> Iterator[str]:
     clock = f" (its clock is ahead of most by {duration(off)})" if off else ""
     yield (
         f'<p class="first" id="first-failure"><b>{_process(analysis, process)}</b> at'
-        f" {moment(first.when)} UTC{clock}: {code(first.event)} {code(first.what)}<br>"
-        f"{safe(first.error)}</p>"
+        f" {analysis.when(first.when)} UTC{clock}: {code(first.event)}"
+        f" {code(first.what)}<br>{safe(first.error)}</p>"
     )
+    groups = _grouped(found)
+    who = groups[0][1]
+    if len(groups) == 1 and len(who) > 1:
+        yield f"<p>The same failed in {_processes(analysis, who)}.</p>"
     yield (
         '<p class="note">The first failure of each process, by when the first of them'
         " had it, as their hosts' clocks have it. Only what passed through a store is"
         " known here: an exception elsewhere is in the job's own log.</p>"
     )
-    groups = _grouped(found)
+    if len(groups) == 1:
+        return
     yield table(
         "failures",
         ["when (UTC)", "who", "event", "what", "error"],
         [
             [
-                moment(failure.when),
+                analysis.when(failure.when),
                 _processes(analysis, who),
                 code(failure.event),
                 code(failure.what),
@@ -172,6 +221,7 @@ def failures(analysis: Analysis) -> Iterator[str]:
             ]
             for failure, who in groups[:MOST_ROWS]
         ],
+        short=(0, 2),
     )
     yield more(len(groups), MOST_ROWS, "failure")
 
@@ -194,7 +244,7 @@ def _processes(analysis: Analysis, who: Sequence[Process]) -> str:
     parts = [ranks(named)] if named else []
     if nameless := len(who) - len(named):
         parts.append(f"{number(nameless)} that are no rank")
-    return f"{number(len(who))}: {', '.join(parts)}"
+    return f"{plural(len(who), 'process', 'es')}: {', '.join(parts)}"
 
 
 def _process(analysis: Analysis, process: Process) -> str:
