@@ -77,9 +77,9 @@ class TestBrowser:
         shown = Page(seen.stdout)
         assert shown.texts["n-ranks"] == "16 of 16"
         assert (shown.texts["n-completed"], shown.texts["n-timeouts"]) == ("39", "1")
-        said = "Rank 8 on node1 never came to checkpoint/39"
-        assert shown.texts["headline"] == said
-        assert f"<title>{said} - tracedstore report</title>" in seen.stdout
+        headline = "Rank 8 on node1 never came to checkpoint/39"
+        assert shown.texts["headline"] == headline
+        assert f"<title>{headline} - tracedstore report</title>" in seen.stdout
         assert "script" not in shown.tags
         # Every arrival is a dot: 39 barriers with all, one with all but one.
         assert seen.stdout.count("<circle") == 39 * 16 + 15

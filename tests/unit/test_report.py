@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -170,7 +171,7 @@ class TestReading:
         (deep / "stderr.log").write_text("x")
         (tmp_path / "again.log").symlink_to(deep / "stderr.log")
         (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
-        (tmp_path / "report.html").write_text("x")
+        (tmp_path / "report.html").write_text("<!DOCTYPE html>")
         os.mkfifo(tmp_path / "pipe")
 
         found = files_in(
@@ -432,8 +433,8 @@ class TestHeadline:
                 [missed(0, 10, 3, name=WAITING)],
                 "Rank 3 on node1 had not come to b/1 when the logs end",
                 (
-                    "1 rank had waited for up to 5 s when last heard, at 09:00:10.000 UTC."
-                    " No end was seen."
+                    "1 rank had waited for up to 5 s when last heard, at 09:00:10.000"
+                    " UTC. No end was seen."
                 ),
             ),
             (
@@ -655,11 +656,33 @@ class TestCommand:
         ("arguments", "said"),
         [
             (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
-            (["people.log"], "none of 2 lines in 1 file is an event that can be read"),
-            (["empty"], "none of 0 lines in 0 files is an event that can be read"),
-            (["good.log", "--output", "no/where.html"], "no/where.html cannot be"),
-            (["good.log", "--output", "empty"], "empty cannot be written"),
+            (["people.log"], "none of 2 lines in people.log is an event that can be"),
+            (["people.log", "bin"], "none of 5 lines in 2 files is an event that can"),
+            (["empty"], "no file is in empty: name the ranks' logs, or a folder"),
+            (["none.log"], "none.log: nothing is written there; name the ranks' logs"),
+            (["/dev/null"], "/dev/null: nothing is written there; name the ranks'"),
+            (["/proc/self/mem"], "cannot be read: /proc/self/mem: Input/output error"),
+            (["cut.gz"], "cannot be read: cut.gz: Compressed file ended before"),
+            (["good.log", "x" * 300], f"{'x' * 300} cannot be read: File name too"),
+            (
+                ["good.log", "--output", "no/where.html"],
+                "no/where.html cannot be written: there is no folder no; make it",
+            ),
+            (
+                ["good.log", "--output", "good.log/x.html"],
+                "good.log/x.html cannot be written: there is no folder good.log; make",
+            ),
+            (
+                ["good.log", "--output", "empty"],
+                "empty is a folder: name a file in it, as --output empty/report.html",
+            ),
             (["good.log", "--output", "/dev/full"], "/dev/full cannot be written: No"),
+            (["good.log", "--output", "x" * 300], f"{'x' * 300} cannot be written: F"),
+            (
+                ["people.log", "good.log", "--output", "good.log"],
+                "good.log is one of the logs, and would be written over: name another",
+            ),
+            ([".", "--output", "./good.log"], "good.log is one of the logs, and would"),
         ],
     )
     def test_errors(
@@ -675,12 +698,74 @@ class TestCommand:
         Path("empty").mkdir()
         Path("people.log").write_text("[warning  ] barrier.timeout  rank=3\nloss\n")
         Path("good.log").write_bytes(LINE)
+        Path("none.log").touch()
+        Path("bin").write_bytes(b"\x7fELF\0\n\xff\xfe{\n\0")
+        Path("cut.gz").write_bytes(gzip.compress(b"x" * 999)[:12])
 
         assert main(["report", *arguments]) == 1
 
         errors = capsys.readouterr().err
         assert errors.startswith(f"tracedstore: {said}")
         assert errors.count("\n") == 1
+        assert Path("good.log").read_bytes() == LINE
+
+    def test_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A report among the logs is written anew, also into an empty file."""
+        monkeypatch.chdir(tmp_path)
+        Path("good.log").write_bytes(LINE)
+        Path("report.html").touch()
+
+        for _ in range(2):
+            assert main(["report", "good.log", "report.html"]) == 0
+            assert main(["report", "."]) == 0
+
+        shown = Page(Path("report.html").read_text("utf-8"))
+        assert shown.rows("t-read")[0]["how many"] == "1"
+
+    @pytest.mark.parametrize("twice", [["-", "-"], ["-", "--traces", "-"]])
+    def test_standard_input_twice(
+        self, twice: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It can be read once."""
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", *twice])
+
+        assert "- is given twice" in capsys.readouterr().err
+
+    def test_pipe(self, tmp_path: Path) -> None:
+        """One into which nobody writes is said to be waited for; Ctrl-C ends that."""
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
+        output = ["--output", str(tmp_path / "out.html")]
+        for place, told in ((str(pipe), str(pipe)), ("-", "standard input")):
+            with subprocess.Popen(
+                [*command, place, *output],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as running:
+                assert running.stderr is not None
+                said = running.stderr.readline()
+                running.send_signal(signal.SIGINT)
+                rest = running.communicate(timeout=20)
+
+            assert said.startswith(f"tracedstore: waiting for {told}, in which nothing")
+            assert (running.returncode, rest) == (130, ("", ""))
+
+    def test_pipe_with_a_writer(self, tmp_path: Path) -> None:
+        """As of ``<(zcat old.gz)``: nothing is said, and it is read."""
+        reading, writing = os.pipe()
+        os.write(writing, gzip.compress(LINE))
+        os.close(writing)
+        output = tmp_path / "out.html"
+
+        code = main(["report", f"/dev/fd/{reading}", "--output", str(output)])
+
+        os.close(reading)
+        assert code == 0
+        assert Page(output.read_text("utf-8")).texts["n-ranks"] == "1 of 4"
 
     def test_traces_without_spans(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -717,7 +802,8 @@ class TestCommand:
 
         said = capsys.readouterr().out
         assert "tracedstore report logs/ --output report.html" in said
-        assert "Exit codes: 0 " in said
+        assert "Exit codes: 0 written, 1 there is nothing to read" in said
+        assert "130 Ctrl-C" in said
 
 
 JSON_VALUES = st.recursive(

@@ -4,9 +4,10 @@ import gzip
 import io
 import stat
 import sys
+import threading
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,15 @@ from tracedstore.report.carried import (
 )
 
 STANDARD_INPUT: Final = "-"
+
+# Seconds after which it is said that a pipe is waited for.
+_PATIENCE = 2.0
+# What a page begins with.
+_PAGE = b"<!DOCTYPE html>"
+
+
+class OutputError(Exception):
+    """What should be written is something to be read."""
 
 
 @dataclass(slots=True)
@@ -60,14 +70,15 @@ def files_in(places: Iterable[str], but: Path) -> list[str]:
 
     Args:
         places: Files, folders, or "-".
-        but: A file that is not meant: the report itself.
+        but: A file that is not meant: the report itself, of an earlier time.
+
+    Raises:
+        OutputError: That file is one of those that are meant, and no report.
+        OSError: Something that was named is not there.
     """
     found: dict[tuple[int, int] | str, str] = {}
-    if but.exists():
-        of_report = but.stat()
-        skip = {(of_report.st_dev, of_report.st_ino)}
-    else:
-        skip = set()
+    of_report = but.stat() if but.exists() else None
+    report = (of_report.st_dev, of_report.st_ino) if of_report else None
     for place in places:
         if place == STANDARD_INPUT:
             found[place] = place
@@ -83,16 +94,31 @@ def files_in(places: Iterable[str], but: Path) -> list[str]:
             # A pipe in a folder would be waited for; one that is named is meant.
             if stat.S_ISREG(told.st_mode) or (file == path and not path.is_dir()):
                 identity = told.st_dev, told.st_ino
-                if identity not in skip:
+                if identity != report:
                     found.setdefault(identity, str(file))
+                elif stat.S_ISREG(told.st_mode) and told.st_size and not _is_page(but):
+                    raise OutputError
     return list(found.values())
 
 
-def events_in(files: Iterable[str], tally: Tally) -> Iterator[dict[str, Any]]:
-    """Give every event, and every span of a barrier as the event it stands for."""
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PAGE)) == _PAGE
+
+
+def events_in(
+    files: Iterable[str], tally: Tally, waiting: Callable[[str], None] = lambda _: None
+) -> Iterator[dict[str, Any]]:
+    """Give every event, and every span of a barrier as the event it stands for.
+
+    Args:
+        files: What to read; "-" for standard input.
+        tally: Where it is counted.
+        waiting: Is told of a pipe into which nobody writes.
+    """
     for name in files:
         try:
-            with _opened(name) as file:
+            with _opened(name, waiting) as file:
                 tally.files += 1
                 yield from _events(file, tally)
         except (OSError, EOFError, zlib.error) as error:
@@ -102,16 +128,25 @@ def events_in(files: Iterable[str], tally: Tally) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[IO[bytes]]:
-    source = (
-        io.FileIO(sys.stdin.fileno(), closefd=False)
-        if name == STANDARD_INPUT
-        else io.FileIO(name)
-    )
-    with io.BufferedReader(source) as file:
-        if file.peek(2)[:2] == b"\x1f\x8b":
-            with io.BufferedReader(gzip.GzipFile(fileobj=file)) as unpacked:
-                yield unpacked
+def _opened(name: str, waiting: Callable[[str], None]) -> Iterator[IO[bytes]]:
+    # Nobody may have opened a pipe to write, and who did may have nothing to say.
+    patience = threading.Timer(_PATIENCE, waiting, [name])
+    patience.daemon = True
+    if name == STANDARD_INPUT or not Path(name).is_file():
+        patience.start()
+    with ExitStack() as opened:
+        try:
+            if name == STANDARD_INPUT:
+                source = io.FileIO(sys.stdin.fileno(), closefd=False)
+            else:
+                source = io.FileIO(name)
+            file = opened.enter_context(io.BufferedReader(source))
+            packed = file.peek(2)[:2] == b"\x1f\x8b"
+        finally:
+            patience.cancel()
+        if packed:
+            unpacked = gzip.GzipFile(fileobj=file)
+            yield opened.enter_context(io.BufferedReader(unpacked))
         else:
             yield file
 
