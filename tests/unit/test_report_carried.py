@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -15,6 +17,8 @@ from opentelemetry.trace import StatusCode
 
 from support.otlp import otlp
 from support.told import LINE, Event, completed
+from tracedstore.report.analysis import analysed
+from tracedstore.report.facts import Facts
 from tracedstore.report.reading import Tally, events_in
 from tracedstore.signals import names
 
@@ -278,3 +282,57 @@ class TestOtlp:
 
             assert tally.lines == 1
             assert len(found) == tally.spans <= 3, new
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+SPANS = otlp(made())
+
+
+@st.composite
+def spoiled(draw: st.DrawFn) -> bytes:
+    """A record to which something happened, in some of the wrappings."""
+    record: Any = json.loads(json.dumps(draw(st.sampled_from([EVENT, SPANS]))))
+    for _ in range(draw(st.integers(0, 2))):
+        inside = record
+        while True:
+            keys = sorted(inside) if isinstance(inside, dict) else range(len(inside))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(inside[key], dict | list) and draw(st.integers(0, 5)):
+                inside = inside[key]
+                continue
+            inside[key] = draw(ANYTHING)
+            break
+    text = json.dumps(record)
+    for carrier in draw(st.lists(st.sampled_from(list(CARRIERS.values())), max_size=2)):
+        text = text[: draw(st.none() | st.integers(0, len(text)))]
+        text = carrier(text or "x").rstrip("\n")
+    return text.encode()
+
+
+class TestFuzz:
+    """Whatever happened to it on its way."""
+
+    @given(records=st.lists(spoiled() | st.binary(max_size=50), max_size=6))
+    def test_all_is_counted(
+        self, records: list[bytes], tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """Nothing is raised, and no line is lost."""
+        folder = tmp_path_factory.mktemp("fuzz")
+
+        found, tally = read(folder, b"\n".join(records))
+
+        facts = Facts()
+        for event in found:
+            facts.add(event)
+        assert analysed(facts).facts is facts
+        assert len(found) == tally.events + tally.spans
+        assert len(found) + tally.skipped >= tally.lines
