@@ -322,7 +322,19 @@ class TestIncidents:
         assert "Missing when last heard, at 09:00:12.000 UTC" in shown
         assert "rank 3 on node1. Then the store failed" in shown
         assert "DistNetworkError: gone before that: missing 1 of 4" in shown
+        assert "2 ranks said so, and they agree." in shown
         assert "nobody knows who was missing" in article([failed])
+
+    def test_last_word(self) -> None:
+        """Of those that are missing, by what it was."""
+        early = [completed(2, 3, 1.0), completed(3, 4, 1.0)]
+
+        shown = article([*early, missed(0, 20, 1, 2, 3)])
+
+        assert (
+            "Last word in the logs: rank 1: none; ranks 2-3: barrier.completed at"
+            " 09:00:03.000 to 09:00:04.000." in shown
+        )
 
     def test_later_looks_know_better(self) -> None:
         """Who is not missed any more has come, also if it could not say so itself."""

@@ -11,6 +11,7 @@ from tracedstore.report.words import duration, listed, number, plural, ranks
 _MOST_RANKS = 4
 _MOST_HOSTS = 3
 _LONGEST_NAME = 60
+_LONGEST_ERROR = 160
 
 
 class Headline(NamedTuple):
@@ -74,7 +75,7 @@ def _end(analysis: Analysis, incident: Incident) -> str:
     when = analysis.when(last.when)
     if seen.kind == FAILED:
         first = min(told, key=lambda each: each.when)
-        return f"{first.said.text}, at {analysis.when(first.when)} UTC."
+        return f"{_error(first.said.text)}, at {analysis.when(first.when)} UTC."
     if seen.kind == TIMEOUT:
         return (
             f"{plural(len(told), 'rank')} of {number(seen.world_size)} gave up after"
@@ -91,7 +92,7 @@ def _failed(analysis: Analysis, process: Process, failure: Failure) -> Headline:
     who = f"rank {process.rank}" if process.rank != NOBODY else f"pid {process.pid}"
     on = f" on {_short(host)}" if host else ""
     others = len(analysis.failures) - 1
-    more = f"{failure.error}, at {analysis.when(failure.when)} UTC."
+    more = f"{_error(failure.error)}, at {analysis.when(failure.when)} UTC."
     if others:
         more += f" Something failed in {plural(others, 'more process', 'es')} too."
     return Headline(f"{_capital(who)}{on} failed: {_short(failure.what)}", more)
@@ -115,8 +116,13 @@ def _who(analysis: Analysis, who: Sequence[int]) -> str:
     return f"{said} on {listed(list(map(_short, hosts)))}"
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+def _short(text: str, longest: int = _LONGEST_NAME) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _error(text: str) -> str:
+    # A comma comes after it.
+    return _short(text.strip().rstrip("."), _LONGEST_ERROR)
 
 
 def _capital(text: str) -> str:

@@ -18,7 +18,6 @@ from tracedstore.report.words import duration, number, plural, ranks, safe
 _MOST_INCIDENTS = 30
 _MOST_HOSTS = 16
 _MOST_OPINIONS = 8
-_MOST_HEARD = 8
 _ENDINGS = {
     WAITING: "no end in the logs",
     TIMEOUT: "timed out",
@@ -102,10 +101,7 @@ def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
     )
     yield more(len(incident.opinions), _MOST_OPINIONS, "opinion")
     if incident.missing:
-        heard = "; ".join(
-            f"rank {rank} {_heard(analysis, rank)}"
-            for rank in incident.missing[:_MOST_HEARD]
-        )
+        heard = _heard(analysis, incident.missing)
         yield f'<p class="note">Last word in the logs: {heard}.</p>'
     yield "</article>"
 
@@ -155,7 +151,9 @@ def _agreement(incident: Incident) -> str:
     total = sum(len(each.reports) for each in incident.opinions)
     if total == 1:
         return "One rank said so."
-    if len(incident.opinions) == 1:
+    # Who did not warn before has not said anything else.
+    warned = {each.warned for each in incident.opinions if each.warned.missing}
+    if len({each.said for each in incident.opinions}) == 1 and len(warned) <= 1:
         return f"{number(total)} ranks said so, and they agree."
     return (
         f"{number(total)} ranks said so, and they do not agree:"
@@ -176,11 +174,22 @@ def _opinion(analysis: Analysis, opinion: Opinion) -> list[str]:
     ]
 
 
-def _heard(analysis: Analysis, rank: int) -> str:
-    if rank not in analysis.facts.heard:
-        return "none"
-    when, event = analysis.facts.heard[rank]
-    return f"{code(event)} at {analysis.when(when)}"
+def _heard(analysis: Analysis, missing: Sequence[int]) -> str:
+    """Say what was last heard of ranks, and when."""
+    heard: dict[str, list[int]] = {}
+    for rank in missing:
+        _, event = analysis.facts.heard.get(rank, (0.0, ""))
+        heard.setdefault(event, []).append(rank)
+    said = []
+    for event, who in heard.items():
+        if not event:
+            said.append(f"{ranks(who)}: none")
+            continue
+        times = [analysis.facts.heard[rank][0] for rank in who]
+        first, last = (analysis.when(pick(times)) for pick in (min, max))
+        until = f" to {last}" if last != first else ""
+        said.append(f"{ranks(who)}: {code(event)} at {first}{until}")
+    return "; ".join(said)
 
 
 def failures(analysis: Analysis) -> Iterator[str]:
