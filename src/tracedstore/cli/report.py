@@ -33,7 +33,7 @@ from tracedstore.report.reading import (
     events_in,
     files_in,
 )
-from tracedstore.report.words import plural
+from tracedstore.report.words import number, plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         plural(len(analysis.ranks), "rank"),
         plural(len(analysis.rounds), "barrier"),
         plural(len(analysis.incidents), "incident"),
-        f"{plural(tally.lines, 'line')} read, {tally.skipped} of them skipped",
+        f"{plural(tally.lines, 'line')} read, {number(tally.skipped)} of them skipped",
     ]
     sys.stdout.write(f"{output}: {', '.join(said)}\n")
     if arguments.traces and not tally.spans:
