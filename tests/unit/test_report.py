@@ -325,6 +325,27 @@ class TestIncidents:
         assert "2 ranks said so, and they agree." in shown
         assert "nobody knows who was missing" in article([failed])
 
+    def test_went_on(self) -> None:
+        """Completions are seldom logged: who is at a later barrier was let go."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 10, 3, name=waiting, waited=2.0),
+            missed(1, 11, 3, name=waiting, waited=2.0),
+        ]
+        later = missed(0, 60, 2, name=waiting, barrier="b/2", waited=2.0)
+
+        last, late = analysis_of([*told, later]).incidents
+        found = analysis_of([*told, later | {"pid": 8}]).incidents
+
+        assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
+        assert (late.missing, late.came) == ([], [3])
+        shown = Page(page(analysis_of([*told, later]), Tally()))
+        assert (shown.texts["n-completed"], shown.texts["n-open"]) == ("1", "1")
+        (row,) = shown.rows("t-late")
+        assert (row["barrier"], row["completed (UTC)"]) == ("b/1", "after 09:00:11.000")
+        # Another process of that rank: the job was killed there, and began anew.
+        assert [each.missing for each in found] == [[3], [2]]
+
     def test_last_word(self) -> None:
         """Of those that are missing, by what it was."""
         early = [completed(2, 3, 1.0), completed(3, 4, 1.0)]

@@ -126,7 +126,7 @@ def analysed(facts: Facts) -> Analysis:
     """Answer everything."""
     rounds = rounds_of(facts)
     incidents = [_incident(each) for each in rounds if each.reports]
-    incidents.sort(key=lambda each: (each.round.kind == COMPLETED, each.round.start))
+    incidents.sort(key=lambda each: (each.round.completed, each.round.start))
     failures = sorted(
         facts.first_failures.items(), key=lambda each: (each[1].when, each[0])
     )
@@ -160,7 +160,7 @@ def _incident(seen: Round) -> Incident:
         for rank, when in seen_missing.items()
         if rank not in at_last and when < looked - _CLOCKS_DIFFER
     }
-    done = seen.kind == COMPLETED
+    done = seen.completed
     return Incident(
         round=seen,
         opinions=sorted(opinions.values(), key=lambda each: -len(each.reports)),
@@ -223,4 +223,4 @@ def _clocks(facts: Facts, rounds: Sequence[Round]) -> dict[str, float]:
 
 def outcomes(rounds: Sequence[Round]) -> Counter[int]:
     """Count barriers by how they ended."""
-    return Counter(each.kind for each in rounds)
+    return Counter(COMPLETED if each.completed else each.kind for each in rounds)

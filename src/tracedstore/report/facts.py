@@ -106,6 +106,7 @@ class Visits:
         self.kind = array("b")
         self.last = array("l")
         self.said = array("l")
+        self.pid = array("l")
 
     def __len__(self) -> int:
         return len(self.barrier)
@@ -184,6 +185,7 @@ class Facts:
         waited = values.seconds(event, "waited_seconds")
         last = values.rank(event, "last_rank")
         world_size = values.count(event, "world_size")
+        pid = values.count(event, "pid")
         said = NOTHING if kind == COMPLETED else self._interned(event, kind)
         # A plain tuple finds it, and is made in no time.
         place = self.barriers.get((run_id, prefix))
@@ -198,6 +200,7 @@ class Facts:
         visits.kind.append(kind)
         visits.last.append(last)
         visits.said.append(said)
+        visits.pid.append(pid)
         if kind in {TIMEOUT, FAILED}:
             self._failure(event, when, prefix, self.said[said].text)
 

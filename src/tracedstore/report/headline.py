@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tracedstore.report.analysis import Analysis, Incident
-from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, Failure, Process
+from tracedstore.report.facts import FAILED, TIMEOUT, Failure, Process
 from tracedstore.report.values import NOBODY
 from tracedstore.report.words import duration, listed, number, plural, ranks
 
@@ -25,7 +25,7 @@ class Headline(NamedTuple):
 def headline(analysis: Analysis) -> Headline:
     """Say the most important thing that there is to say."""
     found = analysis.incidents
-    bad = [each for each in found if each.round.kind != COMPLETED]
+    bad = [each for each in found if not each.round.completed]
     if bad:
         return _not_completed(analysis, bad)
     if analysis.failures:
@@ -33,11 +33,15 @@ def headline(analysis: Analysis) -> Headline:
     total = len(analysis.rounds)
     completed = f"{_all(total)} completed" if total else "No barrier is in these logs"
     if found:
-        worst = max(found, key=lambda each: each.round.spread)
+        worst = max(found, key=_longest)
         late = f"{_who(analysis, worst.came)} kept the others waiting at"
         text = f"{completed}, but {late} {_short(worst.round.barrier.prefix)}"
-        return Headline(text, f"For {duration(worst.round.spread)}.", bad=False)
+        return Headline(text, f"For {duration(_longest(worst))}.", bad=False)
     return Headline(completed, "Nothing that was told of failed.", bad=False)
+
+
+def _longest(incident: Incident) -> float:
+    return max(each.waited for each in incident.round.reports)
 
 
 def _all(total: int) -> str:

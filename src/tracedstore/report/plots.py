@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from tracedstore.report.analysis import Analysis, Incident
-from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.report.facts import FAILED, TIMEOUT, WAITING
 from tracedstore.report.rounds import Round
 from tracedstore.report.words import clock_time, duration, ranks, safe
 
@@ -74,7 +74,7 @@ def arrivals(analysis: Analysis) -> str:
             latest = max(range(len(each.late)), key=each.late.__getitem__, default=None)
             if latest is not None:
                 parts += _dots(analysis, each, across, up, [latest])
-    troubled = [each for each in rounds if each.kind != COMPLETED and not alone]
+    troubled = [each for each in rounds if not each.completed and not alone]
     for each in troubled[:_MOST_MARKS]:
         x = across.when(each.end)
         said = f"{each.barrier.prefix} {_ENDINGS[each.kind]} at {clock_time(each.end)}"

@@ -37,6 +37,7 @@ class Visit(NamedTuple):
     kind: int
     last: int
     said: int
+    pid: int
     warned: int = NOTHING
     warned_at: float = 0.0
 
@@ -51,6 +52,7 @@ class Report(NamedTuple):
 
     Attributes:
         rank: Who.
+        pid: Its process; 0 where that is not known.
         when: When it said so.
         waited: How long it had been there.
         kind: How its visit ended.
@@ -60,6 +62,7 @@ class Report(NamedTuple):
     """
 
     rank: int
+    pid: int
     when: float
     waited: float
     kind: int
@@ -89,6 +92,8 @@ class Round:
         last: Who came last; NOBODY where that is not known.
         reports: What was said of it.
         by_clock: Arrivals are compared by the hosts' clocks.
+        went_on: Its end is not told, but who waited at it was at others later: a
+            completion is told at debug level, which logs seldom have.
     """
 
     barrier: Barrier
@@ -102,6 +107,12 @@ class Round:
     last: int
     reports: list[Report]
     by_clock: bool
+    went_on: bool = False
+
+    @property
+    def completed(self) -> bool:
+        """Whether it is known, in one way or the other, that all came."""
+        return self.kind == COMPLETED or self.went_on
 
     @property
     def spread(self) -> float:
@@ -137,20 +148,46 @@ def rounds_of(facts: Facts) -> list[Round]:
                         visits.kind[row],
                         visits.last[row],
                         visits.said[row],
+                        visits.pid[row],
                     )
                     for row in rows
                 ]
             )
         ]
+    _see_who_went_on(facts, [each for each in found if each.kind == WAITING])
     return sorted(found, key=lambda each: each.end)
 
 
+def _see_who_went_on(facts: Facts, no_end: list[Round]) -> None:
+    """Tell a barrier that nobody told the end of from one that had none."""
+    latest = {
+        (seen.barrier.run_id, report.rank, report.pid): 0.0
+        for seen in no_end
+        for report in seen.reports
+    }
+    if not latest:
+        return
+    visits = facts.visits
+    runs = [run_id for run_id, _ in facts.barriers]
+    for row, end in enumerate(visits.end):
+        process = runs[visits.barrier[row]], visits.rank[row], visits.pid[row]
+        if end > latest.get(process, end):
+            latest[process] = end
+    for seen in no_end:
+        seen.went_on = any(
+            report.rank != NOBODY
+            and latest[seen.barrier.run_id, report.rank, report.pid]
+            > report.when + _SAME_VISIT
+            for report in seen.reports
+        )
+
+
 def _visit(
-    rank: int, end: float, waited: float, kind: int, last: int, said: int
+    rank: int, end: float, waited: float, kind: int, last: int, said: int, pid: int
 ) -> Visit:
     if kind == WAITING:
-        return Visit(rank, end, waited, kind, last, said, said, end)
-    return Visit(rank, end, waited, kind, last, said)
+        return Visit(rank, end, waited, kind, last, said, pid, said, end)
+    return Visit(rank, end, waited, kind, last, said, pid)
 
 
 def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
@@ -178,12 +215,15 @@ def _both(one: Visit, other: Visit) -> Visit:
     # What ended it says more than that it was going on.
     final = max(one, other, key=lambda each: (each.kind != WAITING, each.waited))
     warned = max(one, other, key=lambda each: each.warned_at)
+    # A span does not have it.
+    pid = max(one.pid, other.pid)
     final_twice = WAITING not in {one.kind, other.kind}
     return final._replace(
         # Who wrote later was held up in writing, not in the barrier.
         end=min(one.end, other.end) if final_twice else final.end,
         last=max(one.last, other.last),
         said=final.said or one.said or other.said,
+        pid=pid,
         warned=warned.warned,
         warned_at=warned.warned_at,
     )
@@ -248,6 +288,7 @@ def _report(visit: Visit, said: Said, warned: Said) -> Report:
     by_end = bool(said.missing) or not warned.missing
     return Report(
         rank=visit.rank,
+        pid=visit.pid,
         when=visit.end,
         waited=visit.waited,
         kind=visit.kind,

@@ -11,6 +11,7 @@ from tracedstore.report.facts import (
     Failure,
     Process,
 )
+from tracedstore.report.rounds import Round
 from tracedstore.report.tables import MOST_ROWS, code, more, table
 from tracedstore.report.values import NOBODY
 from tracedstore.report.words import duration, number, plural, ranks, safe
@@ -31,7 +32,7 @@ def incidents(analysis: Analysis) -> Iterator[str]:
     if not found:
         yield '<p class="good">No barrier kept anybody waiting for long.</p>'
         return
-    bad = [each for each in found if each.round.kind != COMPLETED]
+    bad = [each for each in found if not each.round.completed]
     for incident in bad[:_MOST_INCIDENTS]:
         yield from _incident(analysis, incident)
     yield more(len(bad), _MOST_INCIDENTS, "incident")
@@ -52,7 +53,7 @@ def _late(analysis: Analysis, late: Sequence[Incident]) -> Iterator[str]:
                 _places(analysis, incident.came) or "nobody knows who",
                 _by(incident.opinions),
                 number(len(incident.round.reports)),
-                analysis.when(incident.round.end),
+                _completion(analysis, incident.round),
                 duration(max(each.waited for each in incident.round.reports)),
             ]
             for incident in late[:MOST_ROWS]
@@ -60,7 +61,18 @@ def _late(analysis: Analysis, late: Sequence[Incident]) -> Iterator[str]:
         numbers=(3, 5),
         short=(4,),
     )
+    if any(incident.round.went_on for incident in late):
+        yield (
+            '<p class="note">After: when that was is not in the logs, but who waited'
+            " was at other barriers later.</p>"
+        )
     yield more(len(late), MOST_ROWS, "barrier") + "</article>"
+
+
+def _completion(analysis: Analysis, seen: Round) -> str:
+    if seen.kind == COMPLETED:
+        return analysis.when(seen.end)
+    return f"after {analysis.when(max(each.when for each in seen.reports))}"
 
 
 def _barrier(analysis: Analysis, incident: Incident) -> str:
