@@ -56,6 +56,25 @@ def has_span(line: bytes) -> bool:
     return _SPAN in line
 
 
+def _is_ours(event: object) -> bool:
+    return type(event) is str and event in _NAMES
+
+
+def bare_event(line: bytes) -> dict[str, Any] | None:
+    """Give the event that a line is, with nothing round it: most are, and this is fast.
+
+    None says nothing: there may be one, or several.
+    """
+    text = line.decode("utf-8", "replace")
+    try:
+        told, end = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if type(told) is dict and _is_ours(told.get("event")) and not text[end:].strip():
+        return told
+    return None
+
+
 class Runtime:
     """Takes off what a container runtime put round lines, and joins their parts."""
 
@@ -128,8 +147,7 @@ class Found:
             if _EVENT_IN_TEXT.search(told) or _SPAN_TEXT in told:
                 self.in_line(told, depth + 1)
         elif isinstance(told, dict):
-            event = told.get("event")
-            if isinstance(event, str) and event in _NAMES:
+            if _is_ours(told.get("event")):
                 self.events.append(told)
             elif "scopeSpans" in told:
                 self.spans += spans_in(told)

@@ -17,6 +17,7 @@ from tracedstore.report.carried import (
     LONGEST_LINE,
     Found,
     Runtime,
+    bare_event,
     has_event,
     has_span,
 )
@@ -155,7 +156,14 @@ def _events(file: IO[bytes], tally: Tally) -> Iterator[dict[str, Any]]:
     spread = _Spread()
     for line in _lines(file, tally):
         tally.lines += 1
-        if has_event(line) or (has_span(line) and b'{"' in line):
+        if has_event(line):
+            if event := bare_event(line):
+                tally.events += 1
+                yield event
+            else:
+                yield from _of_line(line, tally)
+            continue
+        if has_span(line) and b'{"' in line:
             yield from _of_line(line, tally)
             continue
         tally.foreign += 1

@@ -38,6 +38,7 @@ class Visit(NamedTuple):
     last: int
     said: int
     pid: int
+    # Of the last warning that is part of it, unless all that is known is a warning.
     warned: int = NOTHING
     warned_at: float = 0.0
 
@@ -45,6 +46,13 @@ class Visit(NamedTuple):
     def arrival(self) -> float:
         """When it came, by its host's clock."""
         return self.end - self.waited
+
+    @property
+    def warning(self) -> tuple[int, float]:
+        """What it said of it in the last warning, and when."""
+        if self.kind == WAITING:
+            return self.said, self.end
+        return self.warned, self.warned_at
 
 
 class Report(NamedTuple):
@@ -141,7 +149,7 @@ def rounds_of(facts: Facts) -> list[Round]:
             _round(Barrier(*key), facts.world_sizes[place], told, facts.said)
             for told in _apart(
                 [
-                    _visit(
+                    Visit(
                         visits.rank[row],
                         visits.end[row],
                         visits.waited[row],
@@ -182,14 +190,6 @@ def _see_who_went_on(facts: Facts, no_end: list[Round]) -> None:
         )
 
 
-def _visit(
-    rank: int, end: float, waited: float, kind: int, last: int, said: int, pid: int
-) -> Visit:
-    if kind == WAITING:
-        return Visit(rank, end, waited, kind, last, said, pid, said, end)
-    return Visit(rank, end, waited, kind, last, said, pid)
-
-
 def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
     """Tell rounds apart: a new one begins when a rank comes back."""
     latest: dict[int, Visit] = {}
@@ -214,7 +214,7 @@ def _both(one: Visit, other: Visit) -> Visit:
     """Make one of what is told of the same visit twice."""
     # What ended it says more than that it was going on.
     final = max(one, other, key=lambda each: (each.kind != WAITING, each.waited))
-    warned = max(one, other, key=lambda each: each.warned_at)
+    warned, warned_at = max(one.warning, other.warning, key=lambda each: each[1])
     # A span does not have it.
     pid = max(one.pid, other.pid)
     final_twice = WAITING not in {one.kind, other.kind}
@@ -224,8 +224,8 @@ def _both(one: Visit, other: Visit) -> Visit:
         last=max(one.last, other.last),
         said=final.said or one.said or other.said,
         pid=pid,
-        warned=warned.warned,
-        warned_at=warned.warned_at,
+        warned=warned,
+        warned_at=warned_at,
     )
 
 
