@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tracedstore
-from integration.harness import in_threads, results
+from integration.children.fleet import connect
+from integration.conftest import StartChild
+from integration.fleets import Fleet, Meeting
+from integration.harness import in_threads, results, wait_until
+from support.otlp import otlp
 from support.pages import Page, browse, console
 from support.tools import ROOT
 from tracedstore.cli.main import main
@@ -71,10 +77,13 @@ class TestBrowser:
         shown = Page(seen.stdout)
         assert shown.texts["n-ranks"] == "16 of 16"
         assert (shown.texts["n-completed"], shown.texts["n-timeouts"]) == ("39", "1")
-        assert "<title>tracedstore report</title>" in seen.stdout
+        headline = "Rank 8 on node1 never came to checkpoint/39"
+        assert shown.texts["headline"] == headline
+        assert f"<title>{headline} - tracedstore report</title>" in seen.stdout
         assert "script" not in shown.tags
         # Every arrival is a dot: 39 barriers with all, one with all but one.
         assert seen.stdout.count("<circle") == 39 * 16 + 15
+        assert seen.stdout.count('class="cross"') == 1
         never, late = shown.rows("t-stragglers")
         assert (never["rank"], never["missing at"]) == ("8", "1")
         cost = sum(sorted(waited)[7] / 2 + sorted(waited)[8] / 2 for waited in waits)
@@ -109,7 +118,7 @@ class TestBrowser:
 class TestRealBarriers:
     """Logs and spans as real barriers write them."""
 
-    @pytest.mark.parametrize("given", ["logs", "spans", "both"])
+    @pytest.mark.parametrize("given", ["logs", "spans", "otlp", "both"])
     def test_report(
         self, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -121,6 +130,8 @@ class TestRealBarriers:
         job: dict[str, Any] = {}
         # As the documentation has it.
         exec("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), job)
+        collected = InMemorySpanExporter()
+        job["provider"].add_span_processor(SimpleSpanProcessor(collected))
         store = tracedstore.wrap(dist.HashStore())
 
         def rank(number: int) -> str:
@@ -137,11 +148,14 @@ class TestRealBarriers:
         job["log"].close()
         job["traces"].close()
         assert ended == ["timeout", "away", "timeout"]
+        spans = collected.get_finished_spans()
+        Path("logs/otlp.jsonl").write_text(json.dumps(otlp(spans)) + "\n")
         output = tmp_path / "report.html"
         arguments = {
             "logs": ["logs/rank0.log"],
             "spans": ["logs/rank0.spans"],
-            "both": ["logs/rank0.log", "--traces", "logs/rank0.spans"],
+            "otlp": ["logs/otlp.jsonl"],
+            "both": ["logs", "--traces", "logs/rank0.spans"],
         }[given]
 
         assert main(["report", *arguments, "--output", str(output)]) == 0
@@ -156,6 +170,50 @@ class TestRealBarriers:
         # Who came last to the first barrier, chance decides.
         assert (late[0]["rank"], late[0]["missing at"]) == ("1", "1")
         assert sum(int(row["last at"]) for row in late) == 1
+        if given == "otlp":
+            spans_page = tmp_path / "spans.html"
+            main(["report", "logs/rank0.spans", "--output", str(spans_page)])
+            as_spans = Page(spans_page.read_text("utf-8"))
+            del shown.tables["t-read"], as_spans.tables["t-read"]
+            assert shown.tables == as_spans.tables
+
+
+@pytest.mark.processes
+class TestKilled:
+    """Nobody got as far as a timeout."""
+
+    @pytest.mark.parametrize("killed", ["server", "ranks"])
+    def test_report(self, tmp_path: Path, start_child: StartChild, killed: str) -> None:
+        """Who was missing is known from what the ranks said while they waited."""
+        server = start_child("tcp_server")
+        where = str(server.next_report()["port"])
+        child = start_child("fleet", "tcp", where)
+        meeting = Meeting(Fleet(child, connect("tcp", where)), "tcp")
+        meeting.start(0, 1, world_size=3, timeout=50.0, warn_after=0.2)
+        wait_until(lambda: len(meeting.events("barrier.waiting")) > 1)
+
+        if killed == "server":
+            server.kill()
+            meeting.results(0, 1)
+        else:
+            child.kill()
+
+        log, output = tmp_path / "ranks.log", tmp_path / "report.html"
+        log.write_text(child.errors())
+        assert main(["report", str(log), "--output", str(output)]) == 0
+        html = output.read_text("utf-8")
+        shown = Page(html)
+        said = " ".join(row["said"] for row in shown.rows("t-opinions"))
+        assert "missing 1 of 3: " in said
+        assert "when last heard, at " in html
+        assert [row["rank"] for row in shown.rows("t-stragglers")] == ["2"]
+        if killed == "server":
+            assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("1", "0")
+            assert "DistNetworkError: " in said
+            assert "Then the store failed" in html
+        else:
+            assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("0", "1")
+            assert "No end was seen" in html
 
 
 class TestSize:

@@ -4,114 +4,27 @@ import gzip
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.pages import Page
+from support.told import LINE, Event, completed, event, lines, missed, span_of
 from tracedstore.cli.main import main
 from tracedstore.report.analysis import Analysis, analysed
-from tracedstore.report.facts import COMPLETED, TIMEOUT, WAITING, Facts
+from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
+from tracedstore.report.headline import headline
 from tracedstore.report.page import page
 from tracedstore.report.reading import Tally, events_in, files_in
 from tracedstore.report.words import duration, ranks
 from tracedstore.signals import names
-
-Event = dict[str, Any]
-
-
-def at(second: float) -> str:
-    """A time on the day of the job."""
-    whole, part = divmod(second, 1)
-    minutes, seconds = divmod(int(whole), 60)
-    return f"2026-11-16T09:{minutes:02}:{seconds:02}.{round(part * 1e6):06}Z"
-
-
-def event(name: str, second: float, rank: int | None = 0, **fields: Any) -> Event:
-    """An event as a rank writes it; four ranks are on two hosts."""
-    who = {} if rank is None else {"rank": rank, "host": f"node{rank // 2}"}
-    return {"timestamp": at(second), "event": name, "pid": 7, **who, **fields}
-
-
-def completed(
-    rank: int, end: float, waited: float, barrier: str = "b/0", last: int | None = 3
-) -> Event:
-    """A rank got through."""
-    return event(
-        names.BARRIER_COMPLETED,
-        end,
-        rank,
-        barrier=barrier,
-        world_size=4,
-        waited_seconds=waited,
-        last_rank=last,
-        place=1,
-    )
-
-
-def missed(
-    rank: int,
-    end: float,
-    *missing: int,
-    name: str = names.BARRIER_TIMEOUT,
-    barrier: str = "b/1",
-    waited: float = 5.0,
-) -> Event:
-    """A rank that others were missed by."""
-    return event(
-        name,
-        end,
-        rank,
-        barrier=barrier,
-        world_size=4,
-        waited_seconds=waited,
-        timeout_seconds=5.0,
-        arrived_count=4 - len(missing),
-        missing_ranks=list(missing),
-        missing_names=[f"node{each // 2}" for each in missing],
-        missing=f"missing {len(missing)} of 4: {missing}",
-        possibly_missing_ranks=[],
-        unidentified_count=0,
-    )
-
-
-def span_of(told: Event, late: float = 0.0003) -> Event:
-    """The span of the same visit, which ended a little before its line was written."""
-    from datetime import datetime, timedelta
-
-    end = datetime.fromisoformat(told["timestamp"]) - timedelta(seconds=late)
-    start = end - timedelta(seconds=told["waited_seconds"])
-    result = "completed" if told["event"] == names.BARRIER_COMPLETED else "timeout"
-    attributes = {
-        names.HOST_NAME: told["host"],
-        names.BARRIER_PREFIX: told["barrier"],
-        names.WORLD_SIZE: told["world_size"],
-        names.RANK: told["rank"],
-        names.BARRIER_RESULT: result,
-    }
-    if result == "completed":
-        attributes[names.BARRIER_LAST_RANK] = told["last_rank"]
-    else:
-        attributes[names.BARRIER_MISSING_RANKS] = told["missing_ranks"]
-        attributes[names.BARRIER_MISSING_TEXT] = told["missing"]
-    return {
-        "name": "barrier b/*",
-        "start_time": start.isoformat().replace("+00:00", "Z"),
-        "end_time": end.isoformat().replace("+00:00", "Z"),
-        "status": {"status_code": "UNSET"},
-        "attributes": attributes,
-    }
-
-
-def lines(told: Sequence[Event]) -> str:
-    """Events as lines."""
-    return "".join(json.dumps(each) + "\n" for each in told)
 
 
 def analysis_of(told: Sequence[Event]) -> Analysis:
@@ -136,7 +49,6 @@ def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], Tally]]:
 
 
 Reader = Callable[[bytes], tuple[list[Event], Tally]]
-LINE = json.dumps(completed(0, 1.0, 0.5)).encode()
 
 
 class TestReading:
@@ -230,7 +142,7 @@ class TestReading:
 
     def test_long_lines(self, read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
         """A line without end is not kept in memory."""
-        monkeypatch.setattr("tracedstore.report.reading._LONGEST_LINE", 1000)
+        monkeypatch.setattr("tracedstore.report.reading.LONGEST_LINE", 1000)
 
         found, tally = read(b"x" * 5000 + LINE + b"\n" + LINE + b"\n")
 
@@ -259,7 +171,7 @@ class TestReading:
         (deep / "stderr.log").write_text("x")
         (tmp_path / "again.log").symlink_to(deep / "stderr.log")
         (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
-        (tmp_path / "report.html").write_text("x")
+        (tmp_path / "report.html").write_text("<!DOCTYPE html>")
         os.mkfifo(tmp_path / "pipe")
 
         found = files_in(
@@ -330,6 +242,14 @@ class TestRounds:
         assert analysis_of(told[:3]).rounds[0].last == -1
 
 
+def article(told: Sequence[Event]) -> str:
+    """What the page says of the only incident."""
+    html = page(analysis_of(told), Tally())
+    found = re.search(r"<article.*?</article>", html, re.DOTALL)
+    assert found
+    return re.sub(r"<[^>]*>", " ", found[0]).replace("  ", " ").replace(" .", ".")
+
+
 class TestIncidents:
     """Who was missing."""
 
@@ -367,6 +287,9 @@ class TestIncidents:
         assert bad.round.kind == TIMEOUT
         assert (late.round.kind, late.missing, late.came) == (COMPLETED, [], [3])
         assert [report.waited for report in late.opinions[0].reports] == [5.0]
+        (row,) = Page(page(analysis_of(told), Tally())).rows("t-late")
+        assert (row["barrier"], row["came late"]) == ("b/0", "rank 3 on node1")
+        assert (row["missed by"], row["wait"]) == ("rank 0", "5 s")
 
     def test_killed(self) -> None:
         """A job that was killed while it waited has no end in its log."""
@@ -375,6 +298,76 @@ class TestIncidents:
         (incident,) = analysis_of(told).incidents
 
         assert (incident.round.kind, incident.missing) == (WAITING, [3])
+        shown = article(told)
+        assert "Missing when last heard, at 09:00:10.000 UTC" in shown
+        assert "rank 3 on node1. No end was seen" in shown
+
+    def test_failed_after_warnings(self) -> None:
+        """The error, and who had been missing before it."""
+        waiting = names.BARRIER_WAITING
+        failed = missed(0, 14, name=names.BARRIER_FAILED, waited=6.0)
+        failed |= {"error_type": "torch.distributed.DistNetworkError", "error": "gone"}
+        told = [
+            missed(0, 10, 2, 3, name=waiting, waited=2.0),
+            missed(0, 12, 3, name=waiting, waited=4.0),
+            failed,
+            failed | {"rank": 1},
+        ]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.round.kind, incident.missing) == (FAILED, [3])
+        assert sorted(len(opinion.reports) for opinion in incident.opinions) == [1, 1]
+        shown = article(told)
+        assert "Missing when last heard, at 09:00:12.000 UTC" in shown
+        assert "rank 3 on node1. Then the store failed" in shown
+        assert "DistNetworkError: gone before that: missing 1 of 4" in shown
+        assert "2 ranks said so, and they agree." in shown
+        assert "nobody knows who was missing" in article([failed])
+
+    def test_went_on(self) -> None:
+        """Completions are seldom logged: who is at a later barrier was let go."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 10, 3, name=waiting, waited=2.0),
+            missed(1, 11, 3, name=waiting, waited=2.0),
+        ]
+        later = missed(0, 60, 2, name=waiting, barrier="b/2", waited=2.0)
+
+        last, late = analysis_of([*told, later]).incidents
+        found = analysis_of([*told, later | {"pid": 8}]).incidents
+
+        assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
+        assert (late.missing, late.came) == ([], [3])
+        shown = Page(page(analysis_of([*told, later]), Tally()))
+        assert (shown.texts["n-completed"], shown.texts["n-open"]) == ("1", "1")
+        (row,) = shown.rows("t-late")
+        assert (row["barrier"], row["completed (UTC)"]) == ("b/1", "after 09:00:11.000")
+        # Another process of that rank: the job was killed there, and began anew.
+        assert [each.missing for each in found] == [[3], [2]]
+
+    def test_last_word(self) -> None:
+        """Of those that are missing, by what it was."""
+        early = [completed(2, 3, 1.0), completed(3, 4, 1.0)]
+
+        shown = article([*early, missed(0, 20, 1, 2, 3)])
+
+        assert (
+            "Last word in the logs: rank 1: none; ranks 2-3: barrier.completed at"
+            " 09:00:03.000 to 09:00:04.000." in shown
+        )
+
+    def test_later_looks_know_better(self) -> None:
+        """Who is not missed any more has come, also if it could not say so itself."""
+        waiting = names.BARRIER_WAITING
+        first = missed(1, 10, 2, 3, name=waiting, waited=2.0)
+
+        for when, came in ((10.5, []), (12.0, [2])):
+            told = [first, missed(0, when, 3, name=waiting, waited=4.0)]
+            (incident,) = analysis_of(told).incidents
+
+            assert incident.missing == ([3] if came else [2, 3])
+            assert incident.came == came
 
 
 class TestStragglers:
@@ -420,6 +413,108 @@ class TestStragglers:
         shown = Page(page(found, Tally()))
         assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
         assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
+
+
+class TestHeadline:
+    """What went wrong, said at once."""
+
+    WAITING = names.BARRIER_WAITING
+    FAILED = event(
+        names.BARRIER_FAILED,
+        14,
+        barrier="b/1",
+        world_size=4,
+        waited_seconds=6.0,
+        error_type="gone",
+        error="no server",
+    )
+    LATE = missed(0, 11, 3, name=WAITING, barrier="b/0", waited=2.0)
+    BROKEN = event(
+        names.OPERATION_FAILED,
+        3,
+        2,
+        operation="get",
+        key="k",
+        duration_seconds=1,
+        error_type="timeout",
+        error="late",
+    )
+    ALL = tuple(completed(rank, 12, 3.0 if rank < 3 else 0.0) for rank in range(4))
+
+    @pytest.mark.parametrize(
+        ("told", "said", "more"),
+        [
+            (
+                [missed(0, 10, 1, 3), missed(2, 11, 1, 3)],
+                "Ranks 1 and 3 on node0 and node1 never came to b/1",
+                "2 ranks of 4 gave up after 5 s, the last at 09:00:11.000 UTC.",
+            ),
+            (
+                [missed(0, 10, 3), missed(0, 90, 3, barrier="b/2"), *ALL],
+                "Rank 3 on node1 never came to b/1",
+                (
+                    "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC."
+                    " 1 more barrier did not complete either."
+                ),
+            ),
+            (
+                [missed(0, 10)],
+                "b/1 timed out, and nobody could say who was missing",
+                "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC.",
+            ),
+            (
+                [missed(0, 10, 3, name=WAITING)],
+                "Rank 3 on node1 had not come to b/1 when the logs end",
+                (
+                    "1 rank had waited for up to 5 s when last heard, at 09:00:10.000"
+                    " UTC. No end was seen."
+                ),
+            ),
+            (
+                [missed(0, 10, 2, 3, name=WAITING, waited=2.0), FAILED],
+                "The store failed at b/1 while ranks 2 and 3 on node1 were missing",
+                "gone: no server, at 09:00:14.000 UTC.",
+            ),
+            (
+                [FAILED],
+                "The store failed at b/1",
+                "gone: no server, at 09:00:14.000 UTC.",
+            ),
+            (
+                [BROKEN, *ALL],
+                "Rank 2 on node1 failed: get k",
+                "timeout: late, at 09:00:03.000 UTC.",
+            ),
+            (
+                [LATE, *ALL],
+                (
+                    "The only barrier completed, but rank 3 on node1 kept the others"
+                    " waiting at b/0"
+                ),
+                "For 3 s.",
+            ),
+            (
+                [*ALL, *(each | {"barrier": "b/2"} for each in ALL)],
+                "All 2 barriers completed",
+                "Nothing that was told of failed.",
+            ),
+        ],
+    )
+    def test_said(self, told: list[Event], said: str, more: str) -> None:
+        """The worst of it, and when."""
+        shown = Page(page(analysis_of(told), Tally()))
+
+        assert (shown.texts["headline"], shown.texts["lead"]) == (said, more)
+
+    def test_short(self) -> None:
+        """However many ranks, and whatever a barrier is called."""
+        waited = missed(0, 10, *range(1, 2000, 2), barrier="b" * 500)
+
+        said = headline(analysis_of([waited | {"missing_names": []}])).text
+
+        assert said.startswith("Ranks 1,3,5,")
+        assert ", ... never came to bbb" in said
+        assert len(said) < 200
 
 
 HOSTILE = "</code><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -504,6 +599,15 @@ class TestPage:
 
             assert [row["event"] for row in shown.rows("t-events")] == [told["event"]]
 
+    def test_one_barrier(self) -> None:
+        """Its ranks stand side by side, those that never came as well."""
+        html = page(analysis_of([missed(0, 10, 2, 3), missed(1, 10, 2, 3)]), Tally())
+
+        places = re.findall(r'class="dot" cx="([0-9.]+)"', html)
+        crosses = re.findall(r'class="cross" d="M([0-9.]+)', html)
+        assert len({*places, *crosses}) == 4
+        assert 'id="lateness"' not in html
+
     def test_its_size_is_bounded(self) -> None:
         """Many ranks and barriers make no larger a page."""
         told = [
@@ -585,11 +689,33 @@ class TestCommand:
         ("arguments", "said"),
         [
             (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
-            (["people.log"], "none of 2 lines in 1 file is an event that can be read"),
-            (["empty"], "none of 0 lines in 0 files is an event that can be read"),
-            (["good.log", "--output", "no/where.html"], "no/where.html cannot be"),
-            (["good.log", "--output", "empty"], "empty cannot be written"),
+            (["people.log"], "none of 2 lines in people.log is an event that can be"),
+            (["people.log", "bin"], "none of 5 lines in 2 files is an event that can"),
+            (["empty"], "no file is in empty: name the ranks' logs, or a folder"),
+            (["none.log"], "none.log: nothing is written there; name the ranks' logs"),
+            (["/dev/null"], "/dev/null: nothing is written there; name the ranks'"),
+            (["/proc/self/mem"], "cannot be read: /proc/self/mem: Input/output error"),
+            (["cut.gz"], "cannot be read: cut.gz: Compressed file ended before"),
+            (["good.log", "x" * 300], f"{'x' * 300} cannot be read: File name too"),
+            (
+                ["good.log", "--output", "no/where.html"],
+                "no/where.html cannot be written: there is no folder no; make it",
+            ),
+            (
+                ["good.log", "--output", "good.log/x.html"],
+                "good.log/x.html cannot be written: there is no folder good.log; make",
+            ),
+            (
+                ["good.log", "--output", "empty"],
+                "empty is a folder: name a file in it, as --output empty/report.html",
+            ),
             (["good.log", "--output", "/dev/full"], "/dev/full cannot be written: No"),
+            (["good.log", "--output", "x" * 300], f"{'x' * 300} cannot be written: F"),
+            (
+                ["people.log", "good.log", "--output", "good.log"],
+                "good.log is one of the logs, and would be written over: name another",
+            ),
+            ([".", "--output", "./good.log"], "good.log is one of the logs, and would"),
         ],
     )
     def test_errors(
@@ -605,12 +731,74 @@ class TestCommand:
         Path("empty").mkdir()
         Path("people.log").write_text("[warning  ] barrier.timeout  rank=3\nloss\n")
         Path("good.log").write_bytes(LINE)
+        Path("none.log").touch()
+        Path("bin").write_bytes(b"\x7fELF\0\n\xff\xfe{\n\0")
+        Path("cut.gz").write_bytes(gzip.compress(b"x" * 999)[:12])
 
         assert main(["report", *arguments]) == 1
 
         errors = capsys.readouterr().err
         assert errors.startswith(f"tracedstore: {said}")
         assert errors.count("\n") == 1
+        assert Path("good.log").read_bytes() == LINE
+
+    def test_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A report among the logs is written anew, also into an empty file."""
+        monkeypatch.chdir(tmp_path)
+        Path("good.log").write_bytes(LINE)
+        Path("report.html").touch()
+
+        for _ in range(2):
+            assert main(["report", "good.log", "report.html"]) == 0
+            assert main(["report", "."]) == 0
+
+        shown = Page(Path("report.html").read_text("utf-8"))
+        assert shown.rows("t-read")[0]["how many"] == "1"
+
+    @pytest.mark.parametrize("twice", [["-", "-"], ["-", "--traces", "-"]])
+    def test_standard_input_twice(
+        self, twice: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It can be read once."""
+        with pytest.raises(SystemExit, match="64"):
+            main(["report", *twice])
+
+        assert "- is given twice" in capsys.readouterr().err
+
+    def test_pipe(self, tmp_path: Path) -> None:
+        """One into which nobody writes is said to be waited for; Ctrl-C ends that."""
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
+        output = ["--output", str(tmp_path / "out.html")]
+        for place, told in ((str(pipe), str(pipe)), ("-", "standard input")):
+            with subprocess.Popen(
+                [*command, place, *output],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as running:
+                assert running.stderr is not None
+                said = running.stderr.readline()
+                running.send_signal(signal.SIGINT)
+                rest = running.communicate(timeout=20)
+
+            assert said.startswith(f"tracedstore: waiting for {told}, in which nothing")
+            assert (running.returncode, rest) == (130, ("", ""))
+
+    def test_pipe_with_a_writer(self, tmp_path: Path) -> None:
+        """As of ``<(zcat old.gz)``: nothing is said, and it is read."""
+        reading, writing = os.pipe()
+        os.write(writing, gzip.compress(LINE))
+        os.close(writing)
+        output = tmp_path / "out.html"
+
+        code = main(["report", f"/dev/fd/{reading}", "--output", str(output)])
+
+        os.close(reading)
+        assert code == 0
+        assert Page(output.read_text("utf-8")).texts["n-ranks"] == "1 of 4"
 
     def test_traces_without_spans(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -647,7 +835,8 @@ class TestCommand:
 
         said = capsys.readouterr().out
         assert "tracedstore report logs/ --output report.html" in said
-        assert "Exit codes: 0 " in said
+        assert "Exit codes: 0 written, 1 there is nothing to read" in said
+        assert "130 Ctrl-C" in said
 
 
 JSON_VALUES = st.recursive(

@@ -3,18 +3,19 @@
 Reads the JSON lines that tracedstore logs, out of files with anything else in them,
 after the job is dead. The page is one HTML file that loads nothing.
 
-LOG is a file, plain or gzip, a folder with all files below it, or - for standard
-input. Times of barriers that completed are there where the application has configured
-structlog; or give their spans, as OpenTelemetry's ConsoleSpanExporter writes them,
-with --traces.
+LOG is a file, plain or gzip, a folder with all files below it, a pipe, or - for
+standard input. Lines may be as they were printed, or as torchrun, Docker, Kubernetes,
+Loki or journald wraps them. Times of barriers that completed are there where the
+application has configured structlog; or give their spans with --traces, in JSON as
+OpenTelemetry's ConsoleSpanExporter or a collector's file exporter (OTLP) writes them.
 
 Examples:
   tracedstore report logs/ --output report.html
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 written, 1 nothing to read or cannot be written, 64 the command line makes
-no sense, 130 Ctrl-C
+Exit codes: 0 written, 1 there is nothing to read or the page cannot be written, 64 the
+command line makes no sense, 130 Ctrl-C
 """
 
 import argparse
@@ -25,12 +26,19 @@ from tracedstore.cli.errors import CommandError
 from tracedstore.report.analysis import analysed
 from tracedstore.report.facts import Facts
 from tracedstore.report.page import page
-from tracedstore.report.reading import Tally, events_in, files_in
-from tracedstore.report.words import plural
+from tracedstore.report.reading import (
+    STANDARD_INPUT,
+    OutputError,
+    Tally,
+    events_in,
+    files_in,
+)
+from tracedstore.report.words import number, plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what it takes."""
+    parser.set_defaults(refuse=parser.error)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="file, folder, or -")
     parser.add_argument(
         "--traces",
@@ -51,9 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read everything, and write the page."""
     output: Path = arguments.output
-    if output.is_dir() or not output.parent.is_dir():
-        raise CommandError(f"{output} cannot be written: name a file in a folder")
-    facts, tally = _read([*arguments.logs, *arguments.traces], output)
+    places = [*arguments.logs, *arguments.traces]
+    if places.count(STANDARD_INPUT) > 1:
+        arguments.refuse(
+            "- is given twice: standard input can be read once, as logs or as traces"
+        )
+    _check(output)
+    facts, tally = _read(places, output)
     analysis = analysed(facts)
     try:
         # A key may have halves of surrogates in it, which no encoding has.
@@ -64,17 +76,34 @@ def run(arguments: argparse.Namespace) -> int:
         plural(len(analysis.ranks), "rank"),
         plural(len(analysis.rounds), "barrier"),
         plural(len(analysis.incidents), "incident"),
-        f"{plural(tally.lines, 'line')} read, {tally.skipped} of them skipped",
+        f"{plural(tally.lines, 'line')} read, {number(tally.skipped)} of them skipped",
     ]
     sys.stdout.write(f"{output}: {', '.join(said)}\n")
     if arguments.traces and not tally.spans:
         sys.stderr.write(
             "tracedstore: no span of a barrier could be read: --traces takes them as"
-            " JSON, as ConsoleSpanExporter writes them\n"
+            " JSON, as ConsoleSpanExporter or a collector's file exporter writes them\n"
         )
     for damaged in tally.damaged[:10]:
         sys.stderr.write(f"tracedstore: not read to its end: {damaged}\n")
     return 0
+
+
+def _check(output: Path) -> None:
+    """Complain before hours of logs are read."""
+    try:
+        if output.is_dir():
+            raise CommandError(
+                f"{output} is a folder: name a file in it, as --output"
+                f" {output / 'report.html'}"
+            )
+        if not output.parent.is_dir():
+            raise CommandError(
+                f"{output} cannot be written: there is no folder {output.parent}; make"
+                " it, or name another --output"
+            )
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
 def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
@@ -85,15 +114,39 @@ def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
         raise CommandError(
             f"{error.filename} cannot be read: {error.strerror}"
         ) from None
-    for event in events_in(found, tally):
+    except OutputError:
+        raise CommandError(
+            f"{output} is one of the logs, and would be written over: name another"
+            " --output"
+        ) from None
+    if not found:
+        raise CommandError(
+            f"no file is in {' or '.join(places)}: name the ranks' logs, or a folder"
+            " that has them"
+        )
+    for event in events_in(found, tally, _tell_of_waiting):
         if not facts.add(event):
             tally.unfit += 1
     if not facts.events:
-        why = f"; {tally.damaged[0]}" if tally.damaged else ""
-        raise CommandError(
-            f"none of {plural(tally.lines, 'line')} in"
-            f" {plural(tally.files, 'file')} is an event that can be read{why}: logs"
-            " have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not those for"
-            " people"
-        )
+        raise CommandError(_nothing(found, tally))
     return facts, tally
+
+
+def _nothing(found: list[str], tally: Tally) -> str:
+    if tally.damaged and not tally.lines:
+        return f"cannot be read: {tally.damaged[0]}"
+    where = found[0] if len(found) == 1 else plural(len(found), "file")
+    if not tally.lines:
+        return f"{where}: nothing is written there; name the ranks' logs"
+    why = f"; {tally.damaged[0]}" if tally.damaged else ""
+    return (
+        f"none of {plural(tally.lines, 'line')} in {where} is an event that can be"
+        f" read{why}: logs have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not"
+        " those for people"
+    )
+
+
+def _tell_of_waiting(name: str) -> None:
+    shown = "standard input" if name == STANDARD_INPUT else name
+    sys.stderr.write(f"tracedstore: waiting for {shown}, in which nothing is yet\n")
+    sys.stderr.flush()

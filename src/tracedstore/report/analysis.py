@@ -8,12 +8,15 @@ from statistics import median
 from typing import Final
 
 from tracedstore.coordination.ranges import unfold
+from tracedstore.report import words
 from tracedstore.report.facts import COMPLETED, Facts, Failure, Process, Said
 from tracedstore.report.rounds import Report, Round, rounds_of
 from tracedstore.report.values import NOBODY
 
 # Seconds; below, a difference is how long the store took to let a rank go.
 CLOCK_AGREES: Final = 0.05
+# Seconds by which a look has to be later than another one to know better.
+_CLOCKS_DIFFER = 1.0
 # Rounds that a clock has to be seen in before it is judged.
 _FEWEST_ROUNDS = 3
 
@@ -46,9 +49,16 @@ class Straggler:
 
 @dataclass(slots=True)
 class Opinion:
-    """What some ranks said of an incident, all of them the same."""
+    """What some ranks said of an incident, all of them the same.
+
+    Attributes:
+        said: Of its end.
+        warned: Before, where that names nobody.
+        reports: Who said it, and when.
+    """
 
     said: Said
+    warned: Said
     reports: list[Report] = field(default_factory=list)
 
 
@@ -61,12 +71,14 @@ class Incident:
         opinions: What was said, by how many said it.
         missing: Ranks that somebody missed and that did not come.
         came: Ranks that somebody missed and that came after all.
+        looked: When somebody last looked who is missing; 0 if nobody could.
     """
 
     round: Round
     opinions: list[Opinion]
     missing: list[int]
     came: list[int]
+    looked: float
 
 
 @dataclass(slots=True)
@@ -94,6 +106,16 @@ class Analysis:
         """Every rank that was heard of itself."""
         return sorted(self.facts.heard)
 
+    @property
+    def jobs(self) -> list[str]:
+        """Every job that is known by its name."""
+        return sorted({run_id for run_id, _ in self.facts.barriers if run_id})
+
+    def when(self, moment: float) -> str:
+        """Write a time in UTC, with the day where the logs are of more than one."""
+        days = {words.moment(each)[:10] for each in (self.facts.first, self.facts.last)}
+        return words.moment(moment)[11 if len(days) == 1 else 0 :]
+
     def clock_off(self, host: str) -> float:
         """Tell how far a host's clock is ahead; 0 if it agrees, or is not known."""
         ahead = self.clocks.get(host, 0.0)
@@ -104,7 +126,7 @@ def analysed(facts: Facts) -> Analysis:
     """Answer everything."""
     rounds = rounds_of(facts)
     incidents = [_incident(each) for each in rounds if each.reports]
-    incidents.sort(key=lambda each: (each.round.kind == COMPLETED, each.round.start))
+    incidents.sort(key=lambda each: (each.round.completed, each.round.start))
     failures = sorted(
         facts.first_failures.items(), key=lambda each: (each[1].when, each[0])
     )
@@ -119,18 +141,32 @@ def analysed(facts: Facts) -> Analysis:
 
 
 def _incident(seen: Round) -> Incident:
-    opinions: dict[Said, Opinion] = {}
+    opinions: dict[tuple[Said, Said], Opinion] = {}
+    seen_missing: dict[int, float] = {}
+    looked, at_last = 0.0, frozenset[int]()
     for report in seen.reports:
-        opinions.setdefault(report.said, Opinion(report.said)).reports.append(report)
-    named: set[int] = set()
-    for said in opinions:
-        named.update(unfold(said.missing))
-    arrived = set(seen.ranks)
+        key = report.said, report.warned
+        opinions.setdefault(key, Opinion(*key)).reports.append(report)
+    for opinion in opinions.values():
+        named = frozenset(unfold(opinion.reports[0].missing))
+        when = max(report.looked for report in opinion.reports)
+        for rank in named:
+            seen_missing[rank] = max(when, seen_missing.get(rank, 0.0))
+        if named and when > looked:
+            looked, at_last = when, named
+    # Whom a later look does not find missing has come; a host's clock may be off.
+    came = set(seen.ranks) | {
+        rank
+        for rank, when in seen_missing.items()
+        if rank not in at_last and when < looked - _CLOCKS_DIFFER
+    }
+    done = seen.completed
     return Incident(
         round=seen,
         opinions=sorted(opinions.values(), key=lambda each: -len(each.reports)),
-        missing=sorted(named - arrived) if seen.kind != COMPLETED else [],
-        came=sorted(named if seen.kind == COMPLETED else named & arrived),
+        missing=[] if done else sorted(seen_missing.keys() - came),
+        came=sorted(seen_missing.keys() if done else seen_missing.keys() & came),
+        looked=looked,
     )
 
 
@@ -187,4 +223,4 @@ def _clocks(facts: Facts, rounds: Sequence[Round]) -> dict[str, float]:
 
 def outcomes(rounds: Sequence[Round]) -> Counter[int]:
     """Count barriers by how they ended."""
-    return Counter(each.kind for each in rounds)
+    return Counter(COMPLETED if each.completed else each.kind for each in rounds)

@@ -48,6 +48,9 @@ class Said(NamedTuple):
     missing: str
 
 
+UNSAID: Final = Said("", "")
+
+
 class Process(NamedTuple):
     """Who wrote a line."""
 
@@ -103,6 +106,7 @@ class Visits:
         self.kind = array("b")
         self.last = array("l")
         self.said = array("l")
+        self.pid = array("l")
 
     def __len__(self) -> int:
         return len(self.barrier)
@@ -115,7 +119,7 @@ class Facts:
         self.visits = Visits()
         self.barriers: dict[tuple[str, str], int] = {}
         self.world_sizes: list[int] = []
-        self.said: list[Said] = [Said("", "")]
+        self.said: list[Said] = [UNSAID]
         self.calls: dict[tuple[str, str, str, str], Calls] = {}
         self.first_failures: dict[Process, Failure] = {}
         self.rendezvous: Counter[tuple[str, str, str, str]] = Counter()
@@ -166,6 +170,10 @@ class Facts:
         """Name a rank's host: as itself has it, else as others do, else ""."""
         return self.hosts.get(rank) or self._named.get(rank, "")
 
+    def name(self, rank: int) -> str:
+        """Name a rank as those that missed it do: their decoder may know better."""
+        return self._named.get(rank) or self.hosts.get(rank, "")
+
     @property
     def world_size(self) -> int:
         """How many ranks the job had, by the largest barrier."""
@@ -177,6 +185,7 @@ class Facts:
         waited = values.seconds(event, "waited_seconds")
         last = values.rank(event, "last_rank")
         world_size = values.count(event, "world_size")
+        pid = values.count(event, "pid")
         said = NOTHING if kind == COMPLETED else self._interned(event, kind)
         # A plain tuple finds it, and is made in no time.
         place = self.barriers.get((run_id, prefix))
@@ -191,6 +200,7 @@ class Facts:
         visits.kind.append(kind)
         visits.last.append(last)
         visits.said.append(said)
+        visits.pid.append(pid)
         if kind in {TIMEOUT, FAILED}:
             self._failure(event, when, prefix, self.said[said].text)
 

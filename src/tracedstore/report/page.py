@@ -7,7 +7,9 @@ from tracedstore._version import __version__
 from tracedstore.report import plots, sections, troubles
 from tracedstore.report.analysis import Analysis, outcomes
 from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.report.headline import headline
 from tracedstore.report.reading import Tally
+from tracedstore.report.tables import code
 from tracedstore.report.words import moment, number, plural, safe
 
 # Nothing is fetched and nothing runs, even if something slipped through the escaping.
@@ -21,17 +23,19 @@ def page(analysis: Analysis, tally: Tally) -> str:
 
 def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
     facts = analysis.facts
-    jobs = sorted({run_id for run_id, _ in facts.barriers if run_id})
     css = (files("tracedstore.report") / "page.css").read_text("utf-8")
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield '<link rel="icon" href="data:,">'
-    yield f"<title>tracedstore report</title><style>{css}</style></head><body>"
-    yield "<header><h1>What the job's coordination did</h1>"
+    said = headline(analysis)
+    yield f"<title>{safe(said.text)} - tracedstore report</title>"
+    yield f"<style>{css}</style></head><body><header>"
+    yield f'<h1 id="headline"{" class=bad" if said.bad else ""}>{safe(said.text)}</h1>'
+    yield f'<p id="lead">{safe(said.more)}</p>'
     yield (
-        f'<p class="note">{moment(facts.first)} to {moment(facts.last)} UTC'
-        f"{_jobs(jobs)}, from {plural(tally.files, 'file')}</p></header>"
+        f'<p class="note">{moment(facts.first)} to {analysis.when(facts.last)} UTC'
+        f"{_jobs(analysis.jobs)}, from {plural(tally.files, 'file')}</p></header>"
     )
     yield _tiles(analysis)
     yield '<section><h2 id="incidents">Missing ranks</h2>'
@@ -57,7 +61,7 @@ def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
 def _jobs(jobs: Sequence[str]) -> str:
     if not jobs:
         return ""
-    shown = ", ".join(f"<code>{safe(job)}</code>" for job in jobs[:5])
+    shown = ", ".join(map(code, jobs[:5]))
     return f", {'job' if len(jobs) == 1 else plural(len(jobs), 'job')} {shown}"
 
 
@@ -94,8 +98,10 @@ def _plots(analysis: Analysis) -> Iterable[str]:
             " spans, given with <code>--traces</code>, say the same.</p>"
         )
         return
+    only = len(analysis.rounds) == 1
+    barrier = code(analysis.rounds[0].barrier.prefix) if only else "each barrier"
     yield (
-        "<p>When each rank came to each barrier, in seconds after the first one; the"
+        f"<p>When each rank came to {barrier}, in seconds after the first one; the"
         " scale is in powers of ten.</p>"
     )
     yield plots.arrivals(analysis)
@@ -105,6 +111,8 @@ def _plots(analysis: Analysis) -> Iterable[str]:
         " hosts are not compared. At barriers that did not complete, and along the"
         " time axis, they are, and they may differ: see <a href=#clocks>below</a>.</p>"
     )
+    if only:
+        return
     yield (
         "<p>Who was behind the others: a row a rank, a column a barrier."
         f" {plots.described(analysis)}</p>"

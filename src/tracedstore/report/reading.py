@@ -2,34 +2,36 @@
 
 import gzip
 import io
-import json
-import re
 import stat
 import sys
+import threading
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tracedstore.report.spans import as_event
-from tracedstore.signals import names
+from tracedstore.report.carried import (
+    LONGEST_LINE,
+    Found,
+    Runtime,
+    bare_event,
+    has_event,
+    has_span,
+)
 
 STANDARD_INPUT: Final = "-"
-# An event that names 100,000 missing ranks has some 3 MB.
-_LONGEST_LINE = 16 << 20
-# Beginnings of objects that are tried in a line where several writers met.
-_MOST_TRIES = 16
-# Lines of one span as ConsoleSpanExporter writes it by default: indented.
-_LONGEST_SPAN = 2000
 
-_EVENT = re.compile(
-    rb'"event": ?"(?:%s)"' % b"|".join(re.escape(n.encode()) for n in names.EVENT_NAMES)
-)
-_SPAN = f'"{names.BARRIER_PREFIX}"'.encode()
-_NAMES = frozenset(names.EVENT_NAMES)
+# Seconds after which it is said that a pipe is waited for.
+_PATIENCE = 2.0
+# What a page begins with.
+_PAGE = b"<!DOCTYPE html>"
+
+
+class OutputError(Exception):
+    """What should be written is something to be read."""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class Tally:
 
     Attributes:
         files: Files that were read.
-        lines: Lines in them.
+        lines: Lines in them; one that a container runtime has cut in parts is one.
         events: Events among these.
         spans: Spans of barriers among these.
         broken: Lines with JSON that has no end, or that another writer cut in two.
@@ -64,26 +66,20 @@ class Tally:
         return self.broken + self.unfit + self.foreign + self.long
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_no_constant)
-
-
 def files_in(places: Iterable[str], but: Path) -> list[str]:
     """List the files that are meant: folders with all below them, each file once.
 
     Args:
         places: Files, folders, or "-".
-        but: A file that is not meant: the report itself.
+        but: A file that is not meant: the report itself, of an earlier time.
+
+    Raises:
+        OutputError: That file is one of those that are meant, and no report.
+        OSError: Something that was named is not there.
     """
     found: dict[tuple[int, int] | str, str] = {}
-    if but.exists():
-        of_report = but.stat()
-        skip = {(of_report.st_dev, of_report.st_ino)}
-    else:
-        skip = set()
+    of_report = but.stat() if but.exists() else None
+    report = (of_report.st_dev, of_report.st_ino) if of_report else None
     for place in places:
         if place == STANDARD_INPUT:
             found[place] = place
@@ -99,16 +95,31 @@ def files_in(places: Iterable[str], but: Path) -> list[str]:
             # A pipe in a folder would be waited for; one that is named is meant.
             if stat.S_ISREG(told.st_mode) or (file == path and not path.is_dir()):
                 identity = told.st_dev, told.st_ino
-                if identity not in skip:
+                if identity != report:
                     found.setdefault(identity, str(file))
+                elif stat.S_ISREG(told.st_mode) and told.st_size and not _is_page(but):
+                    raise OutputError
     return list(found.values())
 
 
-def events_in(files: Iterable[str], tally: Tally) -> Iterator[dict[str, Any]]:
-    """Give every event, and every span of a barrier as the event it stands for."""
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PAGE)) == _PAGE
+
+
+def events_in(
+    files: Iterable[str], tally: Tally, waiting: Callable[[str], None] = lambda _: None
+) -> Iterator[dict[str, Any]]:
+    """Give every event, and every span of a barrier as the event it stands for.
+
+    Args:
+        files: What to read; "-" for standard input.
+        tally: Where it is counted.
+        waiting: Is told of a pipe into which nobody writes.
+    """
     for name in files:
         try:
-            with _opened(name) as file:
+            with _opened(name, waiting) as file:
                 tally.files += 1
                 yield from _events(file, tally)
         except (OSError, EOFError, zlib.error) as error:
@@ -118,71 +129,98 @@ def events_in(files: Iterable[str], tally: Tally) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[IO[bytes]]:
-    source = (
-        io.FileIO(sys.stdin.fileno(), closefd=False)
-        if name == STANDARD_INPUT
-        else io.FileIO(name)
-    )
-    with io.BufferedReader(source) as file:
-        if file.peek(2)[:2] == b"\x1f\x8b":
-            with io.BufferedReader(gzip.GzipFile(fileobj=file)) as unpacked:
-                yield unpacked
+def _opened(name: str, waiting: Callable[[str], None]) -> Iterator[IO[bytes]]:
+    # Nobody may have opened a pipe to write, and who did may have nothing to say.
+    patience = threading.Timer(_PATIENCE, waiting, [name])
+    patience.daemon = True
+    if name == STANDARD_INPUT or not Path(name).is_file():
+        patience.start()
+    with ExitStack() as opened:
+        try:
+            if name == STANDARD_INPUT:
+                source = io.FileIO(sys.stdin.fileno(), closefd=False)
+            else:
+                source = io.FileIO(name)
+            file = opened.enter_context(io.BufferedReader(source))
+            packed = file.peek(2)[:2] == b"\x1f\x8b"
+        finally:
+            patience.cancel()
+        if packed:
+            unpacked = gzip.GzipFile(fileobj=file)
+            yield opened.enter_context(io.BufferedReader(unpacked))
         else:
             yield file
 
 
 def _events(file: IO[bytes], tally: Tally) -> Iterator[dict[str, Any]]:
-    spread: list[bytes] | None = None
-    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+    spread = _Spread()
+    for line in _lines(file, tally):
         tally.lines += 1
-        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-            tally.long += 1
-            while (rest := file.readline(_LONGEST_LINE)) and not rest.endswith(b"\n"):
-                pass
-        elif _EVENT.search(line) or (_SPAN in line and b'{"' in line):
+        if has_event(line):
+            if event := bare_event(line):
+                tally.events += 1
+                yield event
+            else:
+                yield from _of_line(line, tally)
+            continue
+        if has_span(line) and b'{"' in line:
             yield from _of_line(line, tally)
-        else:
-            tally.foreign += 1
-            bare = line.rstrip()
-            if bare == b"{":
-                spread = []
-            elif spread is not None and len(spread) < _LONGEST_SPAN:
-                spread.append(bare)
-                if bare == b"}":
-                    whole, spread = b"\n".join([b"{", *spread]), None
-                    if _SPAN in whole:
-                        tally.foreign -= whole.count(b"\n") + 1
-                        yield from _of_line(whole, tally)
-            elif b'{"' in bare and not bare.endswith(b"}"):
-                tally.foreign -= 1
-                tally.broken += 1
+            continue
+        tally.foreign += 1
+        bare = line.rstrip()
+        if whole := spread.joined(bare):
+            tally.foreign -= whole.count(b"\n") + 1
+            yield from _of_line(whole, tally)
+        elif b'{"' in bare and not bare.endswith(b"}"):
+            tally.foreign -= 1
+            tally.broken += 1
+
+
+def _lines(file: IO[bytes], tally: Tally) -> Iterator[bytes]:
+    """Give lines as they were printed."""
+    runtime = Runtime()
+    for written in iter(partial(file.readline, LONGEST_LINE), b""):
+        if len(written) == LONGEST_LINE and not written.endswith(b"\n"):
+            tally.lines += 1
+            tally.long += 1
+            while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                pass
+        elif (line := runtime.line(written)) is not None:
+            yield line
+    yield from runtime.rest()
+
+
+class _Spread:
+    """Puts together what is indented, as ConsoleSpanExporter does it by default."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def joined(self, bare: bytes) -> bytes:
+        """Take a line; give the object that ends with it, if a span may be in it."""
+        if bare == b"{":
+            self._held, self._size = [bare], 1
+        elif self._held:
+            self._held.append(bare)
+            self._size += len(bare)
+            if bare == b"}":
+                whole, self._held = b"\n".join(self._held), []
+                return whole if has_span(whole) else b""
+            if self._size > LONGEST_LINE:
+                self._held = []
+        return b""
 
 
 def _of_line(line: bytes, tally: Tally) -> Iterator[dict[str, Any]]:
     """Give the events of a line, in which others may have written as well."""
-    text = line.decode("utf-8", "replace")
-    position, found, whole = 0, 0, True
-    for _ in range(_MOST_TRIES):
-        position = text.find("{", position)
-        if position < 0:
-            break
-        try:
-            told, position = _decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            whole = False
-            position += 1
-            continue
-        event = told.get("event")
-        if isinstance(event, str) and event in _NAMES:
-            found += 1
-            tally.events += 1
-            yield told
-        elif (span := as_event(told)) is not None:
-            found += 1
-            tally.spans += 1
-            yield span
-        if '"' not in text[position:]:
-            break
-    if not whole or not found:
+    found = Found()
+    found.in_line(line.decode("utf-8", "replace"))
+    tally.events += len(found.events)
+    tally.spans += len(found.spans)
+    if not found.whole or not found.objects:
         tally.broken += 1
+    elif not (found.events or found.spans):
+        tally.foreign += 1
+    yield from found.events
+    yield from found.spans

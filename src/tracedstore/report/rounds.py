@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from tracedstore.report.facts import COMPLETED, WAITING, Barrier, Facts, Said
+from tracedstore.report.facts import (
+    COMPLETED,
+    NOTHING,
+    UNSAID,
+    WAITING,
+    Barrier,
+    Facts,
+    Said,
+)
 from tracedstore.report.values import NOBODY
 
 # Seconds by which what is told of the same visit may lie apart: a line is written a
@@ -29,21 +37,51 @@ class Visit(NamedTuple):
     kind: int
     last: int
     said: int
+    pid: int
+    # Of the last warning that is part of it, unless all that is known is a warning.
+    warned: int = NOTHING
+    warned_at: float = 0.0
 
     @property
     def arrival(self) -> float:
         """When it came, by its host's clock."""
         return self.end - self.waited
 
+    @property
+    def warning(self) -> tuple[int, float]:
+        """What it said of it in the last warning, and when."""
+        if self.kind == WAITING:
+            return self.said, self.end
+        return self.warned, self.warned_at
+
 
 class Report(NamedTuple):
-    """What a rank said who did not get through, or not in time."""
+    """What a rank said who did not get through, or not in time.
+
+    Attributes:
+        rank: Who.
+        pid: Its process; 0 where that is not known.
+        when: When it said so.
+        waited: How long it had been there.
+        kind: How its visit ended.
+        said: Of the end, or, where none is known, in its last warning.
+        warned: In its last warning, where what it said of the end names nobody.
+        looked: When it saw who was missing.
+    """
 
     rank: int
+    pid: int
     when: float
     waited: float
     kind: int
     said: Said
+    warned: Said
+    looked: float
+
+    @property
+    def missing(self) -> str:
+        """The ranks that it named last, folded."""
+        return self.said.missing or self.warned.missing
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +100,8 @@ class Round:
         last: Who came last; NOBODY where that is not known.
         reports: What was said of it.
         by_clock: Arrivals are compared by the hosts' clocks.
+        went_on: Its end is not told, but who waited at it was at others later: a
+            completion is told at debug level, which logs seldom have.
     """
 
     barrier: Barrier
@@ -75,6 +115,12 @@ class Round:
     last: int
     reports: list[Report]
     by_clock: bool
+    went_on: bool = False
+
+    @property
+    def completed(self) -> bool:
+        """Whether it is known, in one way or the other, that all came."""
+        return self.kind == COMPLETED or self.went_on
 
     @property
     def spread(self) -> float:
@@ -110,12 +156,38 @@ def rounds_of(facts: Facts) -> list[Round]:
                         visits.kind[row],
                         visits.last[row],
                         visits.said[row],
+                        visits.pid[row],
                     )
                     for row in rows
                 ]
             )
         ]
+    _see_who_went_on(facts, [each for each in found if each.kind == WAITING])
     return sorted(found, key=lambda each: each.end)
+
+
+def _see_who_went_on(facts: Facts, no_end: list[Round]) -> None:
+    """Tell a barrier that nobody told the end of from one that had none."""
+    latest = {
+        (seen.barrier.run_id, report.rank, report.pid): 0.0
+        for seen in no_end
+        for report in seen.reports
+    }
+    if not latest:
+        return
+    visits = facts.visits
+    runs = [run_id for run_id, _ in facts.barriers]
+    for row, end in enumerate(visits.end):
+        process = runs[visits.barrier[row]], visits.rank[row], visits.pid[row]
+        if end > latest.get(process, end):
+            latest[process] = end
+    for seen in no_end:
+        seen.went_on = any(
+            report.rank != NOBODY
+            and latest[seen.barrier.run_id, report.rank, report.pid]
+            > report.when + _SAME_VISIT
+            for report in seen.reports
+        )
 
 
 def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
@@ -142,12 +214,18 @@ def _both(one: Visit, other: Visit) -> Visit:
     """Make one of what is told of the same visit twice."""
     # What ended it says more than that it was going on.
     final = max(one, other, key=lambda each: (each.kind != WAITING, each.waited))
+    warned, warned_at = max(one.warning, other.warning, key=lambda each: each[1])
+    # A span does not have it.
+    pid = max(one.pid, other.pid)
     final_twice = WAITING not in {one.kind, other.kind}
     return final._replace(
         # Who wrote later was held up in writing, not in the barrier.
         end=min(one.end, other.end) if final_twice else final.end,
         last=max(one.last, other.last),
         said=final.said or one.said or other.said,
+        pid=pid,
+        warned=warned,
+        warned_at=warned_at,
     )
 
 
@@ -198,9 +276,23 @@ def _round(
         ends=array("d", (visit.end for visit in named)),
         last=last,
         reports=[
-            Report(visit.rank, visit.end, visit.waited, visit.kind, said[visit.said])
+            _report(visit, said[visit.said], said[visit.warned])
             for visit in visits
             if visit.said
         ],
         by_clock=by_clock,
+    )
+
+
+def _report(visit: Visit, said: Said, warned: Said) -> Report:
+    by_end = bool(said.missing) or not warned.missing
+    return Report(
+        rank=visit.rank,
+        pid=visit.pid,
+        when=visit.end,
+        waited=visit.waited,
+        kind=visit.kind,
+        said=said,
+        warned=UNSAID if by_end else warned,
+        looked=visit.end if by_end else visit.warned_at,
     )

@@ -35,9 +35,10 @@ def stragglers(analysis: Analysis) -> Iterator[str]:
                 number(each.missing),
                 number(each.last),
                 number(each.rounds),
-                duration(each.cost),
-                duration(each.late),
-                duration(each.worst),
+                # Of none it came to, nothing is known.
+                duration(each.cost) if each.rounds else "",
+                duration(each.late) if each.rounds else "",
+                duration(each.worst) if each.worst_at else "",
                 code(each.worst_at) if each.worst_at else "",
             ]
             for each in found[:MOST_ROWS]
@@ -174,6 +175,9 @@ def clocks(analysis: Analysis) -> Iterator[str]:
             " wrong by as much as these differ.</p>"
         )
         return
+    if len(analysis.clocks) == 1:
+        yield '<p class="good">All are on one host, and have one clock.</p>'
+        return
     off = {host: by for host in analysis.clocks if (by := analysis.clock_off(host))}
     yield (
         '<p class="note">Compared by when ranks were let go from completed barriers,'
@@ -198,6 +202,7 @@ def clocks(analysis: Analysis) -> Iterator[str]:
 
 def read(facts: Facts, tally: Tally) -> Iterator[str]:
     """How much of the input this is."""
+    yield '<div class="pair">'
     yield table(
         "read",
         ["lines", "how many"],
@@ -218,6 +223,7 @@ def read(facts: Facts, tally: Tally) -> Iterator[str]:
         [[code(event), number(count)] for event, count in facts.events.most_common()],
         numbers=(1,),
     )
+    yield "</div>"
     if tally.damaged:
         shown = "".join(f"<li>{safe(each)}</li>" for each in tally.damaged[:MOST_ROWS])
         yield f'<p>Not read to the end:</p><ul id="damaged">{shown}</ul>'

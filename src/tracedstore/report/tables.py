@@ -13,12 +13,18 @@ def table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     numbers: Sequence[int] = (),
+    short: Sequence[int] = (),
 ) -> str:
-    """Write a table; cells are HTML. The columns with numbers are set to the right."""
+    """Write a table; cells are HTML.
+
+    The columns with numbers are set to the right; those and the short ones are not
+    broken into lines.
+    """
+    kinds = dict.fromkeys(short, " class=t") | dict.fromkeys(numbers, " class=n")
 
     def row(cells: Sequence[str], tag: str) -> str:
         shown = (
-            f"<{tag}{' class=n' if column in numbers else ''}>{cell}</{tag}>"
+            f"<{tag}{kinds.get(column, '')}>{cell}</{tag}>"
             for column, cell in enumerate(cells)
         )
         return f"<tr>{''.join(shown)}</tr>"

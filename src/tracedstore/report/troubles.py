@@ -8,20 +8,18 @@ from tracedstore.report.facts import (
     FAILED,
     TIMEOUT,
     WAITING,
-    Facts,
     Failure,
     Process,
 )
+from tracedstore.report.rounds import Round
 from tracedstore.report.tables import MOST_ROWS, code, more, table
 from tracedstore.report.values import NOBODY
-from tracedstore.report.words import duration, moment, number, plural, ranks, safe
+from tracedstore.report.words import duration, number, plural, ranks, safe
 
 _MOST_INCIDENTS = 30
 _MOST_HOSTS = 16
 _MOST_OPINIONS = 8
-_MOST_HEARD = 8
 _ENDINGS = {
-    COMPLETED: "late, but completed",
     WAITING: "no end in the logs",
     TIMEOUT: "timed out",
     FAILED: "failed",
@@ -34,37 +32,88 @@ def incidents(analysis: Analysis) -> Iterator[str]:
     if not found:
         yield '<p class="good">No barrier kept anybody waiting for long.</p>'
         return
-    for incident in found[:_MOST_INCIDENTS]:
+    bad = [each for each in found if not each.round.completed]
+    for incident in bad[:_MOST_INCIDENTS]:
         yield from _incident(analysis, incident)
-    yield more(len(found), _MOST_INCIDENTS, "incident")
+    yield more(len(bad), _MOST_INCIDENTS, "incident")
+    late = found[len(bad) :]
+    if late:
+        yield from _late(analysis, late)
+
+
+def _late(analysis: Analysis, late: Sequence[Incident]) -> Iterator[str]:
+    """Barriers that completed, after somebody had been missed: a line each."""
+    yield '<article class="late"><h3>Late, but completed</h3>'
+    yield table(
+        "late",
+        ["barrier", "came late", "missed by", "ranks", "completed (UTC)", "wait"],
+        [
+            [
+                _barrier(analysis, incident),
+                _places(analysis, incident.came) or "nobody knows who",
+                _by(incident.opinions),
+                number(len(incident.round.reports)),
+                _completion(analysis, incident.round),
+                duration(max(each.waited for each in incident.round.reports)),
+            ]
+            for incident in late[:MOST_ROWS]
+        ],
+        numbers=(3, 5),
+        short=(4,),
+    )
+    if any(incident.round.went_on for incident in late):
+        yield (
+            '<p class="note">After: when that was is not in the logs, but who waited'
+            " was at other barriers later.</p>"
+        )
+    yield more(len(late), MOST_ROWS, "barrier") + "</article>"
+
+
+def _completion(analysis: Analysis, seen: Round) -> str:
+    if seen.kind == COMPLETED:
+        return analysis.when(seen.end)
+    return f"after {analysis.when(max(each.when for each in seen.reports))}"
+
+
+def _barrier(analysis: Analysis, incident: Incident) -> str:
+    barrier = incident.round.barrier
+    several = len(analysis.jobs) > 1 and barrier.run_id
+    job = f" of job {code(barrier.run_id)}" if several else ""
+    return f"{code(barrier.prefix)}{job}"
+
+
+def _by(opinions: Sequence[Opinion]) -> str:
+    who = [
+        report.rank
+        for opinion in opinions
+        for report in opinion.reports
+        if report.rank != NOBODY
+    ]
+    return ranks(who) if who else "a rank without a name"
 
 
 def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
     seen = incident.round
-    kind = ' class="late"' if seen.kind == COMPLETED else ""
-    job = f" of job {code(seen.barrier.run_id)}" if seen.barrier.run_id else ""
     yield (
-        f'<article{kind} data-barrier="{safe(seen.barrier.prefix)}">'
-        f"<h3>{code(seen.barrier.prefix)}{job}: {_ENDINGS[seen.kind]}</h3>"
+        f'<article data-barrier="{safe(seen.barrier.prefix)}">'
+        f"<h3>{_barrier(analysis, incident)}: {_ENDINGS[seen.kind]}</h3>"
     )
     yield f"<p>{_who(analysis, incident)}</p>"
     yield (
-        f'<p class="note">{moment(seen.start)} to'
-        f" {moment(max(each.when for each in seen.reports))} UTC, for"
+        f'<p class="note">{analysis.when(seen.start)} to'
+        f" {analysis.when(max(each.when for each in seen.reports))} UTC, for"
         f" {plural(seen.world_size, 'rank')}. {_agreement(incident)}</p>"
     )
     yield table(
         "opinions",
-        ["said", "by", "ranks", "first", "longest wait"],
-        [_opinion(opinion) for opinion in incident.opinions[:_MOST_OPINIONS]],
+        ["said", "by", "ranks", "first (UTC)", "longest wait"],
+        [_opinion(analysis, each) for each in incident.opinions[:_MOST_OPINIONS]],
         numbers=(2, 4),
+        short=(3,),
     )
     yield more(len(incident.opinions), _MOST_OPINIONS, "opinion")
     if incident.missing:
-        heard = "; ".join(
-            f"rank {rank} {_heard(analysis.facts, rank)}"
-            for rank in incident.missing[:_MOST_HEARD]
-        )
+        heard = _heard(analysis, incident.missing)
         yield f'<p class="note">Last word in the logs: {heard}.</p>'
     yield "</article>"
 
@@ -72,29 +121,51 @@ def _incident(analysis: Analysis, incident: Incident) -> Iterator[str]:
 def _who(analysis: Analysis, incident: Incident) -> str:
     parts = []
     if incident.missing:
-        hosts: dict[str, list[int]] = {}
-        for rank in incident.missing:
-            hosts.setdefault(analysis.facts.host(rank), []).append(rank)
-        places = [
-            f"{ranks(group)} on {code(host)}" if host else ranks(group)
-            for host, group in list(hosts.items())[:_MOST_HOSTS]
-        ]
-        if len(hosts) > len(places):
-            places.append(f"{plural(len(hosts) - len(places), 'more host')}")
-        parts.append(f"<b class=bad>Missing</b>: {', '.join(places)}.")
+        places = _places(analysis, incident.missing)
+        parts.append(f"{_missing(analysis, incident)}: {places}.")
     if incident.came:
-        how = "late" if incident.round.kind == COMPLETED else "after they were missed"
-        parts.append(f"Came {how}: {ranks(incident.came)}.")
+        parts.append(f"Came after they were missed: {ranks(incident.came)}.")
     if not parts and incident.round.kind == FAILED:
         return "The store failed, so nobody knows who was missing."
-    return " ".join(parts) or "Nobody could say which ranks are missing."
+    if not parts:
+        parts.append("Nobody could say which ranks are missing.")
+    if incident.round.kind == FAILED:
+        parts.append("Then the store failed, and nobody could look again.")
+    if incident.round.kind == WAITING:
+        parts.append(
+            "No end was seen: no rank told of a timeout, a failure or a completion, as"
+            " when all of them are killed at once."
+        )
+    return " ".join(parts)
+
+
+def _places(analysis: Analysis, who: Sequence[int]) -> str:
+    hosts: dict[str, list[int]] = {}
+    for rank in who:
+        hosts.setdefault(analysis.facts.name(rank), []).append(rank)
+    places = [
+        f"{ranks(group)} on {code(host)}" if host else ranks(group)
+        for host, group in list(hosts.items())[:_MOST_HOSTS]
+    ]
+    if len(hosts) > len(places):
+        places.append(f"{plural(len(hosts) - len(places), 'more host')}")
+    return ", ".join(places)
+
+
+def _missing(analysis: Analysis, incident: Incident) -> str:
+    word = "<b class=bad>Missing</b>"
+    if incident.round.kind == TIMEOUT:
+        return word
+    return f"{word} when last heard, at {analysis.when(incident.looked)} UTC"
 
 
 def _agreement(incident: Incident) -> str:
     total = sum(len(each.reports) for each in incident.opinions)
     if total == 1:
         return "One rank said so."
-    if len(incident.opinions) == 1:
+    # Who did not warn before has not said anything else.
+    warned = {each.warned for each in incident.opinions if each.warned.missing}
+    if len({each.said for each in incident.opinions}) == 1 and len(warned) <= 1:
         return f"{number(total)} ranks said so, and they agree."
     return (
         f"{number(total)} ranks said so, and they do not agree:"
@@ -102,22 +173,35 @@ def _agreement(incident: Incident) -> str:
     )
 
 
-def _opinion(opinion: Opinion) -> list[str]:
-    who = [report.rank for report in opinion.reports if report.rank != NOBODY]
+def _opinion(analysis: Analysis, opinion: Opinion) -> list[str]:
+    said = safe(opinion.said.text) or "nothing"
+    if opinion.warned.text:
+        said += f"<br>before that: {safe(opinion.warned.text)}"
     return [
-        safe(opinion.said.text) or "nothing",
-        ranks(who) if who else "a rank without a name",
+        said,
+        _by([opinion]),
         number(len(opinion.reports)),
-        moment(min(report.when for report in opinion.reports)),
+        analysis.when(min(report.when for report in opinion.reports)),
         duration(max(report.waited for report in opinion.reports)),
     ]
 
 
-def _heard(facts: Facts, rank: int) -> str:
-    if rank not in facts.heard:
-        return "none"
-    when, event = facts.heard[rank]
-    return f"{code(event)} at {moment(when)}"
+def _heard(analysis: Analysis, missing: Sequence[int]) -> str:
+    """Say what was last heard of ranks, and when."""
+    heard: dict[str, list[int]] = {}
+    for rank in missing:
+        _, event = analysis.facts.heard.get(rank, (0.0, ""))
+        heard.setdefault(event, []).append(rank)
+    said = []
+    for event, who in heard.items():
+        if not event:
+            said.append(f"{ranks(who)}: none")
+            continue
+        times = [analysis.facts.heard[rank][0] for rank in who]
+        first, last = (analysis.when(pick(times)) for pick in (min, max))
+        until = f" to {last}" if last != first else ""
+        said.append(f"{ranks(who)}: {code(event)} at {first}{until}")
+    return "; ".join(said)
 
 
 def failures(analysis: Analysis) -> Iterator[str]:
@@ -131,21 +215,26 @@ def failures(analysis: Analysis) -> Iterator[str]:
     clock = f" (its clock is ahead of most by {duration(off)})" if off else ""
     yield (
         f'<p class="first" id="first-failure"><b>{_process(analysis, process)}</b> at'
-        f" {moment(first.when)} UTC{clock}: {code(first.event)} {code(first.what)}<br>"
-        f"{safe(first.error)}</p>"
+        f" {analysis.when(first.when)} UTC{clock}: {code(first.event)}"
+        f" {code(first.what)}<br>{safe(first.error)}</p>"
     )
+    groups = _grouped(found)
+    who = groups[0][1]
+    if len(groups) == 1 and len(who) > 1:
+        yield f"<p>The same failed in {_processes(analysis, who)}.</p>"
     yield (
         '<p class="note">The first failure of each process, by when the first of them'
         " had it, as their hosts' clocks have it. Only what passed through a store is"
         " known here: an exception elsewhere is in the job's own log.</p>"
     )
-    groups = _grouped(found)
+    if len(groups) == 1:
+        return
     yield table(
         "failures",
         ["when (UTC)", "who", "event", "what", "error"],
         [
             [
-                moment(failure.when),
+                analysis.when(failure.when),
                 _processes(analysis, who),
                 code(failure.event),
                 code(failure.what),
@@ -153,6 +242,7 @@ def failures(analysis: Analysis) -> Iterator[str]:
             ]
             for failure, who in groups[:MOST_ROWS]
         ],
+        short=(0, 2),
     )
     yield more(len(groups), MOST_ROWS, "failure")
 
@@ -175,7 +265,7 @@ def _processes(analysis: Analysis, who: Sequence[Process]) -> str:
     parts = [ranks(named)] if named else []
     if nameless := len(who) - len(named):
         parts.append(f"{number(nameless)} that are no rank")
-    return f"{number(len(who))}: {', '.join(parts)}"
+    return f"{plural(len(who), 'process', 'es')}: {', '.join(parts)}"
 
 
 def _process(analysis: Analysis, process: Process) -> str:

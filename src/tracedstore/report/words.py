@@ -1,12 +1,11 @@
 """Numbers, times and ranks as a page shows them, safe to put into HTML."""
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from tracedstore.coordination.ranges import fold
 
-_MOST_RANKS_SHOWN = 300
 _MILLISECOND = 1e-3
 _MINUTE = 60.0
 _HOUR = 3600.0
@@ -51,20 +50,26 @@ def clock_time(when: float) -> str:
     return _utc(when).strftime("%H:%M:%S")
 
 
-def ranks(who: Iterable[int]) -> str:
+def ranks(who: Iterable[int], longest: int = 300) -> str:
     """Write ``rank 3``, or ``ranks 1,4-5``; of very many, the first."""
-    listed = sorted(set(who))
-    if not listed:
+    each_once = sorted(set(who))
+    if not each_once:
         return "nobody"
-    text = fold(listed)
-    if len(text) > _MOST_RANKS_SHOWN:
-        text = text[:_MOST_RANKS_SHOWN].rpartition(",")[0] + ", ..."
-    return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
+    text = fold(each_once)
+    if len(text) > longest:
+        text = text[:longest].rpartition(",")[0] + ", ..."
+    return f"rank {text}" if len(each_once) == 1 else f"ranks {text}"
 
 
-def plural(count: int, thing: str) -> str:
+def listed(things: Sequence[str]) -> str:
+    """Write ``one, two and three``."""
+    *first, last = things
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def plural(count: int, thing: str, ending: str = "s") -> str:
     """Write ``1 rank`` or ``2 ranks``."""
-    return f"{number(count)} {thing}{'' if count == 1 else 's'}"
+    return f"{number(count)} {thing}{'' if count == 1 else ending}"
 
 
 def _utc(when: float) -> datetime:
