@@ -4,8 +4,8 @@ import ssl
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from tracedstore.auto.debug_page.asking import Reply, ask_each, fetch
 from tracedstore.coordination.ranks import RankInfo
+from tracedstore.export.questions import Reply, ask_each, fetch
 
 # Seconds that one rank has, and all of them together.
 _ONE_WITHIN = 1.0

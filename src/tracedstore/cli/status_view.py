@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tracedstore.auto.debug_page.asking import Reply
 from tracedstore.cli.survey import Barrier, Group, Survey
 from tracedstore.coordination.ranges import by_host, fold
 from tracedstore.coordination.ranks import RankInfo
+from tracedstore.export.questions import Reply
 
 if TYPE_CHECKING:
     from tracedstore.rendezvous.state import Node
