@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from integration.harness import wait_until
 from tracedstore.cli.main import main
-from tracedstore.cli.stores import look
+from tracedstore.cli.stores import Address
 from tracedstore.coordination import ranks
 
 Store = Any
@@ -72,11 +72,11 @@ class TestListing:
         """Whoever looks leaves no trace."""
         store, url = job
         register(store, 0)
-        before = look(url, _everything)
+        before = Address(url).look(_everything)
 
         main(["sd", "--store", url])
 
-        assert look(url, _everything) == before
+        assert Address(url).look(_everything) == before
 
     def test_under_prefixes(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -472,6 +472,92 @@ def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def without_torch(*arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run both commands, each with each of these, where torch cannot be loaded."""
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from tracedstore.cli.main import main\n"
+        "def code(*given):\n"
+        "    try:\n"
+        "        return main(given)\n"
+        "    except SystemExit as end:\n"
+        "        return end.code\n"
+        "for command in ('status', 'sd'):\n"
+        f"    print([code(command, *given) for given in {arguments}])\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+class StopsLater:
+    """Passes on what a client and a TCPStore say, until the store has counted its keys.
+
+    Then the store's process is stopped: what is asked next is never answered.
+
+    Attributes:
+        port: Where clients connect.
+        stopped: Is set when it was stopped.
+    """
+
+    # The echo of a greeting, and a number of keys.
+    ANSWERS = 4 + 8
+
+    def __init__(self, store: Any, port: int) -> None:
+        self._store, self._to = store, port
+        self.stopped = threading.Event()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._open = [self._server]
+        self.port: int = self._server.getsockname()[1]
+        in_background(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            server = socket.create_connection(("127.0.0.1", self._to))
+            self._open += [client, server]
+            in_background(lambda c=client, s=server: self._ask(c, s))  # type: ignore[misc]
+            in_background(lambda c=client, s=server: self._answer(s, c))  # type: ignore[misc]
+
+    @staticmethod
+    def _ask(client: socket.socket, server: socket.socket) -> None:
+        while asked := client.recv(1000):
+            server.sendall(asked)
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        said = 0
+        while answer := server.recv(1000):
+            said += len(answer)
+            if said == self.ANSWERS:
+                os.kill(self._store.pid, signal.SIGSTOP)
+                self.stopped.set()
+            client.sendall(answer)
+
+    def close(self) -> None:
+        """Hang up."""
+        for one in self._open:
+            # A thread in accept() or recv() does not notice a close.
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@pytest.fixture
+def stops_later(start_child: Any) -> Iterator[StopsLater]:
+    """A TCPStore with something in it."""
+    child = start_child("tcp_server")
+    port = child.next_report()["port"]
+    connect(f"tcp://127.0.0.1:{port}").set("k", "v")
+    between = StopsLater(child, port)
+    yield between
+    between.close()
+
+
 class TestErrors:
     """One sentence on standard error, and exit code 1."""
 
@@ -489,6 +575,31 @@ class TestErrors:
         assert (done.returncode, done.stdout) == (1, "")
         assert said in done.stderr
         assert done.stderr.count("\n") == 1
+
+    def test_at_once(self, tmp_path: Path) -> None:
+        """What needs no torch does not wait for it, nor does help."""
+        modern = EtcdServer(tmp_path, "--enable-v2=false")
+        modern.start()
+        try:
+            cases = {
+                f"tcp://127.0.0.1:{free_port()}": "nothing listens there",
+                "tcp://no-such-host.invalid:1": "'no-such-host.invalid' is not known",
+                "redis://here:1": "accepted is tcp://",
+                f"etcd://127.0.0.1:{free_port()}/p": "nothing listens there",
+                f"etcd://127.0.0.1:{modern.port}/p": "as an etcd with the v2 API",
+                f"file://{tmp_path}/none": "none: No such file",
+            }
+            lines = [["--store", url] for url in cases] + [["--interval", "0"]]
+            done = without_torch(*lines, ["--help"])
+        finally:
+            modern.stop()
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"\n{[1] * len(cases) + [2, 0]}\n") == 2
+        for said in cases.values():
+            assert said in done.stderr
+        assert done.stderr.count("tracedstore: ") == 2 * len(cases)
+        assert "argument --interval: is '0'; accepted are seconds" in done.stderr
 
     def test_nothing_under_the_prefix(self, etcd_server: EtcdServer, ask: Ask) -> None:
         """Which a mistyped one is."""
@@ -520,6 +631,36 @@ class TestErrors:
         assert done.returncode == 1
         assert "does not answer within" in done.stderr
 
+    def test_a_store_that_stops_later(self, stops_later: StopsLater) -> None:
+        """While it is asked for its keys, when torch keeps the GIL."""
+        done = in_a_process(f"tcp://127.0.0.1:{stops_later.port}")
+
+        assert stops_later.stopped.is_set()
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "answers, but cannot be read within" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_ctrl_c(self, stops_later: StopsLater) -> None:
+        """Is heard even then, and nothing is left of it."""
+        url = f"tcp://127.0.0.1:{stops_later.port}"
+        asking = subprocess.Popen(
+            [*COMMAND, "--store", url],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert stops_later.stopped.wait(30)
+            os.killpg(asking.pid, signal.SIGINT)
+            _, said = asking.communicate(timeout=20)
+        finally:
+            asking.kill()
+            asking.wait(10)
+
+        assert (asking.returncode, said) == (130, "")
+        with pytest.raises(ProcessLookupError):
+            os.killpg(asking.pid, 0)
+
 
 class TestWatching:
     """Again and again."""
@@ -528,7 +669,7 @@ class TestWatching:
         """One after the other, each with its time; it ends when the job does."""
         store, url = tcp_job
         store.add("b/num_members", 1)
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
+        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.1"]
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert watching.stdout is not None
@@ -545,7 +686,7 @@ class TestWatching:
         """In the place of the one before."""
         _, url = tcp_job
         ours, theirs = pty.openpty()
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
+        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.1"]
         watching = subprocess.Popen(command, stdout=theirs)
         try:
             seen = b""

@@ -25,7 +25,7 @@ BELOW = {
     "report": {"coordination"},
     "cli": {
         *("core", "signals", "coordination", "etcd", "export", "rendezvous", "store"),
-        *("auto", "report"),
+        "report",
     },
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},
@@ -34,7 +34,7 @@ BELOW = {
 VOCABULARY = {"tracedstore.signals.names"}
 # Which modules may import these, because each of them is a choice to be kept small.
 ONLY_IN = {
-    "etcd": {"etcd/client.py", "cli/stores.py", "cli/demo_stores.py"},
+    "etcd": {"etcd/client.py", "cli/attach.py", "cli/demo_stores.py"},
     "prometheus_client": {
         "cli/demo_signals.py",
         "signals/metrics.py",

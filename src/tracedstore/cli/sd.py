@@ -19,10 +19,12 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tracedstore.cli.stores import add_store_argument, look
-from tracedstore.coordination import ranks
-from tracedstore.export.discovery import listed
+from tracedstore.cli.stores import Address, add_store_argument, add_watch_arguments
+
+if TYPE_CHECKING:
+    from tracedstore.coordination.ranks import RankInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,23 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
     )
-    parser.add_argument(
-        "--watch", action="store_true", help="go on, and write when something changes"
-    )
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="how often to look, with --watch (15)",
-    )
+    add_watch_arguments(parser, "go on, and write when something changes", 15.0)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the list, once or again and again."""
+    address = Address(arguments.store)
+    address.probe()
+    # Only where there is something to look at: torch takes seconds.
+    from tracedstore.coordination.ranks import everybody  # noqa: PLC0415
+
     written = None
     while True:
-        infos = look(arguments.store, ranks.everybody)
+        infos = address.look(everybody)
         found = _targets(infos, arguments.run_id)
         if found != written:
             _write(found, arguments.output)
@@ -60,7 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
 
 
-def _targets(infos: list[ranks.RankInfo], run_id: str | None) -> str:
+def _targets(infos: "list[RankInfo]", run_id: str | None) -> str:
+    from tracedstore.export.discovery import listed  # noqa: PLC0415 - needs torch
+
     if run_id is not None:
         # Where nobody named the job, who asks does.
         ours = [info for info in infos if info.run_id in (None, run_id)]

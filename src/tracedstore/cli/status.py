@@ -19,11 +19,17 @@ import json
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from tracedstore.cli.blocked import ask
-from tracedstore.cli.status_view import Status
-from tracedstore.cli.stores import add_store_argument, look
-from tracedstore.cli.survey import Survey
+from tracedstore.cli.stores import (
+    Address,
+    add_store_argument,
+    add_watch_arguments,
+    seconds,
+)
+
+if TYPE_CHECKING:
+    from tracedstore.cli.status_view import Status
 
 _MISSING = 2
 _TOKEN = "TRACEDSTORE_HTTP_TOKEN"  # noqa: S105 - where it is, not what
@@ -38,20 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--after",
-        type=float,
+        type=seconds(0),
         default=0.0,
         metavar="SECONDS",
         help="how long a barrier may take before somebody is missing (0)",
     )
     parser.add_argument("--json", action="store_true", help="for programs: an object")
-    parser.add_argument("--watch", action="store_true", help="show it again and again")
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="how often, with --watch (2)",
-    )
+    add_watch_arguments(parser, "show it again and again", 2.0)
     parser.add_argument(
         "--token",
         default=os.environ.get(_TOKEN),
@@ -61,8 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show it, once or again and again."""
+    address = Address(arguments.store)
+    address.probe()
+    # Only where there is something to look at: torch takes seconds.
+    from tracedstore.cli.blocked import ask  # noqa: PLC0415
+    from tracedstore.cli.status_view import Status  # noqa: PLC0415
+    from tracedstore.cli.survey import Survey  # noqa: PLC0415
+
     while True:
-        survey = look(arguments.store, lambda store: Survey.of(store, arguments.run_id))
+        survey = address.look(lambda store: Survey.of(store, arguments.run_id))
         infos = [info for group in survey.groups for info in group.ranks]
         status = Status(
             store=arguments.store,
@@ -77,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
 
 
-def _show(status: Status, arguments: argparse.Namespace) -> None:
+def _show(status: "Status", arguments: argparse.Namespace) -> None:
     if arguments.json:
         text = json.dumps(status.to_json())
     elif not arguments.watch:
