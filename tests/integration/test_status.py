@@ -27,6 +27,7 @@ from torch.distributed.elastic.utils import store as torchs
 
 import tracedstore
 from integration.harness import in_background, wait_until
+from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import a_state
 from tracedstore.cli.main import main
@@ -395,6 +396,49 @@ class TestBlocked:
         )
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
         assert "not known: rank 0 (ValueError: answered b'HTTP/1." in refused.out
+
+    @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
+    def test_over_https(
+        self,
+        token: str | None,
+        tcp_job: tuple[Store, str],
+        ask: Ask,
+        registry: CollectorRegistry,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Whoever signed the ranks' certificates has to be trusted here."""
+        _, url = tcp_job
+        ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+        pair = ours.sign("rank")
+        tracedstore.configure(
+            http_port=0,
+            http_cert=str(pair.certificate),
+            http_key=str(pair.key),
+            http_token=token,
+            registry=registry,
+        )
+        store: Any = tracedstore.wrap(connect(url))
+        tracedstore.barrier(store, 1, "b", rank=0)
+        waiting = in_background(lambda: store.wait(["never"]), "waits")
+        wait_until(tracedstore.in_flight)
+        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not asked for")
+
+        monkeypatch.setenv("SSL_CERT_FILE", str(ours.certificate))
+        trusted = ask(url)
+        wrong = ask(url, "--token", "wrong")
+        monkeypatch.setenv("SSL_CERT_FILE", str(others.certificate))
+        untrusted = ask(url)
+        told = json.loads(ask(url, "--json").out)["blocked"]
+        connect(url).set("never", "now")
+        waiting.result(30)
+
+        blocked = "  rank 0: wait never for "
+        assert blocked in trusted.out
+        assert (blocked in wrong.out) == (token is None)
+        assert "not known: rank 0 (SSLCertVerificationError: " in untrusted.out
+        assert "CERTIFICATE_VERIFY_FAILED" in told[0]["why"]
+        assert {trusted.code, wrong.code, untrusted.code} == {0}
 
     def test_those_that_cannot_be_asked(
         self, tcp_job: tuple[Store, str], ask: Ask
