@@ -225,6 +225,55 @@ class TestBarriers:
         assert "missing 7 of 8: gpu0 (ranks 1-3), gpu1 (ranks 4-7)" in out
         assert "  default_pg/0/c: 1 of 3 arrived" in out
 
+    def test_left_behind(self, job: tuple[Store, str], ask: Ask) -> None:
+        """One that timed out is nobody's trouble any more, in a job that went on."""
+        _, url = job
+        through(come(url, "step/0", 0, 1, 2, world_size=3))
+
+        def in_vain(rank: int) -> None:
+            with pytest.raises(tracedstore.BarrierTimeout):
+                tracedstore.barrier(connect(url), 3, "step/1", 0.5, rank=rank)
+
+        through([in_background(lambda n=n: in_vain(n)) for n in (0, 1)])  # type: ignore[misc]
+        stuck = ask(url)
+        some = come(url, "step/2", 0, 1, world_size=3)
+        arrived(url, "step/2", 2)
+        halfway = ask(url)
+        through([*come(url, "step/2", 2, world_size=3), *some])
+        gone_on = ask(url)
+        told = json.loads(ask(url, "--json").out)
+
+        assert stuck.code == halfway.code == 2
+        assert "  step/1: 2 of 3 arrived" in stuck.out
+        if not url.startswith("tcp"):
+            # Without a ledger nobody knows who came when.
+            assert gone_on.code == 2
+            return
+        assert halfway.lines[0] == "missing: 1 barrier not complete"
+        assert gone_on.code == 0
+        assert "in progress" not in gone_on.out
+        assert "\nbarriers left behind: 1:\n  step/1: 2 of 3 arrived, " in gone_on.out
+        assert f"    missing 1 of 3: {HOST} (rank 2)\n" in gone_on.out
+        assert told["healthy"]
+        (left,) = told["barriers_left_behind"]
+        assert (left["barrier"], left["missing_ranks"]) == ("step/1", [2])
+        assert told["barriers_in_progress"] == []
+
+    def test_not_left_behind(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+        """Another thread of theirs goes on, and this one waits still."""
+        _, url = tcp_job
+        through(come(url, "step/0", 0, 1, world_size=2))
+        waiting = come(url, "checkpoint", 0, world_size=2)
+        arrived(url, "checkpoint", 1)
+        through(come(url, "step/1", 0, 1, world_size=2))
+
+        asked = ask(url)
+        through([*come(url, "checkpoint", 1, world_size=2), *waiting])
+
+        assert asked.code == 2
+        assert "  checkpoint: 1 of 2 arrived" in asked.out
+        assert "left behind" not in asked.out
+
     def test_of_one_job(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
         """Others' ranks, barriers and rendezvous are left out."""
         store, url = tcp_job

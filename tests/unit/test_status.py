@@ -1,5 +1,6 @@
 """What ``tracedstore status`` makes of what it reads."""
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,8 @@ from tracedstore.cli.errors import CommandError
 from tracedstore.cli.snapshot import Snapshot
 from tracedstore.cli.status_view import Status, _ago
 from tracedstore.cli.survey import MOST_READ, Survey, _latest
-from tracedstore.coordination.protocol import Ledger, signature, spelled
+from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
+from tracedstore.coordination.ranks import REGISTRY
 
 
 class Shrinking:
@@ -90,6 +92,30 @@ def test_times_of_a_ledger() -> None:
 def survey_of(store: Any) -> Survey:
     """Look at a store."""
     return Survey.of(store)
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_started_anew(anew: bool) -> None:
+    """Who was ended at a barrier waits no more, and a process that goes on may."""
+    store: Any = dist.HashStore()
+    for attempt, came in ((0, [0]), (1, [0, 1])):
+        under: Any = dist.PrefixStore(f"attempt_{attempt}", store)
+        keys = Keys("b")
+        for rank in (0, 1):
+            pid = 100 * attempt * anew + rank
+            told = {"rank": rank, "host": "a", "pid": pid, "world_size": 2}
+            under.set(f"{REGISTRY}/{rank}", json.dumps(told | {"started": attempt}))
+        for rank in came:
+            under.append(keys.ledger, signature(rank, 10.0 * attempt + rank + 1))
+            under.add(keys.num_members, 1)
+    dist.PrefixStore("attempt_1", store).set("b/last_member", "")
+
+    survey = survey_of(store)
+    status = Status(store="s", now=30.0, survey=survey, replies={})
+
+    assert [one.prefix for one in survey.left_behind] == ["attempt_0/b"] * anew
+    assert [one.prefix for one in survey.waiting] == ["attempt_0/b"] * (not anew)
+    assert bool(status.missing()) == (not anew)
 
 
 class TestText:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _MOST_WAITING = 16
+_MOST_LEFT_BEHIND = 4
 _MOST_COMPLETE = 8
 _MOST_HOSTS = 32
 _MOST_CALLS = 24
@@ -77,6 +78,7 @@ class Status:
             [verdict, f"store: {self.store}"],
             *map(self._ranks, self.survey.groups),
             list(self._waiting()),
+            list(self._left_behind()),
             list(self._complete()),
             *(list(self._rendezvous(*one)) for one in self.survey.rendezvous.items()),
             list(self._blocked()),
@@ -105,7 +107,17 @@ class Status:
             yield "barriers in progress:"
         if more:
             yield f"  {more} more before these"
-        for barrier in shown:
+        yield from self._unfinished(shown)
+
+    def _left_behind(self) -> Iterator[str]:
+        shown = self.survey.left_behind[-_MOST_LEFT_BEHIND:]
+        if shown:
+            total = len(self.survey.left_behind)
+            yield f"barriers left behind{_last_of(total, len(shown))}:"
+        yield from self._unfinished(shown)
+
+    def _unfinished(self, barriers: Iterable[Barrier]) -> Iterator[str]:
+        for barrier in barriers:
             of = "" if barrier.world_size is None else f" of {barrier.world_size}"
             since = ""
             if barrier.first is not None:
@@ -118,8 +130,7 @@ class Status:
         shown = self.survey.complete[-_MOST_COMPLETE:]
         total = self.survey.more_complete + len(self.survey.complete)
         if shown:
-            last = f", the last {len(shown)}" if total > len(shown) else ""
-            yield f"barriers finished: {total}{last}:"
+            yield f"barriers finished{_last_of(total, len(shown))}:"
         for barrier in shown:
             parts = [f"{barrier.arrived} arrived"]
             if barrier.first is not None and barrier.last is not None:
@@ -193,6 +204,7 @@ class Status:
             ],
             "barriers_in_progress": [self._barrier(one) for one in survey.waiting],
             "more_barriers_in_progress": survey.more_waiting,
+            "barriers_left_behind": [self._barrier(one) for one in survey.left_behind],
             "barriers_finished": [self._barrier(one) for one in survey.complete],
             "more_barriers_finished": survey.more_complete,
             "rendezvous": [
@@ -258,6 +270,10 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _count(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"
+
+
+def _last_of(total: int, shown: int) -> str:
+    return f": {total}, the last {shown}" if total > shown else f": {total}"
 
 
 def _ago(seconds: float) -> str:

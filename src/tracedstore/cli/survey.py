@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tracedstore.cli.left_behind import LeftBehind
 from tracedstore.cli.snapshot import Snapshot
 from tracedstore.coordination import ranks
 from tracedstore.coordination.decoders import chain, nameless
@@ -87,6 +88,7 @@ class Survey:
         groups: The ranks that registered.
         waiting: The barriers in progress, the newest last.
         more_waiting: How many more there are.
+        left_behind: Those that timed out, in a job that went on.
         complete: The barriers that finished last, the newest last.
         more_complete: How many more there are.
         rendezvous: The state of each rendezvous by its run id, None where it cannot
@@ -96,6 +98,7 @@ class Survey:
     groups: tuple[Group, ...]
     waiting: tuple[Barrier, ...]
     more_waiting: int
+    left_behind: tuple[Barrier, ...]
     complete: tuple[Barrier, ...]
     more_complete: int
     rendezvous: "dict[str, State | None]"
@@ -111,6 +114,7 @@ class Survey:
         others = [group for group in found if not _of_job(group, run_id)]
         groups = [group for group in found if _of_job(group, run_id)]
         waiting, complete = _barriers(snapshot.keys)
+        latest_waiting, latest_complete = _latest(waiting), _latest(complete)
 
         def described(prefixes: Sequence[str]) -> tuple[Barrier, ...]:
             read = (
@@ -122,11 +126,15 @@ class Survey:
             # Those whose time is not known first, in the order of their numbers.
             return tuple(sorted(read, key=lambda one: one.last or 0.0))
 
-        latest_waiting, latest_complete = _latest(waiting), _latest(complete)
+        unfinished = described(latest_waiting)
+        latest = [*latest_waiting, *latest_complete] if unfinished else []
+        past = LeftBehind(snapshot, latest, lambda one: _group_of(one, found))
+        left = tuple(one for one in unfinished if one.prefix in past)
         return cls(
             groups=tuple(groups),
-            waiting=described(latest_waiting),
+            waiting=tuple(one for one in unfinished if one not in left),
             more_waiting=len(waiting) - len(latest_waiting),
+            left_behind=left,
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
             rendezvous=_rendezvous(snapshot, run_id, _beside(store)),
