@@ -730,7 +730,7 @@ class TestErrors:
 
         assert stops_later.stopped.is_set()
         assert (done.returncode, done.stdout) == (1, "")
-        assert "answers, but cannot be read within" in done.stderr
+        assert "answered, and then not for 3 s" in done.stderr
         assert done.stderr.count("\n") == 1
 
     def test_ctrl_c(self, stops_later: StopsLater) -> None:

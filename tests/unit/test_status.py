@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tracedstore.cli.errors import CommandError
 from tracedstore.cli.snapshot import Snapshot
 from tracedstore.cli.status_view import Status, _ago
-from tracedstore.cli.survey import MOST_READ, Survey, _latest
+from tracedstore.cli.survey import MOST_READ, Survey, _latest, wanted
 from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
 from tracedstore.coordination.ranks import REGISTRY
 
@@ -91,7 +91,7 @@ def test_times_of_a_ledger() -> None:
 
 def survey_of(store: Any) -> Survey:
     """Look at a store."""
-    return Survey.of(store)
+    return Survey.of(Snapshot.of(store, wanted))
 
 
 @pytest.mark.parametrize("anew", [True, False])

@@ -26,7 +26,7 @@ class LateError(TimeoutError):
     """It took too long, and was ended.
 
     Attributes:
-        marked: It had made its mark by then.
+        marked: It had made a mark by then.
     """
 
     def __init__(self, *, marked: bool) -> None:
@@ -39,8 +39,8 @@ def apart(seconds: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
 
     Args:
         seconds: How long it may take.
-        work: What to do. It may make a mark, once, when it is well under way.
-        then: How many seconds it has from its mark on, at least.
+        work: What to do. It may make a mark whenever it has come a step further.
+        then: How many seconds it has from a mark on, at least.
 
     Raises:
         LateError: It took too long.

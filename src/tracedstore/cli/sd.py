@@ -44,12 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     address = Address(arguments.store)
     address.probe()
     # Only where there is something to look at: torch takes seconds.
-    from tracedstore.coordination.ranks import everybody  # noqa: PLC0415
+    from tracedstore.coordination.ranks import everybody, prefix_of  # noqa: PLC0415
 
     written = None
     while True:
-        infos = address.look(everybody)
-        found = _targets(infos, arguments.run_id)
+        snapshot = address.look(
+            lambda keys: [key for key in keys if prefix_of(key) is not None]
+        )
+        found = _targets(everybody(snapshot), arguments.run_id)
         if found != written:
             _write(found, arguments.output)
             written = found

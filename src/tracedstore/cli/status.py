@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     # Only where there is something to look at: torch takes seconds.
     from tracedstore.cli.blocked import ask  # noqa: PLC0415
     from tracedstore.cli.status_view import Status  # noqa: PLC0415
-    from tracedstore.cli.survey import Survey  # noqa: PLC0415
+    from tracedstore.cli.survey import Survey, wanted  # noqa: PLC0415
 
     while True:
-        survey = address.look(lambda store: Survey.of(store, arguments.run_id))
+        survey = Survey.of(address.look(wanted), arguments.run_id)
         infos = [info for group in survey.groups for info in group.ranks]
         status = Status(
             store=arguments.store,

@@ -9,23 +9,26 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from tracedstore.cli.apart import LateError, Mark, apart
 from tracedstore.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from tracedstore.cli.snapshot import Snapshot
 
 T = TypeVar("T")
 
 # Seconds in which something is said, whatever is there; with the start of Python and
 # the last word, less than five.
 _WITHIN = 4.5
-# Where loading torch has used them up: seconds to get a first answer, and from then on
-# to read everything.
+# Seconds to get a first answer, where loading torch has used them up; and each next
+# one, of which a large job needs many.
 _ANSWER_WITHIN = 2.0
 _READ_WITHIN = 3.0
 # Seconds to get a connection.
@@ -115,8 +118,11 @@ class Address:
         """
         self._apart(_WITHIN, lambda _: self.reach())
 
-    def look(self, work: Callable[[Any], T]) -> T:
-        """Do something with the store, as one more client, for so long and no longer.
+    def look(self, wanted: Callable[[Sequence[str]], list[str]]) -> "Snapshot":
+        """Read the store as one more client, in bounded time and without a trace.
+
+        Args:
+            wanted: Chooses the keys whose values are read.
 
         Raises:
             CommandError: There is none, or something else is there, or it does not
@@ -124,15 +130,16 @@ class Address:
         """
         # Before the child is made, so that the next one has it too.
         from tracedstore.cli.attach import attached  # noqa: PLC0415
+        from tracedstore.cli.snapshot import Snapshot  # noqa: PLC0415
 
         now = time.monotonic()
         began, self._began = self._began or now, None
         left = began + _WITHIN - now
 
-        def looking(answered: Mark) -> T:
+        def looking(answered: Mark) -> Snapshot:
             with attached(self) as store:
                 answered()
-                return work(store)
+                return Snapshot.of(store, wanted, answered)
 
         return self._apart(max(left, _ANSWER_WITHIN), looking, _READ_WITHIN)
 
@@ -143,8 +150,8 @@ class Address:
         except LateError as late:
             if late.marked:
                 raise CommandError(
-                    f"{what} answers, but cannot be read within {then:g} s: it is"
-                    " overloaded, or hangs by now"
+                    f"{what} answered, and then not for {then:g} s: it is overloaded,"
+                    " or hangs by now"
                 ) from None
             raise CommandError(
                 f"{what} does not answer within {within:.1f} s: {_SAYS[self.scheme]}"

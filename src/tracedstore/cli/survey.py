@@ -1,11 +1,11 @@
-"""What a job's store says of the job, found in one look that leaves no trace."""
+"""What a job's store says of the job."""
 
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tracedstore.cli.left_behind import LeftBehind
 from tracedstore.cli.snapshot import Snapshot
@@ -104,9 +104,8 @@ class Survey:
     rendezvous: "dict[str, State | None]"
 
     @classmethod
-    def of(cls, store: Any, run_id: str | None = None) -> "Survey":
-        """Look, at the one job or at whatever is there."""
-        snapshot = Snapshot.of(store, _wanted)
+    def of(cls, snapshot: Snapshot, run_id: str | None = None) -> "Survey":
+        """Find out about the one job, or whatever is there."""
         found = [
             Group(prefix=prefix, world_size=ranks.size_of(infos), ranks=tuple(infos))
             for prefix, infos in ranks.groups(snapshot).items()
@@ -137,7 +136,7 @@ class Survey:
             left_behind=left,
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
-            rendezvous=_rendezvous(snapshot, run_id, _beside(store)),
+            rendezvous=_rendezvous(snapshot, run_id),
         )
 
 
@@ -146,7 +145,7 @@ def _of_job(group: Group, run_id: str | None) -> bool:
     return run_id is None or any(info.run_id in (None, run_id) for info in group.ranks)
 
 
-def _wanted(keys: Sequence[str]) -> list[str]:
+def wanted(keys: Sequence[str]) -> list[str]:
     """Choose what is worth reading, which is little of what a long job left."""
     there = set(keys)
     barriers = [prefix for some in _barriers(there) for prefix in _latest(some)]
@@ -248,25 +247,7 @@ def _size_and_names(
     return group.world_size, {}
 
 
-def _beside(store: Any) -> dict[str, bytes]:
-    """Read what torch's etcd-v2 keeps beside its store, by run id."""
-    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
-        return {}
-    folder = "/torch/elastic/rendezvous"
-    try:
-        nodes = store.client.get(folder).children
-    except Exception:  # there is none, and the store has been read
-        return {}
-    return {
-        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
-        for node in nodes
-        if not node.dir
-    }
-
-
-def _rendezvous(
-    snapshot: Snapshot, run_id: str | None, beside: Mapping[str, bytes]
-) -> "dict[str, State | None]":
+def _rendezvous(snapshot: Snapshot, run_id: str | None) -> "dict[str, State | None]":
     found = {
         match[1]: snapshot.get(key)
         for key in snapshot.list_keys()
@@ -274,7 +255,7 @@ def _rendezvous(
     }
     written = {
         name: value
-        for name, value in {**beside, **found}.items()
+        for name, value in {**snapshot.beside, **found}.items()
         if run_id in (None, name)
     }
     if not written:
