@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from base64 import b64encode
@@ -37,6 +38,7 @@ from tracedstore.core.identity import ProcessIdentity
 Store = Any
 HOST = socket.gethostname()
 COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "status"]
+AGAIN = ["--watch", "--interval", "0.1"]
 
 
 def connect(url: str) -> Store:
@@ -762,7 +764,7 @@ class TestWatching:
         """One after the other, each with its time; it ends when the job does."""
         store, url = tcp_job
         store.add("b/num_members", 1)
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.1"]
+        command = [*COMMAND, "--store", url, *AGAIN]
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert watching.stdout is not None
@@ -776,22 +778,58 @@ class TestWatching:
             watching.communicate(timeout=10)
 
     def test_on_a_terminal(self, tcp_job: tuple[Store, str]) -> None:
-        """In the place of the one before."""
-        _, url = tcp_job
+        """Over the one before, however low the terminal is, until Ctrl-C."""
+        store, url = tcp_job
+        for number in range(20):
+            store.add(f"b/{number}/num_members", 1)
         ours, theirs = pty.openpty()
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.1"]
-        watching = subprocess.Popen(command, stdout=theirs)
+        termios.tcsetwinsize(theirs, (10, 60))
+        # Who has that terminal gets a signal from the key.
+        watching = subprocess.Popen(
+            ["setsid", "--ctty", "--wait", *COMMAND, "--store", url, *AGAIN],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            # Without what readline, which pytest loads, says of pytest's own terminal.
+            env=dict(os.environ),
+        )
+        os.close(theirs)
         try:
             seen = b""
-            while seen.count(b"\x1b[2J") < 2:
+            while seen.count(b"\x1b[J") < 2:
+                seen += os.read(ours, 1000)
+            os.write(ours, b"\x03")
+            code = watching.wait(20)
+            with suppress(OSError):
                 seen += os.read(ours, 1000)
         finally:
             watching.kill()
             watching.wait(10)
-            os.close(theirs)
             os.close(ours)
 
-        assert b"nothing is missing" in seen
+        before, first, second, *_ = seen.split(b"\x1b[H")
+        assert before == b""
+        assert b"missing: 20 barriers not complete\x1b[K\r\n" in first
+        assert b"... 15 more lines; the terminal has 10" in first
+        assert b"\x1b[2J" not in seen
+        assert first.count(b"\n") == second.count(b"\n") == 9
+        assert code == 130
+        assert b"Traceback" not in seen
+        assert seen.endswith((b"\x1b[J\r\n", b"\x1b[J\r\n^C"))
+
+    def test_into_something_that_has_enough(self, tcp_job: tuple[Store, str]) -> None:
+        """It ends as well, and says nothing."""
+        _, url = tcp_job
+        command = [*COMMAND, "--store", url, *AGAIN]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as watching:
+            assert watching.stdout is not None
+            assert watching.stderr is not None
+            watching.stdout.readline()
+            watching.stdout.close()
+            assert watching.stderr.read() == b""
+        assert watching.returncode == 0
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

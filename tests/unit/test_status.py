@@ -128,8 +128,21 @@ class TestText:
 
         status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
 
-        assert status.text().endswith("\n  \\x1b[2Jb\\n: 1 arrived")
-        assert "\x1b" not in status.text()
+        assert status.text(80).endswith("\n  \\x1b[2Jb\\n: 1 arrived")
+        assert "\x1b" not in status.text(80)
+
+    def test_long_keys(self) -> None:
+        """Their ends are shown."""
+        store = dist.HashStore()
+        store.add(f"first{'x' * 5000}/7/num_members", 1)
+
+        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
+
+        for width in (80, 20):
+            lines = status.text(width).splitlines()
+            assert max(map(len, lines)) <= width
+            assert any(line.startswith("  first") for line in lines)
+            assert any("x/7:" in line for line in lines)
 
     def test_many_barriers(self) -> None:
         """All are counted, and few are shown."""
@@ -138,7 +151,7 @@ class TestText:
             store.add(f"{'long/' * 8}{n}/num_members", 1)
 
         status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
-        text = status.text()
+        text = status.text(80)
 
         assert "  85 more before these\n" in text
         assert max(map(len, text.splitlines())) <= 80
@@ -150,7 +163,7 @@ class TestText:
         survey = survey_of(dist.HashStore())
         status = Status(store="s", now=0.0, survey=survey, replies={})
 
-        assert status.text().splitlines() == [
+        assert status.text(80).splitlines() == [
             "nothing is missing",
             "store: s",
             "",

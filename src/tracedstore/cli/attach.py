@@ -1,6 +1,7 @@
 """Attach to the store of a running job as one more client."""
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ def attached(address: Address) -> Iterator[Any]:
     Raises:
         CommandError: There is none, or something else is there.
     """
+    # torch asks for the name behind the address, and does not need it. A name server
+    # that is gone would take more time than there is.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     address.reach()
     attach = {"tcp": _tcp, "file": _file, "etcd": _etcd}[address.scheme]
     try:

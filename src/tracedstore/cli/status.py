@@ -17,6 +17,7 @@ a barrier or a rendezvous is not complete, or a node of a rendezvous is silent
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _MISSING = 2
 _TOKEN = "TRACEDSTORE_HTTP_TOKEN"  # noqa: S105 - where it is, not what
-_CLEAR = "\x1b[H\x1b[2J"
+_WIDTH = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +88,28 @@ def _show(status: "Status", arguments: argparse.Namespace) -> None:
     if arguments.json:
         text = json.dumps(status.to_json())
     elif not arguments.watch:
-        text = status.text()
+        text = status.text(_WIDTH)
     elif sys.stdout.isatty():
-        text = _CLEAR + status.text()
+        text = _in_place(status)
     else:
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.now))
-        text = f"{at}\n{status.text()}\n"
+        text = f"{at}\n{status.text(_WIDTH)}\n"
+    # Hosts and keys may have letters that a terminal of old does not.
+    encoding = sys.stdout.encoding
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _in_place(status: "Status") -> str:
+    """Write over what was there, line by line: a screen cleared first flickers."""
+    columns, rows = shutil.get_terminal_size()
+    lines = status.text(min(_WIDTH, columns)).splitlines()
+    # One is for the cursor. What matters most is at the top, and is not to scroll away.
+    room = max(2, rows - 1)
+    if len(lines) > room:
+        more = len(lines) - room + 1
+        lines[room - 1 :] = [f"... {more} more lines; the terminal has {rows}"]
+    # What is too long is cut off meanwhile, so that a line stays one.
+    shown = "\x1b[K\n".join(lines)
+    return f"\x1b[H\x1b[?7l{shown}\x1b[?7h\x1b[J"

@@ -1,5 +1,6 @@
 """How the state of a job is shown: as text for people, as JSON for programs."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from tracedstore.rendezvous.state import Node
     from tracedstore.rendezvous.state import Snapshot as State
 
-_WIDTH = 80
 _MOST_WAITING = 16
 _MOST_LEFT_BEHIND = 4
 _MOST_COMPLETE = 8
@@ -70,8 +70,8 @@ class Status:
             if age is not None and age > SILENT_AFTER
         }
 
-    def text(self) -> str:
-        """Write it for people."""
+    def text(self, width: int) -> str:
+        """Write it for people, in lines of so many characters."""
         missing = self.missing()
         verdict = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         sections = [
@@ -85,7 +85,9 @@ class Status:
         ]
         if not self.survey.groups:
             sections.insert(1, ["ranks: none registered"])
-        return "\n\n".join("\n".join(map(_line, part)) for part in sections if part)
+        return "\n\n".join(
+            "\n".join(_line(line, width) for line in part) for part in sections if part
+        )
 
     def _ranks(self, group: Group) -> list[str]:
         there = group.hosts
@@ -286,16 +288,24 @@ def _ago(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _line(text: str) -> str:
+def _line(text: str, width: int) -> str:
     """Break a line, and take out what a terminal would obey: keys are anybody's."""
     plain = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
     indent = " " * (len(plain) - len(plain.lstrip()) + 4)
+    room = max(width - len(indent), 12)
+    # The ends tell more than the middle: what it is, and which number it has.
+    short = re.sub(rf"\S{{{room + 1},}}", lambda long: _ends(long[0], room), plain)
     return "\n".join(
         textwrap.wrap(
-            plain,
-            _WIDTH,
+            short,
+            width,
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
     )
+
+
+def _ends(word: str, room: int) -> str:
+    half = (room - 3) // 2
+    return f"{word[:half]}...{word[-half:]}"
