@@ -48,7 +48,7 @@ def connect(url: str) -> Store:
         return dist.FileStore(parts.path, -1)
     assert parts.port is not None
     if parts.scheme == "tcp":
-        return dist.TCPStore("127.0.0.1", parts.port, None, is_master=False)
+        return dist.TCPStore(str(parts.hostname), parts.port, None, is_master=False)
     return EtcdStore(etcd.Client(host="127.0.0.1", port=parts.port), parts.path)
 
 
@@ -420,6 +420,35 @@ class TestRendezvous:
         assert "rendezvous job-8: round 0, complete" in asked.lines
         assert "joined: node1 (pid 100)" in asked.lines
 
+    def test_of_torchrun(self, start_command: Any, ask: Ask) -> None:
+        """Its agents meet in one store, and say where their workers meet."""
+        port = free_port()
+        endpoint = ("--rdzv-backend", "traced-c10d", "--rdzv-endpoint")
+        start_command(
+            *("torchrun", "--nproc-per-node", 3, "--rdzv-id", "job-7"),
+            *(*endpoint, f"127.0.0.1:{port}"),
+            *(Path(__file__).parent / "children" / "elastic_rank.py", 50),
+        )
+        meet = "its workers meet in "
+
+        def agents() -> Asked | None:
+            asked = ask(f"tcp://127.0.0.1:{port}")
+            return asked if meet in asked.out else None
+
+        found = wait_until(agents, 40)
+        (where,) = (line for line in found.lines if line.startswith(meet))
+        url = where.removeprefix(meet)
+        told = json.loads(ask(f"tcp://127.0.0.1:{port}", "--json").out)
+        arrived(url, "checkpoint/7", 2)
+        workers = ask(url)
+
+        assert (found.code, workers.code) == (0, 2)
+        assert "rendezvous job-7: round 0, complete" in found.lines
+        assert found.out.count("rendezvous") == 1
+        assert told["rendezvous"][0]["workers_store"] == url
+        assert "ranks: 2 of 3 registered" in workers.lines
+        assert "missing 1 of 3: " in workers.out
+
 
 class TestBlocked:
     """What the ranks say themselves."""
@@ -446,7 +475,7 @@ class TestBlocked:
             line.startswith("rank 0: wait b/last_member for ") for line in told.lines
         )
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
-        assert "not known: rank 0 (ValueError: answered b'HTTP/1." in refused.out
+        assert "not known: rank 0 (answered 401 Unauthorized)" in refused.lines
 
     @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
     def test_over_https(

@@ -151,6 +151,8 @@ class Status:
         how = "complete" if state.complete else "not complete"
         closed = ", closed" if state.closed else ""
         yield f"rendezvous {run_id}: round {state.round}, {how}{closed}"
+        if run_id in self.survey.workers:
+            yield f"  its workers meet in {self.survey.workers[run_id]}"
         for what, nodes in (
             ("joined", sorted(state.participants, key=state.participants.__getitem__)),
             ("waiting for the next round", sorted(state.wait_list)),
@@ -210,7 +212,11 @@ class Status:
             "barriers_finished": [self._barrier(one) for one in survey.complete],
             "more_barriers_finished": survey.more_complete,
             "rendezvous": [
-                {"run_id": run_id, **self._state(state)}
+                {
+                    "run_id": run_id,
+                    "workers_store": survey.workers.get(run_id),
+                    **self._state(state),
+                }
                 for run_id, state in survey.rendezvous.items()
             ],
             "blocked": [_reply(*one) for one in self.replies.items()],

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 # ledgers of so many are read.
 MOST_READ = 64
 _END = "/num_members"
-_RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.(.+)")
+# Below the key of a rendezvous, with its round, is where its agents meet; and there,
+# where the store is that they made for their workers.
+_RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.((?:(?!\.\d+/).)+)", re.DOTALL)
+_MASTER = re.compile(
+    r"(?:.*/)?torch\.rendezvous\.(.+)\.(\d+)/MASTER_(?:ADDR|PORT)", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,8 @@ class Survey:
         more_complete: How many more there are.
         rendezvous: The state of each rendezvous by its run id, None where it cannot
             be read.
+        workers: The address of the store of its workers, by run id, where they have
+            one of their own.
     """
 
     groups: tuple[Group, ...]
@@ -102,6 +109,7 @@ class Survey:
     complete: tuple[Barrier, ...]
     more_complete: int
     rendezvous: "dict[str, State | None]"
+    workers: dict[str, str]
 
     @classmethod
     def of(cls, snapshot: Snapshot, run_id: str | None = None) -> "Survey":
@@ -137,6 +145,7 @@ class Survey:
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
             rendezvous=_rendezvous(snapshot, run_id),
+            workers=_workers(snapshot),
         )
 
 
@@ -167,6 +176,7 @@ def wanted(keys: Sequence[str]) -> list[str]:
         if key in of_barriers
         or ranks.prefix_of(key) is not None
         or _RENDEZVOUS.fullmatch(key)
+        or _MASTER.fullmatch(key)
     ]
 
 
@@ -270,3 +280,17 @@ def _rendezvous(snapshot: Snapshot, run_id: str | None) -> "dict[str, State | No
             return None
 
     return {name: state(value) for name, value in sorted(written.items())}
+
+
+def _workers(snapshot: Snapshot) -> dict[str, str]:
+    rounds: dict[str, tuple[int, str]] = {}
+    for key in snapshot.list_keys():
+        if key.endswith("ADDR") and (found := _MASTER.fullmatch(key)):
+            port = key.removesuffix("ADDR") + "PORT"
+            if not snapshot.check([port]):
+                continue
+            host = snapshot.get(key).decode("utf-8", "replace")
+            where = f"tcp://{host}:{snapshot.get(port).decode('utf-8', 'replace')}"
+            latest = rounds.get(found[1], (-1, ""))
+            rounds[found[1]] = max(latest, (int(found[2]), where))
+    return {run_id: where for run_id, (_, where) in rounds.items()}

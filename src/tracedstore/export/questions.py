@@ -19,6 +19,10 @@ _LONGEST_ANSWER = 4 << 20
 State = Literal["answered", "silent", "without", "absent"]
 
 
+class _UnansweredError(ValueError):
+    """What came is no answer, and the text says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What became of asking one rank.
@@ -90,6 +94,8 @@ async def _reply(
         answer = Answer.from_bytes(written)
     except TimeoutError:
         why = f"no answer within {within:.0f} s"
+    except _UnansweredError as error:
+        why = str(error)
     except Exception as error:  # refused, hung up on, or something else speaks there
         why = f"{type(error).__name__}: {error}"
     else:
@@ -126,10 +132,12 @@ async def fetch(
         head = await reader.readuntil(b"\r\n\r\n")
         status, _, headers = head.partition(b"\r\n")
         if status.split()[1:2] != [b"200"]:
-            raise ValueError(f"answered {status!r:.60}")
+            raise _UnansweredError(
+                f"answered {str(status.partition(b' ')[2], 'latin-1'):.60}"
+            )
         length = _length(headers)
         if length > _LONGEST_ANSWER:
-            raise ValueError(f"the answer has {length} bytes")
+            raise _UnansweredError(f"the answer has {length} bytes")
         return await reader.readexactly(length)
     finally:
         writer.close()
@@ -140,4 +148,4 @@ def _length(headers: bytes) -> int:
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             return int(value)
-    raise ValueError("the answer does not say how long it is")
+    raise _UnansweredError("the answer does not say how long it is")
