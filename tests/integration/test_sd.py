@@ -1,6 +1,7 @@
 """``tracedstore sd``, on the stores of jobs that run, and on what is none."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -122,6 +123,31 @@ class TestListing:
         assert len(json.loads(file.read_text())) == 1
         assert file.stat().st_mode & 0o444 == 0o444
 
+    @pytest.mark.parametrize(
+        ("output", "why"),
+        [("none/job.json", "No such file or directory"), ("", "Is a directory")],
+    )
+    def test_to_no_file(
+        self,
+        output: str,
+        why: str,
+        job: tuple[Store, str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Is told in a sentence, and nothing is left behind."""
+        store, url = job
+        register(store, 0)
+        folder = tmp_path / "targets"
+        folder.mkdir()
+
+        assert main(["sd", "--store", url, "--output", str(folder / output)]) == 1
+
+        said = f"tracedstore: {folder / output} cannot be written: {why}\n"
+        assert capsys.readouterr().err == said
+        assert list(folder.iterdir()) == []
+        assert not list(tmp_path.glob(".*"))
+
     def test_watch(self, job: tuple[Store, str], tmp_path: Path) -> None:
         """The file follows the job."""
         store, url = job
@@ -134,6 +160,8 @@ class TestListing:
             wait_until(lambda: _ranks(output) == ["0"])
             register(store, 1)
             wait_until(lambda: _ranks(output) == ["0", "1"])
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(20) == 130
         finally:
             watching.kill()
             watching.wait(10)
@@ -151,8 +179,9 @@ class TestListing:
 
 
 def _everything(url: str) -> dict[str, bytes]:
-    snapshot = Address(url).look(list)
-    return {key: snapshot.get(key) for key in snapshot.keys if "count" not in key}
+    # Without how many have a FileStore open, under a name that list_keys gets wrong.
+    snapshot = Address(url).look(lambda keys: [k for k in keys if "count" not in k])
+    return {key: snapshot.get(key) for key in snapshot.list_keys()}
 
 
 def _ranks(output: Path) -> list[str]:
@@ -174,6 +203,7 @@ class TestErrors:
             ("etcd://127.0.0.1:1/p", "cannot be reached: nothing listens there"),
             ("file:///no/such/store", "/no/such/store: No such file"),
             ("file:///", "/: Is a directory"),
+            ("file:///dev/zero", "/dev/zero: Not a regular file"),
         ],
     )
     def test_no_store(
@@ -215,6 +245,26 @@ class TestErrors:
 
         assert exited.value.code == 2
         assert "usage: tracedstore" in capsys.readouterr().err
+
+
+def test_watching_a_store_that_goes(tmp_path: Path, start_child: Any) -> None:
+    """Ends the command, and what it wrote last stays."""
+    child = start_child("tcp_server")
+    url = f"tcp://127.0.0.1:{child.next_report()['port']}"
+    output = tmp_path / "targets.json"
+    command = [sys.executable, "-m", "tracedstore.cli.main", "sd", "--watch"]
+    command += ["--interval", "0.1", "--store", url, "--output", str(output)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            wait_until(output.exists)
+            child.kill()
+            _, said = watching.communicate(timeout=20)
+        finally:
+            watching.kill()
+
+    assert watching.returncode == 1
+    assert said.startswith(f"tracedstore: the store at {url} ")
+    assert output.read_text() == "[]\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

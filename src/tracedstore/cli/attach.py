@@ -77,7 +77,7 @@ def _file(address: Address) -> Iterator[Any]:
             # It has no name, so that nothing is left if this is ended before its end.
             yield FileStore(f"/dev/fd/{copy.fileno()}", -1)
     except OSError as error:
-        raise address.unreadable(error) from None
+        raise address.unreadable(error.strerror) from None
 
 
 @contextmanager

@@ -8,12 +8,13 @@ Examples:
   tracedstore sd --store tcp://node1:29400
   tracedstore sd --store tcp://node1:29400 --output targets.json --watch
 
-Exit codes: 0 written, 1 the store cannot be reached
+Exit codes: 0 written; 1 the store cannot be reached or read, or the file cannot be
+written, which also ends --watch, and what was written last stays; 2 a command line
+that makes no sense; 130 Ctrl-C
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,7 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracedstore.cli.stores import Address, add_store_argument, add_watch_arguments
+from tracedstore.cli.errors import CommandError
+from tracedstore.cli.stores import (
+    Address,
+    add_store_argument,
+    add_watch_arguments,
+    loading,
+)
 
 if TYPE_CHECKING:
     from tracedstore.coordination.ranks import RankInfo
@@ -44,14 +51,20 @@ def run(arguments: argparse.Namespace) -> int:
     address = Address(arguments.store)
     address.probe()
     # Only where there is something to look at: torch takes seconds.
-    from tracedstore.coordination.ranks import everybody, prefix_of  # noqa: PLC0415
+    with loading():
+        from tracedstore.coordination.ranks import (  # noqa: PLC0415
+            everybody,
+            prefix_of,
+        )
+        from tracedstore.export.discovery import listed  # noqa: PLC0415
 
     written = None
     while True:
         snapshot = address.look(
             lambda keys: [key for key in keys if prefix_of(key) is not None]
         )
-        found = _targets(everybody(snapshot), arguments.run_id)
+        infos = _of_job(everybody(snapshot), arguments.run_id)
+        found = json.dumps(listed(infos), indent=2) + "\n"
         if found != written:
             _write(found, arguments.output)
             written = found
@@ -60,14 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
 
 
-def _targets(infos: "list[RankInfo]", run_id: str | None) -> str:
-    from tracedstore.export.discovery import listed  # noqa: PLC0415 - needs torch
-
-    if run_id is not None:
-        # Where nobody named the job, who asks does.
-        ours = [info for info in infos if info.run_id in (None, run_id)]
-        infos = [replace(info, run_id=run_id) for info in ours]
-    return json.dumps(listed(infos), indent=2) + "\n"
+def _of_job(infos: "list[RankInfo]", run_id: str | None) -> "list[RankInfo]":
+    if run_id is None:
+        return infos
+    # Where nobody named the job, who asks does.
+    ours = [info for info in infos if info.run_id in (None, run_id)]
+    return [replace(info, run_id=run_id) for info in ours]
 
 
 def _write(text: str, output: Path | None) -> None:
@@ -75,10 +86,23 @@ def _write(text: str, output: Path | None) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    try:
+        _put(text, output)
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _put(text: str, output: Path) -> None:
     # Prometheus reads the file whenever it changes, so it is never half written.
     with tempfile.NamedTemporaryFile(
         "w", dir=output.parent, prefix=f".{output.name}.", delete=False
     ) as file:
-        file.write(text)
-    Path(file.name).chmod(0o644)
-    os.replace(file.name, output)  # noqa: PTH105 - named for what it is
+        made = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            made.chmod(0o644)
+            made.replace(output)
+        except BaseException:
+            made.unlink()
+            raise

@@ -10,8 +10,9 @@ Examples:
   tracedstore status --store file:///shared/store --json
   tracedstore status --store etcd://etcd1:2379/torch/elastic/store --after 60 || alert
 
-Exit codes: 0 nothing is missing, 1 the store cannot be reached, 2 something is missing:
-a barrier or a rendezvous is not complete, or a node of a rendezvous is silent
+Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which also ends
+--watch; 2 something is missing: a barrier or a rendezvous is not complete, or a node of
+a rendezvous is silent; 2 also for a command line that makes no sense; 130 Ctrl-C
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tracedstore.cli.stores import (
     Address,
     add_store_argument,
     add_watch_arguments,
+    loading,
     seconds,
 )
 
@@ -64,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     address = Address(arguments.store)
     address.probe()
     # Only where there is something to look at: torch takes seconds.
-    from tracedstore.cli.blocked import ask  # noqa: PLC0415
-    from tracedstore.cli.status_view import Status  # noqa: PLC0415
-    from tracedstore.cli.survey import Survey, wanted  # noqa: PLC0415
+    with loading():
+        from tracedstore.cli.blocked import ask  # noqa: PLC0415
+        from tracedstore.cli.status_view import Status  # noqa: PLC0415
+        from tracedstore.cli.survey import Survey, wanted  # noqa: PLC0415
 
     while True:
         survey = Survey.of(address.look(wanted), arguments.run_id)

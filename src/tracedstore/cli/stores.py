@@ -7,10 +7,13 @@ so at once.
 import argparse
 import json
 import math
+import signal
 import socket
+import stat
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -37,7 +40,7 @@ _LONGEST_WAIT = 86400.0
 _ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
 _SAYS = {
     "tcp": "it hangs, or what listens there is something else",
-    "file": "its file system hangs, or somebody who hangs has locked it",
+    "file": "it is no FileStore, its disk hangs, or somebody who hangs has locked it",
     "etcd": "it hangs, or what listens there is something else",
 }
 
@@ -80,6 +83,20 @@ def seconds(least: float) -> Callable[[str], float]:
         return found
 
     return read
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Load torch, which may swallow a KeyboardInterrupt, so that Ctrl-C ends it."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Address:
@@ -129,8 +146,9 @@ class Address:
                 answer.
         """
         # Before the child is made, so that the next one has it too.
-        from tracedstore.cli.attach import attached  # noqa: PLC0415
-        from tracedstore.cli.snapshot import Snapshot  # noqa: PLC0415
+        with loading():
+            from tracedstore.cli.attach import attached  # noqa: PLC0415
+            from tracedstore.cli.snapshot import Snapshot  # noqa: PLC0415
 
         now = time.monotonic()
         began, self._began = self._began or now, None
@@ -168,20 +186,26 @@ class Address:
             CommandError: Nobody is, or something else.
         """
         if self.scheme == "file":
-            try:
-                Path(self.path).open("rb").close()
-            except OSError as error:
-                raise self.unreadable(error) from None
+            self._open()
             return
         self._connect()
         if self.scheme == "etcd":
             self._speak_http()
 
-    def unreadable(self, error: OSError) -> CommandError:
+    def unreadable(self, why: str | None) -> CommandError:
         """Say why a file cannot be read."""
         return CommandError(
-            f"the store at {self.url} cannot be read: {self.path}: {error.strerror}"
+            f"the store at {self.url} cannot be read: {self.path}: {why}"
         )
+
+    def _open(self) -> None:
+        try:
+            kind = stat.S_IFMT(Path(self.path).stat().st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                raise self.unreadable("Not a regular file")
+            Path(self.path).open("rb").close()
+        except OSError as error:
+            raise self.unreadable(error.strerror) from None
 
     def no_etcd(self) -> CommandError:
         """Say that it is something else."""
