@@ -17,6 +17,8 @@ from tracedstore.cli.stores import Address
 from tracedstore.coordination import ranks
 
 Store = Any
+# Times that nobody can wait for.
+WRONG = ("-1", "nan", "inf", "1e300", "soon")
 
 
 def register(
@@ -157,7 +159,7 @@ class TestListing:
         command += ["--interval", "0.1", "--store", url, "--output", str(output)]
         watching = subprocess.Popen(command)
         try:
-            wait_until(lambda: _ranks(output) == ["0"])
+            wait_until(lambda: _ranks(output) == ["0"], 40)
             register(store, 1)
             wait_until(lambda: _ranks(output) == ["0", "1"])
             watching.send_signal(signal.SIGINT)
@@ -234,7 +236,15 @@ class TestErrors:
         assert "does not answer" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        "arguments", [[], ["nonsense"], ["sd"]], ids=["none", "unknown", "no store"]
+        "arguments",
+        [
+            [],
+            ["nonsense"],
+            ["sd"],
+            *(["sd", "--store", "tcp://a:1", "--interval", wrong] for wrong in WRONG),
+            *(["status", "--store", "tcp://a:1", "--after", wrong] for wrong in WRONG),
+        ],
+        ids=" ".join,
     )
     def test_bad_command_lines(
         self, arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -256,7 +266,7 @@ def test_watching_a_store_that_goes(tmp_path: Path, start_child: Any) -> None:
     command += ["--interval", "0.1", "--store", url, "--output", str(output)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as watching:
         try:
-            wait_until(output.exists)
+            wait_until(output.exists, 40)
             child.kill()
             _, said = watching.communicate(timeout=20)
         finally:

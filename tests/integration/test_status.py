@@ -586,7 +586,7 @@ def is_old(client: socket.socket) -> None:
 
 
 def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own: torch keeps the GIL while listing."""
+    """Run the command as a user does, from its start to its end."""
     return subprocess.run(
         [*COMMAND, "--store", url],
         capture_output=True,
