@@ -785,6 +785,36 @@ class TestErrors:
         with pytest.raises(ProcessLookupError):
             os.killpg(asking.pid, 0)
 
+    def test_ctrl_c_while_torch_is_loaded(self, tmp_path: Path) -> None:
+        """Which swallows it: its parts catch all that goes wrong with NumPy."""
+        (tmp_path / "torch.py").write_text(
+            "import sys, time\n"
+            "print('loading', flush=True)\n"
+            "try:\n"
+            "    time.sleep(100)\n"
+            "except KeyboardInterrupt:\n"
+            "    time.sleep(100)\n"
+        )
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            asking = subprocess.Popen(
+                [*COMMAND, "--store", f"tcp://127.0.0.1:{port}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            )
+            try:
+                assert asking.stdout is not None
+                assert asking.stdout.readline() == "loading\n"
+                asking.send_signal(signal.SIGINT)
+                _, said = asking.communicate(timeout=20)
+            finally:
+                asking.kill()
+                asking.wait(10)
+
+        assert (asking.returncode, said) == (-signal.SIGINT, "")
+
 
 class TestWatching:
     """Again and again."""

@@ -50,6 +50,7 @@ def apart(seconds: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
     reading, writing = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
+        reading.close()
         _be_the_child(seconds, work, then, writing)
     try:
         writing.close()
