@@ -1,16 +1,16 @@
 """List the ranks of a job for Prometheus, as a file_sd file.
 
-Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store, with
-their addresses. Any rank's /sd says the same over HTTP; this is for clusters where
-Prometheus cannot reach the ranks' /sd.
+Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store,
+with their addresses. Any rank's /sd says the same over HTTP; this is for
+clusters where Prometheus cannot reach the ranks' /sd.
 
 Examples:
   tracedstore sd --store tcp://node1:29400
   tracedstore sd --store tcp://node1:29400 --output targets.json --watch
 
-Exit codes: 0 written; 1 the store cannot be reached or read, or the file cannot be
-written, which also ends --watch, and what was written last stays; 2 a command line
-that makes no sense; 130 Ctrl-C
+Exit codes: 0 written; 1 the store cannot be reached or read, or the file cannot
+be written, which also ends --watch, and what was written last stays; 2 a
+command line that makes no sense; 130 Ctrl-C
 """
 
 import argparse

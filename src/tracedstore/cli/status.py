@@ -1,18 +1,19 @@
 """Show who is there, who is missing and what is blocked, from the job's store.
 
-Attaches to the store of a running job as one more client, writes nothing to it and
-waits for nothing in it. What a rank is blocked in is asked of the ranks themselves,
-of those that serve it (TRACEDSTORE_HTTP_PORT) and can be reached from here.
+Attaches to the store of a running job as one more client, writes nothing to it
+and waits for nothing in it. What a rank is blocked in is asked of the ranks
+themselves, of those that serve it (TRACEDSTORE_HTTP_PORT) and can be reached.
 
 Examples:
   tracedstore status --store tcp://node1:29400
   tracedstore status --store tcp://node1:29400 --run-id job-7 --watch
   tracedstore status --store file:///shared/store --json
-  tracedstore status --store etcd://etcd1:2379/torch/elastic/store --after 60 || alert
+  tracedstore status --store etcd://etcd1:2379/jobs/7 --after 60 || alert
 
-Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which also ends
---watch; 2 something is missing: a barrier or a rendezvous is not complete, or a node of
-a rendezvous is silent; 2 also for a command line that makes no sense; 130 Ctrl-C
+Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
+also ends --watch; 2 something is missing: a barrier or a rendezvous is not
+complete, or a node of a rendezvous is silent; 2 also for a command line that
+makes no sense; 130 Ctrl-C
 """
 
 import argparse
