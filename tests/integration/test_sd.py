@@ -1,6 +1,7 @@
 """``tracedstore sd``, on the stores of jobs that run, and on what is none."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import torch.distributed as dist
 
 from integration.harness import wait_until
 from tracedstore.cli.main import main
-from tracedstore.cli.stores import look
+from tracedstore.cli.stores import Address
 from tracedstore.coordination import ranks
 
 Store = Any
+# Times that nobody can wait for.
+WRONG = ("-1", "nan", "inf", "1e300", "soon")
 
 
 def register(
@@ -72,11 +75,11 @@ class TestListing:
         """Whoever looks leaves no trace."""
         store, url = job
         register(store, 0)
-        before = look(url, _everything)
+        before = _everything(url)
 
         main(["sd", "--store", url])
 
-        assert look(url, _everything) == before
+        assert _everything(url) == before
 
     def test_under_prefixes(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
@@ -122,6 +125,31 @@ class TestListing:
         assert len(json.loads(file.read_text())) == 1
         assert file.stat().st_mode & 0o444 == 0o444
 
+    @pytest.mark.parametrize(
+        ("output", "why"),
+        [("none/job.json", "No such file or directory"), ("", "Is a directory")],
+    )
+    def test_to_no_file(
+        self,
+        output: str,
+        why: str,
+        job: tuple[Store, str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Is told in a sentence, and nothing is left behind."""
+        store, url = job
+        register(store, 0)
+        folder = tmp_path / "targets"
+        folder.mkdir()
+
+        assert main(["sd", "--store", url, "--output", str(folder / output)]) == 1
+
+        said = f"tracedstore: {folder / output} cannot be written: {why}\n"
+        assert capsys.readouterr().err == said
+        assert list(folder.iterdir()) == []
+        assert not list(tmp_path.glob(".*"))
+
     def test_watch(self, job: tuple[Store, str], tmp_path: Path) -> None:
         """The file follows the job."""
         store, url = job
@@ -131,9 +159,11 @@ class TestListing:
         command += ["--interval", "0.1", "--store", url, "--output", str(output)]
         watching = subprocess.Popen(command)
         try:
-            wait_until(lambda: _ranks(output) == ["0"])
+            wait_until(lambda: _ranks(output) == ["0"], 40)
             register(store, 1)
             wait_until(lambda: _ranks(output) == ["0", "1"])
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(20) == 130
         finally:
             watching.kill()
             watching.wait(10)
@@ -150,10 +180,10 @@ class TestListing:
         assert json.loads(capsys.readouterr().out) == []
 
 
-def _everything(store: Store) -> dict[str, bytes]:
-    from tracedstore.coordination.missing import all_keys
-
-    return {key: store.get(key) for key in all_keys(store) if "count" not in key}
+def _everything(url: str) -> dict[str, bytes]:
+    # Without how many have a FileStore open, under a name that list_keys gets wrong.
+    snapshot = Address(url).look(lambda keys: [k for k in keys if "count" not in k])
+    return {key: snapshot.get(key) for key in snapshot.list_keys()}
 
 
 def _ranks(output: Path) -> list[str]:
@@ -175,6 +205,7 @@ class TestErrors:
             ("etcd://127.0.0.1:1/p", "cannot be reached: nothing listens there"),
             ("file:///no/such/store", "/no/such/store: No such file"),
             ("file:///", "/: Is a directory"),
+            ("file:///dev/zero", "/dev/zero: Not a regular file"),
         ],
     )
     def test_no_store(
@@ -205,7 +236,15 @@ class TestErrors:
         assert "does not answer" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        "arguments", [[], ["nonsense"], ["sd"]], ids=["none", "unknown", "no store"]
+        "arguments",
+        [
+            [],
+            ["nonsense"],
+            ["sd"],
+            *(["sd", "--store", "tcp://a:1", "--interval", wrong] for wrong in WRONG),
+            *(["status", "--store", "tcp://a:1", "--after", wrong] for wrong in WRONG),
+        ],
+        ids=" ".join,
     )
     def test_bad_command_lines(
         self, arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -214,8 +253,28 @@ class TestErrors:
         with pytest.raises(SystemExit) as exited:
             main(arguments)
 
-        assert exited.value.code == 2
-        assert "usage: tracedstore" in capsys.readouterr().err
+        assert exited.value.code == 64
+        assert " --help\n" in capsys.readouterr().err
+
+
+def test_watching_a_store_that_goes(tmp_path: Path, start_child: Any) -> None:
+    """Ends the command, and what it wrote last stays."""
+    child = start_child("tcp_server")
+    url = f"tcp://127.0.0.1:{child.next_report()['port']}"
+    output = tmp_path / "targets.json"
+    command = [sys.executable, "-m", "tracedstore.cli.main", "sd", "--watch"]
+    command += ["--interval", "0.1", "--store", url, "--output", str(output)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            wait_until(output.exists, 40)
+            child.kill()
+            _, said = watching.communicate(timeout=20)
+        finally:
+            watching.kill()
+
+    assert watching.returncode == 1
+    assert said.startswith(f"tracedstore: the store at {url} ")
+    assert output.read_text() == "[]\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

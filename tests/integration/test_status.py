@@ -8,12 +8,13 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from torch.distributed.elastic.utils import store as torchs
 
 import tracedstore
 from integration.harness import in_background, wait_until
+from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import a_state
 from tracedstore.cli.main import main
@@ -36,6 +38,7 @@ from tracedstore.core.identity import ProcessIdentity
 Store = Any
 HOST = socket.gethostname()
 COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "status"]
+AGAIN = ["--watch", "--interval", "0.1"]
 
 
 def connect(url: str) -> Store:
@@ -45,7 +48,7 @@ def connect(url: str) -> Store:
         return dist.FileStore(parts.path, -1)
     assert parts.port is not None
     if parts.scheme == "tcp":
-        return dist.TCPStore("127.0.0.1", parts.port, None, is_master=False)
+        return dist.TCPStore(str(parts.hostname), parts.port, None, is_master=False)
     return EtcdStore(etcd.Client(host="127.0.0.1", port=parts.port), parts.path)
 
 
@@ -224,6 +227,55 @@ class TestBarriers:
         assert "missing 7 of 8: gpu0 (ranks 1-3), gpu1 (ranks 4-7)" in out
         assert "  default_pg/0/c: 1 of 3 arrived" in out
 
+    def test_left_behind(self, job: tuple[Store, str], ask: Ask) -> None:
+        """One that timed out is nobody's trouble any more, in a job that went on."""
+        _, url = job
+        through(come(url, "step/0", 0, 1, 2, world_size=3))
+
+        def in_vain(rank: int) -> None:
+            with pytest.raises(tracedstore.BarrierTimeout):
+                tracedstore.barrier(connect(url), 3, "step/1", 0.5, rank=rank)
+
+        through([in_background(lambda n=n: in_vain(n)) for n in (0, 1)])  # type: ignore[misc]
+        stuck = ask(url)
+        some = come(url, "step/2", 0, 1, world_size=3)
+        arrived(url, "step/2", 2)
+        halfway = ask(url)
+        through([*come(url, "step/2", 2, world_size=3), *some])
+        gone_on = ask(url)
+        told = json.loads(ask(url, "--json").out)
+
+        assert stuck.code == halfway.code == 2
+        assert "  step/1: 2 of 3 arrived" in stuck.out
+        if not url.startswith("tcp"):
+            # Without a ledger nobody knows who came when.
+            assert gone_on.code == 2
+            return
+        assert halfway.lines[0] == "missing: 1 barrier not complete"
+        assert gone_on.code == 0
+        assert "in progress" not in gone_on.out
+        assert "\nbarriers left behind: 1:\n  step/1: 2 of 3 arrived, " in gone_on.out
+        assert f"    missing 1 of 3: {HOST} (rank 2)\n" in gone_on.out
+        assert told["healthy"]
+        (left,) = told["barriers_left_behind"]
+        assert (left["barrier"], left["missing_ranks"]) == ("step/1", [2])
+        assert told["barriers_in_progress"] == []
+
+    def test_not_left_behind(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+        """Another thread of theirs goes on, and this one waits still."""
+        _, url = tcp_job
+        through(come(url, "step/0", 0, 1, world_size=2))
+        waiting = come(url, "checkpoint", 0, world_size=2)
+        arrived(url, "checkpoint", 1)
+        through(come(url, "step/1", 0, 1, world_size=2))
+
+        asked = ask(url)
+        through([*come(url, "checkpoint", 1, world_size=2), *waiting])
+
+        assert asked.code == 2
+        assert "  checkpoint: 1 of 2 arrived" in asked.out
+        assert "left behind" not in asked.out
+
     def test_of_one_job(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
         """Others' ranks, barriers and rendezvous are left out."""
         store, url = tcp_job
@@ -368,6 +420,35 @@ class TestRendezvous:
         assert "rendezvous job-8: round 0, complete" in asked.lines
         assert "joined: node1 (pid 100)" in asked.lines
 
+    def test_of_torchrun(self, start_command: Any, ask: Ask) -> None:
+        """Its agents meet in one store, and say where their workers meet."""
+        port = free_port()
+        endpoint = ("--rdzv-backend", "traced-c10d", "--rdzv-endpoint")
+        start_command(
+            *("torchrun", "--nproc-per-node", 3, "--rdzv-id", "job-7"),
+            *(*endpoint, f"127.0.0.1:{port}"),
+            *(Path(__file__).parent / "children" / "elastic_rank.py", 50),
+        )
+        meet = "its workers meet in "
+
+        def agents() -> Asked | None:
+            asked = ask(f"tcp://127.0.0.1:{port}")
+            return asked if meet in asked.out else None
+
+        found = wait_until(agents, 40)
+        (where,) = (line for line in found.lines if line.startswith(meet))
+        url = where.removeprefix(meet)
+        told = json.loads(ask(f"tcp://127.0.0.1:{port}", "--json").out)
+        arrived(url, "checkpoint/7", 2)
+        workers = ask(url)
+
+        assert (found.code, workers.code) == (0, 2)
+        assert "rendezvous job-7: round 0, complete" in found.lines
+        assert found.out.count("rendezvous") == 1
+        assert told["rendezvous"][0]["workers_store"] == url
+        assert "ranks: 2 of 3 registered" in workers.lines
+        assert "missing 1 of 3: " in workers.out
+
 
 class TestBlocked:
     """What the ranks say themselves."""
@@ -394,7 +475,50 @@ class TestBlocked:
             line.startswith("rank 0: wait b/last_member for ") for line in told.lines
         )
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
-        assert "not known: rank 0 (ValueError: answered b'HTTP/1." in refused.out
+        assert "not known: rank 0 (answered 401 Unauthorized)" in refused.lines
+
+    @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
+    def test_over_https(
+        self,
+        token: str | None,
+        tcp_job: tuple[Store, str],
+        ask: Ask,
+        registry: CollectorRegistry,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Whoever signed the ranks' certificates has to be trusted here."""
+        _, url = tcp_job
+        ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+        pair = ours.sign("rank")
+        tracedstore.configure(
+            http_port=0,
+            http_cert=str(pair.certificate),
+            http_key=str(pair.key),
+            http_token=token,
+            registry=registry,
+        )
+        store: Any = tracedstore.wrap(connect(url))
+        tracedstore.barrier(store, 1, "b", rank=0)
+        waiting = in_background(lambda: store.wait(["never"]), "waits")
+        wait_until(tracedstore.in_flight)
+        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not asked for")
+
+        monkeypatch.setenv("SSL_CERT_FILE", str(ours.certificate))
+        trusted = ask(url)
+        wrong = ask(url, "--token", "wrong")
+        monkeypatch.setenv("SSL_CERT_FILE", str(others.certificate))
+        untrusted = ask(url)
+        told = json.loads(ask(url, "--json").out)["blocked"]
+        connect(url).set("never", "now")
+        waiting.result(30)
+
+        blocked = "  rank 0: wait never for "
+        assert blocked in trusted.out
+        assert (blocked in wrong.out) == (token is None)
+        assert "not known: rank 0 (SSLCertVerificationError: " in untrusted.out
+        assert "CERTIFICATE_VERIFY_FAILED" in told[0]["why"]
+        assert {trusted.code, wrong.code, untrusted.code} == {0}
 
     def test_those_that_cannot_be_asked(
         self, tcp_job: tuple[Store, str], ask: Ask
@@ -462,7 +586,7 @@ def is_old(client: socket.socket) -> None:
 
 
 def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own: torch keeps the GIL while listing."""
+    """Run the command as a user does, from its start to its end."""
     return subprocess.run(
         [*COMMAND, "--store", url],
         capture_output=True,
@@ -470,6 +594,92 @@ def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
         timeout=30,
         check=False,
     )
+
+
+def without_torch(*arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run both commands, each with each of these, where torch cannot be loaded."""
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from tracedstore.cli.main import main\n"
+        "def code(*given):\n"
+        "    try:\n"
+        "        return main(given)\n"
+        "    except SystemExit as end:\n"
+        "        return end.code\n"
+        "for command in ('status', 'sd'):\n"
+        f"    print([code(command, *given) for given in {arguments}])\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+class StopsLater:
+    """Passes on what a client and a TCPStore say, until the store has counted its keys.
+
+    Then the store's process is stopped: what is asked next is never answered.
+
+    Attributes:
+        port: Where clients connect.
+        stopped: Is set when it was stopped.
+    """
+
+    # The echo of a greeting, and a number of keys.
+    ANSWERS = 4 + 8
+
+    def __init__(self, store: Any, port: int) -> None:
+        self._store, self._to = store, port
+        self.stopped = threading.Event()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._open = [self._server]
+        self.port: int = self._server.getsockname()[1]
+        in_background(self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            server = socket.create_connection(("127.0.0.1", self._to))
+            self._open += [client, server]
+            in_background(lambda c=client, s=server: self._ask(c, s))  # type: ignore[misc]
+            in_background(lambda c=client, s=server: self._answer(s, c))  # type: ignore[misc]
+
+    @staticmethod
+    def _ask(client: socket.socket, server: socket.socket) -> None:
+        while asked := client.recv(1000):
+            server.sendall(asked)
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        said = 0
+        while answer := server.recv(1000):
+            said += len(answer)
+            if said == self.ANSWERS:
+                os.kill(self._store.pid, signal.SIGSTOP)
+                self.stopped.set()
+            client.sendall(answer)
+
+    def close(self) -> None:
+        """Hang up."""
+        for one in self._open:
+            # A thread in accept() or recv() does not notice a close.
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@pytest.fixture
+def stops_later(start_child: Any) -> Iterator[StopsLater]:
+    """A TCPStore with something in it."""
+    child = start_child("tcp_server")
+    port = child.next_report()["port"]
+    connect(f"tcp://127.0.0.1:{port}").set("k", "v")
+    between = StopsLater(child, port)
+    yield between
+    between.close()
 
 
 class TestErrors:
@@ -489,6 +699,31 @@ class TestErrors:
         assert (done.returncode, done.stdout) == (1, "")
         assert said in done.stderr
         assert done.stderr.count("\n") == 1
+
+    def test_at_once(self, tmp_path: Path) -> None:
+        """What needs no torch does not wait for it, nor does help."""
+        modern = EtcdServer(tmp_path, "--enable-v2=false")
+        modern.start()
+        try:
+            cases = {
+                f"tcp://127.0.0.1:{free_port()}": "nothing listens there",
+                "tcp://no-such-host.invalid:1": "'no-such-host.invalid' is not known",
+                "redis://here:1": "accepted is tcp://",
+                f"etcd://127.0.0.1:{free_port()}/p": "nothing listens there",
+                f"etcd://127.0.0.1:{modern.port}/p": "as an etcd with the v2 API",
+                f"file://{tmp_path}/none": "none: No such file",
+            }
+            lines = [["--store", url] for url in cases] + [["--interval", "0"]]
+            done = without_torch(*lines, ["--help"])
+        finally:
+            modern.stop()
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"\n{[1] * len(cases) + [64, 0]}\n") == 2
+        for said in cases.values():
+            assert said in done.stderr
+        assert done.stderr.count("tracedstore: ") == 2 * len(cases)
+        assert "argument --interval: is '0'; accepted are seconds" in done.stderr
 
     def test_nothing_under_the_prefix(self, etcd_server: EtcdServer, ask: Ask) -> None:
         """Which a mistyped one is."""
@@ -520,6 +755,66 @@ class TestErrors:
         assert done.returncode == 1
         assert "does not answer within" in done.stderr
 
+    def test_a_store_that_stops_later(self, stops_later: StopsLater) -> None:
+        """While it is asked for its keys, when torch keeps the GIL."""
+        done = in_a_process(f"tcp://127.0.0.1:{stops_later.port}")
+
+        assert stops_later.stopped.is_set()
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "answered, and then not for 3 s" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_ctrl_c(self, stops_later: StopsLater) -> None:
+        """Is heard even then, and nothing is left of it."""
+        url = f"tcp://127.0.0.1:{stops_later.port}"
+        asking = subprocess.Popen(
+            [*COMMAND, "--store", url],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert stops_later.stopped.wait(30)
+            os.killpg(asking.pid, signal.SIGINT)
+            _, said = asking.communicate(timeout=20)
+        finally:
+            asking.kill()
+            asking.wait(10)
+
+        assert (asking.returncode, said) == (130, "")
+        with pytest.raises(ProcessLookupError):
+            os.killpg(asking.pid, 0)
+
+    def test_ctrl_c_while_torch_is_loaded(self, tmp_path: Path) -> None:
+        """Which swallows it: its parts catch all that goes wrong with NumPy."""
+        (tmp_path / "torch.py").write_text(
+            "import sys, time\n"
+            "print('loading', flush=True)\n"
+            "try:\n"
+            "    time.sleep(100)\n"
+            "except KeyboardInterrupt:\n"
+            "    time.sleep(100)\n"
+        )
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            asking = subprocess.Popen(
+                [*COMMAND, "--store", f"tcp://127.0.0.1:{port}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            )
+            try:
+                assert asking.stdout is not None
+                assert asking.stdout.readline() == "loading\n"
+                asking.send_signal(signal.SIGINT)
+                _, said = asking.communicate(timeout=20)
+            finally:
+                asking.kill()
+                asking.wait(10)
+
+        assert (asking.returncode, said) == (-signal.SIGINT, "")
+
 
 class TestWatching:
     """Again and again."""
@@ -528,7 +823,7 @@ class TestWatching:
         """One after the other, each with its time; it ends when the job does."""
         store, url = tcp_job
         store.add("b/num_members", 1)
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
+        command = [*COMMAND, "--store", url, *AGAIN]
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert watching.stdout is not None
@@ -542,22 +837,58 @@ class TestWatching:
             watching.communicate(timeout=10)
 
     def test_on_a_terminal(self, tcp_job: tuple[Store, str]) -> None:
-        """In the place of the one before."""
-        _, url = tcp_job
+        """Over the one before, however low the terminal is, until Ctrl-C."""
+        store, url = tcp_job
+        for number in range(20):
+            store.add(f"b/{number}/num_members", 1)
         ours, theirs = pty.openpty()
-        command = [*COMMAND, "--store", url, "--watch", "--interval", "0.05"]
-        watching = subprocess.Popen(command, stdout=theirs)
+        termios.tcsetwinsize(theirs, (10, 60))
+        # Who has that terminal gets a signal from the key.
+        watching = subprocess.Popen(
+            ["setsid", "--ctty", "--wait", *COMMAND, "--store", url, *AGAIN],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            # Without what readline, which pytest loads, says of pytest's own terminal.
+            env=dict(os.environ),
+        )
+        os.close(theirs)
         try:
             seen = b""
-            while seen.count(b"\x1b[2J") < 2:
+            while seen.count(b"\x1b[J") < 2:
+                seen += os.read(ours, 1000)
+            os.write(ours, b"\x03")
+            code = watching.wait(20)
+            with suppress(OSError):
                 seen += os.read(ours, 1000)
         finally:
             watching.kill()
             watching.wait(10)
-            os.close(theirs)
             os.close(ours)
 
-        assert b"nothing is missing" in seen
+        before, first, second, *_ = seen.split(b"\x1b[H")
+        assert before == b""
+        assert b"missing: 20 barriers not complete\x1b[K\r\n" in first
+        assert b"... 15 more lines; the terminal has 10" in first
+        assert b"\x1b[2J" not in seen
+        assert first.count(b"\n") == second.count(b"\n") == 9
+        assert code == 130
+        assert b"Traceback" not in seen
+        assert seen.endswith((b"\x1b[J\r\n", b"\x1b[J\r\n^C"))
+
+    def test_into_something_that_has_enough(self, tcp_job: tuple[Store, str]) -> None:
+        """It ends as well, and says nothing."""
+        _, url = tcp_job
+        command = [*COMMAND, "--store", url, *AGAIN]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as watching:
+            assert watching.stdout is not None
+            assert watching.stderr is not None
+            watching.stdout.readline()
+            watching.stdout.close()
+            assert watching.stderr.read() == b""
+        assert watching.returncode == 0
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

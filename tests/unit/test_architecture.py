@@ -26,7 +26,7 @@ BELOW = {
     "demo": {"core", "signals", "coordination", "export", "store"},
     "cli": {
         *("core", "signals", "coordination", "etcd", "export", "rendezvous", "store"),
-        *("auto", "report", "demo"),
+        *("report", "demo"),
     },
     "_public": {"core", "signals", "coordination", "export", "store", "auto"},
     "__init__": {"auto", "_public"},
@@ -35,7 +35,7 @@ BELOW = {
 VOCABULARY = {"tracedstore.signals.names"}
 # Which modules may import these, because each of them is a choice to be kept small.
 ONLY_IN = {
-    "etcd": {"etcd/client.py", "cli/stores.py", "demo/stores.py"},
+    "etcd": {"etcd/client.py", "cli/attach.py", "demo/stores.py"},
     "prometheus_client": {
         "demo/signals.py",
         "signals/metrics.py",

@@ -24,7 +24,7 @@ from support import events as schema
 from support.events import Events
 from tracedstore.auto import debug_page
 from tracedstore.auto.debug_page import asking
-from tracedstore.auto.debug_page.asking import Directory, Reply, ask_all
+from tracedstore.auto.debug_page.asking import Directory, ask_all
 from tracedstore.auto.debug_page.view import view
 from tracedstore.coordination.decoders import nameless
 from tracedstore.coordination.ranks import RankInfo, register
@@ -32,6 +32,7 @@ from tracedstore.core.barriers import Stalled
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import answers
 from tracedstore.export.answers import Answer
+from tracedstore.export.questions import Reply
 from tracedstore.export.server import Server
 from tracedstore.signals.inflight import InFlight
 

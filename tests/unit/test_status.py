@@ -1,5 +1,6 @@
 """What ``tracedstore status`` makes of what it reads."""
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from tracedstore.cli.errors import CommandError
 from tracedstore.cli.snapshot import Snapshot
 from tracedstore.cli.status_view import Status, _ago
-from tracedstore.cli.survey import MOST_READ, Survey, _latest
-from tracedstore.coordination.protocol import Ledger, signature, spelled
+from tracedstore.cli.survey import MOST_READ, Survey, _latest, wanted
+from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
+from tracedstore.coordination.ranks import REGISTRY
 
 
 class Shrinking:
@@ -89,7 +91,31 @@ def test_times_of_a_ledger() -> None:
 
 def survey_of(store: Any) -> Survey:
     """Look at a store."""
-    return Survey.of(store)
+    return Survey.of(Snapshot.of(store, wanted))
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_started_anew(anew: bool) -> None:
+    """Who was ended at a barrier waits no more, and a process that goes on may."""
+    store: Any = dist.HashStore()
+    for attempt, came in ((0, [0]), (1, [0, 1])):
+        under: Any = dist.PrefixStore(f"attempt_{attempt}", store)
+        keys = Keys("b")
+        for rank in (0, 1):
+            pid = 100 * attempt * anew + rank
+            told = {"rank": rank, "host": "a", "pid": pid, "world_size": 2}
+            under.set(f"{REGISTRY}/{rank}", json.dumps(told | {"started": attempt}))
+        for rank in came:
+            under.append(keys.ledger, signature(rank, 10.0 * attempt + rank + 1))
+            under.add(keys.num_members, 1)
+    dist.PrefixStore("attempt_1", store).set("b/last_member", "")
+
+    survey = survey_of(store)
+    status = Status(store="s", now=30.0, survey=survey, replies={})
+
+    assert [one.prefix for one in survey.left_behind] == ["attempt_0/b"] * anew
+    assert [one.prefix for one in survey.waiting] == ["attempt_0/b"] * (not anew)
+    assert bool(status.missing()) == (not anew)
 
 
 class TestText:
@@ -102,8 +128,21 @@ class TestText:
 
         status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
 
-        assert status.text().endswith("\n  \\x1b[2Jb\\n: 1 arrived")
-        assert "\x1b" not in status.text()
+        assert status.text(80).endswith("\n  \\x1b[2Jb\\n: 1 arrived")
+        assert "\x1b" not in status.text(80)
+
+    def test_long_keys(self) -> None:
+        """Their ends are shown."""
+        store = dist.HashStore()
+        store.add(f"first{'x' * 5000}/7/num_members", 1)
+
+        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
+
+        for width in (80, 20):
+            lines = status.text(width).splitlines()
+            assert max(map(len, lines)) <= width
+            assert any(line.startswith("  first") for line in lines)
+            assert any("x/7:" in line for line in lines)
 
     def test_many_barriers(self) -> None:
         """All are counted, and few are shown."""
@@ -112,7 +151,7 @@ class TestText:
             store.add(f"{'long/' * 8}{n}/num_members", 1)
 
         status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
-        text = status.text()
+        text = status.text(80)
 
         assert "  85 more before these\n" in text
         assert max(map(len, text.splitlines())) <= 80
@@ -124,7 +163,7 @@ class TestText:
         survey = survey_of(dist.HashStore())
         status = Status(store="s", now=0.0, survey=survey, replies={})
 
-        assert status.text().splitlines() == [
+        assert status.text(80).splitlines() == [
             "nothing is missing",
             "store: s",
             "",

@@ -2,14 +2,18 @@
 
 import ssl
 from collections.abc import Iterable
+from contextlib import suppress
 from urllib.parse import urlsplit
 
-from tracedstore.auto.debug_page.asking import Reply, ask_each, fetch
+from tracedstore.cli.apart import LateError, apart
 from tracedstore.coordination.ranks import RankInfo
+from tracedstore.export.questions import Reply, ask_each, fetch
 
 # Seconds that one rank has, and all of them together.
 _ONE_WITHIN = 1.0
 _ALL_WITHIN = 2.0
+# And more than that, where the machine is busy.
+_SURELY_WITHIN = 5.0
 
 
 def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
@@ -33,7 +37,15 @@ def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
             url.hostname or "", port, path, headers, tls if secure else None
         )
 
-    asked = ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN) if serving else {}
+    asked: dict[RankInfo, Reply] = {}
+    if serving:
+        # Apart, because threads that look up names stay behind when a name server is
+        # gone, and this may be done again and again.
+        with suppress(LateError, ChildProcessError):
+            asked = apart(
+                _SURELY_WITHIN,
+                lambda _: ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN),
+            )
     late = Reply(state="silent", why=f"no answer within {_ALL_WITHIN:g} s")
     absent = Reply(state="absent")
     return dict.fromkeys(everybody, absent) | {

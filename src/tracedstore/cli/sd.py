@@ -1,29 +1,37 @@
 """List the ranks of a job for Prometheus, as a file_sd file.
 
-Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store, with
-their addresses. Any rank's /sd says the same over HTTP; this is for clusters where
-Prometheus cannot reach the ranks' /sd.
+Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store,
+with their addresses. Any rank's /sd says the same over HTTP; this is for
+clusters where Prometheus cannot reach the ranks' /sd.
 
 Examples:
   tracedstore sd --store tcp://node1:29400
   tracedstore sd --store tcp://node1:29400 --output targets.json --watch
 
-Exit codes: 0 written, 1 the store cannot be reached, 64 the command line
-makes no sense, 130 Ctrl-C
+Exit codes: 0 written; 1 the store cannot be reached or read, or the file cannot
+be written, which also ends --watch, and what was written last stays; 64 the
+command line makes no sense; 130 Ctrl-C
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tracedstore.cli.stores import add_store_argument, look
-from tracedstore.coordination import ranks
-from tracedstore.export.discovery import listed
+from tracedstore.cli.errors import CommandError
+from tracedstore.cli.stores import (
+    Address,
+    add_store_argument,
+    add_watch_arguments,
+    loading,
+)
+
+if TYPE_CHECKING:
+    from tracedstore.coordination.ranks import RankInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,24 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
     )
-    parser.add_argument(
-        "--watch", action="store_true", help="go on, and write when something changes"
-    )
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="how often to look, with --watch (15)",
-    )
+    add_watch_arguments(parser, "go on, and write when something changes", 15.0)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the list, once or again and again."""
+    address = Address(arguments.store)
+    address.probe()
+    # Only where there is something to look at: torch takes seconds.
+    with loading():
+        from tracedstore.coordination.ranks import (  # noqa: PLC0415
+            everybody,
+            prefix_of,
+        )
+        from tracedstore.export.discovery import listed  # noqa: PLC0415
+
     written = None
     while True:
-        infos = look(arguments.store, ranks.everybody)
-        found = _targets(infos, arguments.run_id)
+        snapshot = address.look(
+            lambda keys: [key for key in keys if prefix_of(key) is not None]
+        )
+        infos = _of_job(everybody(snapshot), arguments.run_id)
+        found = json.dumps(listed(infos), indent=2) + "\n"
         if found != written:
             _write(found, arguments.output)
             written = found
@@ -61,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
 
 
-def _targets(infos: list[ranks.RankInfo], run_id: str | None) -> str:
-    if run_id is not None:
-        # Where nobody named the job, who asks does.
-        ours = [info for info in infos if info.run_id in (None, run_id)]
-        infos = [replace(info, run_id=run_id) for info in ours]
-    return json.dumps(listed(infos), indent=2) + "\n"
+def _of_job(infos: "list[RankInfo]", run_id: str | None) -> "list[RankInfo]":
+    if run_id is None:
+        return infos
+    # Where nobody named the job, who asks does.
+    ours = [info for info in infos if info.run_id in (None, run_id)]
+    return [replace(info, run_id=run_id) for info in ours]
 
 
 def _write(text: str, output: Path | None) -> None:
@@ -74,10 +86,23 @@ def _write(text: str, output: Path | None) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    try:
+        _put(text, output)
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _put(text: str, output: Path) -> None:
     # Prometheus reads the file whenever it changes, so it is never half written.
     with tempfile.NamedTemporaryFile(
         "w", dir=output.parent, prefix=f".{output.name}.", delete=False
     ) as file:
-        file.write(text)
-    Path(file.name).chmod(0o644)
-    os.replace(file.name, output)  # noqa: PTH105 - named for what it is
+        made = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            made.chmod(0o644)
+            made.replace(output)
+        except BaseException:
+            made.unlink()
+            raise

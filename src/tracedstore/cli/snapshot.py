@@ -1,6 +1,6 @@
 """What stood in a store at one time, read without a trace and without waiting."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -23,25 +23,46 @@ class Snapshot:
 
     Attributes:
         keys: All the keys there were.
+        beside: What torch's etcd-v2 keeps of rendezvous beside its store, by run id.
     """
 
-    def __init__(self, keys: Iterable[str], values: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        values: dict[str, bytes],
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.keys = frozenset(keys)
         self._values = values
+        self.beside = beside or {}
 
     @classmethod
-    def of(cls, store: Any, wanted: Callable[[Sequence[str]], list[str]]) -> "Snapshot":
-        """Take one, with the values of those of the keys that are wanted."""
+    def of(
+        cls,
+        store: Any,
+        wanted: Callable[[Sequence[str]], list[str]],
+        answered: Callable[[], None] = lambda: None,
+    ) -> "Snapshot":
+        """Take one, with the values of those of the keys that are wanted.
+
+        Args:
+            store: Of what.
+            wanted: Chooses them.
+            answered: Is called after each answer of the store's.
+        """
         contents = etcd_contents(store)
         if contents is not None:
-            return cls(contents, contents)
+            answered()
+            return cls(contents, contents, _beside(store))
         keys = _listed(store)
+        answered()
         store.set_timeout(timedelta(seconds=_PATIENCE))
         values: dict[str, bytes] = {}
         chosen = wanted(keys)
         left = iter(chosen)
         while some := list(islice(left, _AT_ONCE)):
             values |= _values_of(store, some)
+            answered()
         gone = set(chosen) - values.keys()
         return cls(set(keys) - gone, values)
 
@@ -89,3 +110,18 @@ def _values_of(store: Any, keys: list[str]) -> dict[str, bytes]:
         # Somebody deleted one meanwhile. A second time is for the next look.
         still = [key for key in keys if store.check([key])]
         return dict(zip(still, store.multi_get(still), strict=True)) if still else {}
+
+
+def _beside(store: Any) -> dict[str, bytes]:
+    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
+        return {}
+    folder = "/torch/elastic/rendezvous"
+    try:
+        nodes = store.client.get(folder).children
+    except Exception:  # there is none, and the store has been read
+        return {}
+    return {
+        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
+        for node in nodes
+        if not node.dir
+    }

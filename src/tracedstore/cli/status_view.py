@@ -1,21 +1,22 @@
 """How the state of a job is shown: as text for people, as JSON for programs."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tracedstore.auto.debug_page.asking import Reply
 from tracedstore.cli.survey import Barrier, Group, Survey
 from tracedstore.coordination.ranges import by_host, fold
 from tracedstore.coordination.ranks import RankInfo
+from tracedstore.export.questions import Reply
 
 if TYPE_CHECKING:
     from tracedstore.rendezvous.state import Node
     from tracedstore.rendezvous.state import Snapshot as State
 
-_WIDTH = 80
 _MOST_WAITING = 16
+_MOST_LEFT_BEHIND = 4
 _MOST_COMPLETE = 8
 _MOST_HOSTS = 32
 _MOST_CALLS = 24
@@ -69,21 +70,24 @@ class Status:
             if age is not None and age > SILENT_AFTER
         }
 
-    def text(self) -> str:
-        """Write it for people."""
+    def text(self, width: int) -> str:
+        """Write it for people, in lines of so many characters."""
         missing = self.missing()
         verdict = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         sections = [
             [verdict, f"store: {self.store}"],
             *map(self._ranks, self.survey.groups),
             list(self._waiting()),
+            list(self._left_behind()),
             list(self._complete()),
             *(list(self._rendezvous(*one)) for one in self.survey.rendezvous.items()),
             list(self._blocked()),
         ]
         if not self.survey.groups:
             sections.insert(1, ["ranks: none registered"])
-        return "\n\n".join("\n".join(map(_line, part)) for part in sections if part)
+        return "\n\n".join(
+            "\n".join(_line(line, width) for line in part) for part in sections if part
+        )
 
     def _ranks(self, group: Group) -> list[str]:
         there = group.hosts
@@ -105,7 +109,17 @@ class Status:
             yield "barriers in progress:"
         if more:
             yield f"  {more} more before these"
-        for barrier in shown:
+        yield from self._unfinished(shown)
+
+    def _left_behind(self) -> Iterator[str]:
+        shown = self.survey.left_behind[-_MOST_LEFT_BEHIND:]
+        if shown:
+            total = len(self.survey.left_behind)
+            yield f"barriers left behind{_last_of(total, len(shown))}:"
+        yield from self._unfinished(shown)
+
+    def _unfinished(self, barriers: Iterable[Barrier]) -> Iterator[str]:
+        for barrier in barriers:
             of = "" if barrier.world_size is None else f" of {barrier.world_size}"
             since = ""
             if barrier.first is not None:
@@ -118,8 +132,7 @@ class Status:
         shown = self.survey.complete[-_MOST_COMPLETE:]
         total = self.survey.more_complete + len(self.survey.complete)
         if shown:
-            last = f", the last {len(shown)}" if total > len(shown) else ""
-            yield f"barriers finished: {total}{last}:"
+            yield f"barriers finished{_last_of(total, len(shown))}:"
         for barrier in shown:
             parts = [f"{barrier.arrived} arrived"]
             if barrier.first is not None and barrier.last is not None:
@@ -138,6 +151,8 @@ class Status:
         how = "complete" if state.complete else "not complete"
         closed = ", closed" if state.closed else ""
         yield f"rendezvous {run_id}: round {state.round}, {how}{closed}"
+        if run_id in self.survey.workers:
+            yield f"  its workers meet in {self.survey.workers[run_id]}"
         for what, nodes in (
             ("joined", sorted(state.participants, key=state.participants.__getitem__)),
             ("waiting for the next round", sorted(state.wait_list)),
@@ -193,10 +208,15 @@ class Status:
             ],
             "barriers_in_progress": [self._barrier(one) for one in survey.waiting],
             "more_barriers_in_progress": survey.more_waiting,
+            "barriers_left_behind": [self._barrier(one) for one in survey.left_behind],
             "barriers_finished": [self._barrier(one) for one in survey.complete],
             "more_barriers_finished": survey.more_complete,
             "rendezvous": [
-                {"run_id": run_id, **self._state(state)}
+                {
+                    "run_id": run_id,
+                    "workers_store": survey.workers.get(run_id),
+                    **self._state(state),
+                }
                 for run_id, state in survey.rendezvous.items()
             ],
             "blocked": [_reply(*one) for one in self.replies.items()],
@@ -260,6 +280,10 @@ def _count(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"
 
 
+def _last_of(total: int, shown: int) -> str:
+    return f": {total}, the last {shown}" if total > shown else f": {total}"
+
+
 def _ago(seconds: float) -> str:
     """Write a time that people can take in; clocks of two hosts may differ."""
     seconds = max(0.0, seconds)
@@ -270,16 +294,24 @@ def _ago(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _line(text: str) -> str:
+def _line(text: str, width: int) -> str:
     """Break a line, and take out what a terminal would obey: keys are anybody's."""
     plain = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
     indent = " " * (len(plain) - len(plain.lstrip()) + 4)
+    room = max(width - len(indent), 12)
+    # The ends tell more than the middle: what it is, and which number it has.
+    short = re.sub(rf"\S{{{room + 1},}}", lambda long: _ends(long[0], room), plain)
     return "\n".join(
         textwrap.wrap(
-            plain,
-            _WIDTH,
+            short,
+            width,
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
     )
+
+
+def _ends(word: str, room: int) -> str:
+    half = (room - 3) // 2
+    return f"{word[:half]}...{word[-half:]}"

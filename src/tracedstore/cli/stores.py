@@ -1,30 +1,50 @@
-"""Attach to the store of a running job, by its address, as one more client."""
+"""Find the store of a running job by its address, and look at it.
+
+Nothing here needs torch until somebody is there: whoever mistyped an address is told
+so at once.
+"""
 
 import argparse
-import fcntl
-import shutil
+import json
+import math
+import signal
 import socket
-import tempfile
-from collections.abc import Callable, Iterator
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from torch.distributed import DistError, FileStore, TCPStore
-
+from tracedstore.cli.apart import LateError, Mark, apart
 from tracedstore.cli.errors import CommandError
-from tracedstore.core.patience import within
+
+if TYPE_CHECKING:
+    from tracedstore.cli.snapshot import Snapshot
 
 T = TypeVar("T")
 
-# Seconds to connect and get a first answer; with the import of torch, less than five.
-_WITHIN = 2.5
-# Seconds for all of it, of a store that did answer.
-_ALL_WITHIN = 5.0
+# Seconds in which something is said, whatever is there; with the start of Python and
+# the last word, less than five.
+_WITHIN = 4.5
+# Seconds to get a first answer, where loading torch has used them up; and each next
+# one, of which a large job needs many.
+_ANSWER_WITHIN = 2.0
+_READ_WITHIN = 3.0
+# Seconds to get a connection.
+_CONNECT_WITHIN = 2.5
+_LONGEST_WAIT = 86400.0
 _ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
+_SAYS = {
+    "tcp": "it hangs, or what listens there is something else",
+    "file": "it is no FileStore, its disk hangs, or somebody who hangs has locked it",
+    "etcd": "it hangs, or what listens there is something else",
+}
+
+_loaded = time.monotonic()
 
 
 def add_store_argument(parser: argparse.ArgumentParser) -> None:
@@ -34,137 +54,189 @@ def add_store_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def look(url: str, work: Callable[[Any], T]) -> T:
-    """Do something with a store, as one more client, for so long and no longer.
-
-    Raises:
-        CommandError: There is none, or something else is there, or it does not answer.
-    """
-    parts = urlsplit(url)
-    connect = {"tcp": _tcp, "file": _file, "etcd": _etcd}.get(parts.scheme)
-    if connect is None:
-        raise CommandError(f"--store is {url!r}; accepted is {_ACCEPTED}")
-
-    def looking() -> T:
-        with connect(parts, url) as store:
-            return work(store)
-
-    what = f"the store at {url}"
-    try:
-        return within(_ALL_WITHIN, looking)
-    except CommandError as error:
-        raise CommandError(str(error)) from None
-    except TimeoutError:
-        raise CommandError(
-            f"{what} answers, but cannot be read within {_ALL_WITHIN:g} s: it is"
-            " overloaded, or hangs by now"
-        ) from None
-    except Exception as error:
-        text = str(error).partition("\n")[0]
-        raise CommandError(f"{what} cannot be read: {text}") from error
-
-
-@contextmanager
-def _tcp(parts: SplitResult, url: str) -> Iterator[Any]:
-    host, port = _host_and_port(parts, url)
-    _probe(host, port, url)
-
-    def connect() -> Any:
-        # With much less time, which torch overdraws by a second, so that it ends by
-        # itself: a thread that comes back from there while Python ends aborts it.
-        seconds = timedelta(seconds=_WITHIN * 0.4)
-        store = TCPStore(host, port, None, is_master=False, timeout=seconds)
-        # What answers nothing else is found out here: torch lists keys with the GIL
-        # held, and nobody could stop waiting for that.
-        store.num_keys()
-        return store
-
-    try:
-        store = within(_WITHIN, connect)
-    except TimeoutError:
-        raise CommandError(
-            f"the store at {url} does not answer within {_WITHIN:g} s: it hangs, or"
-            " what listens there is something else"
-        ) from None
-    except DistError:
-        raise CommandError(
-            f"what listens at {url} hangs up: it is no TCPStore, or one of a torch too"
-            " old to be asked"
-        ) from None
-    store.set_timeout(timedelta(seconds=_ALL_WITHIN))
-    yield store
-
-
-@contextmanager
-def _file(parts: SplitResult, url: str) -> Iterator[Any]:
-    path = Path(parts.netloc + parts.path)
-    try:
-        with tempfile.NamedTemporaryFile() as copy, path.open("rb") as original:
-            # Of a copy, because a FileStore counts its users in the file. Nobody
-            # writes to it meanwhile: writers have the same lock.
-            fcntl.flock(original, fcntl.LOCK_SH)
-            shutil.copyfileobj(original, copy)
-            fcntl.flock(original, fcntl.LOCK_UN)
-            copy.flush()
-            yield FileStore(copy.name, -1)
-    except OSError as error:
-        raise CommandError(
-            f"the store at {url} cannot be read: {path}: {error.strerror}"
-        ) from None
-
-
-@contextmanager
-def _etcd(parts: SplitResult, url: str) -> Iterator[Any]:
-    import etcd  # noqa: PLC0415 - only where there is one
-    from torch.distributed.elastic.rendezvous.etcd_store import (  # noqa: PLC0415
-        EtcdStore,
+def add_watch_arguments(
+    parser: argparse.ArgumentParser, what: str, interval: float
+) -> None:
+    """Let a command look again and again."""
+    parser.add_argument("--watch", action="store_true", help=what)
+    parser.add_argument(
+        "--interval",
+        type=seconds(0.1),
+        default=interval,
+        metavar="SECONDS",
+        help=f"how often to look, with --watch ({interval:g})",
     )
 
-    host, port = _host_and_port(parts, url)
-    _probe(host, port, url)
-    not_etcd = f"what listens at {url} does not answer as an etcd with the v2 API does"
-    try:
-        with closing(HTTPConnection(host, port, timeout=_WITHIN)) as connection:
-            connection.request("GET", "/version")
-            connection.getresponse().read()
-    except (OSError, HTTPException):
-        raise CommandError(not_etcd) from None
-    client = etcd.Client(host=host, port=port, read_timeout=_ALL_WITHIN)
-    try:
-        yield EtcdStore(client, parts.path or "/")
-    except etcd.EtcdKeyNotFound:
-        raise CommandError(
-            f"the etcd of {url} has nothing under {parts.path or '/'}; torch's own"
-            " rendezvous keeps its store under /torch/elastic/store"
-        ) from None
-    except etcd.EtcdException:
-        raise CommandError(not_etcd) from None
+
+def seconds(least: float) -> Callable[[str], float]:
+    """Read a time of so many seconds at least from a command line."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= _LONGEST_WAIT:
+            raise argparse.ArgumentTypeError(
+                f"is {text!r}; accepted are seconds from {least:g} to {_LONGEST_WAIT:g}"
+            )
+        return found
+
+    return read
 
 
-def _host_and_port(parts: SplitResult, url: str) -> tuple[str, int]:
+@contextmanager
+def loading() -> Iterator[None]:
+    """Load torch, which may swallow a KeyboardInterrupt, so that Ctrl-C ends it."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
-        raise CommandError(f"--store is {url!r}; accepted is {_ACCEPTED}")
-    return host, port
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _probe(host: str, port: int, url: str) -> None:
-    """Say why nobody can be reached, which torch says in many lines."""
-    try:
-        socket.create_connection((host, port), timeout=_WITHIN / 2).close()
-    except socket.gaierror:
-        raise CommandError(
-            f"the store at {url} cannot be reached: the name {host!r} is not known here"
-        ) from None
-    except ConnectionRefusedError:
-        raise CommandError(
-            f"the store at {url} cannot be reached: nothing listens there; is the job"
-            " still running?"
-        ) from None
-    except OSError as error:
-        raise CommandError(
-            f"the store at {url} cannot be reached: {error.strerror or error}"
-        ) from None
+class Address:
+    """Where the store of a job is.
+
+    Attributes:
+        url: As it was given.
+        path: The file, or the prefix in etcd.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Check the address; `CommandError` where it is none."""
+        self.url = url
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = SplitResult("", "", "", "", ""), None, None
+        self.scheme = parts.scheme
+        if parts.scheme == "file":
+            self.path = parts.netloc + parts.path
+        else:
+            self.path = parts.path or "/"
+        networked = parts.scheme in ("tcp", "etcd") and host and port
+        if not (networked or (parts.scheme == "file" and self.path)):
+            raise CommandError(f"--store is {url!r}; accepted is {_ACCEPTED}")
+        self.host, self.port = host or "", port or 0
+        # The first look began when the command did.
+        self._began: float | None = _loaded
+
+    def probe(self) -> None:
+        """Say what is wrong as far as that can be told without torch.
+
+        Raises:
+            CommandError: There is nothing, or something else.
+        """
+        self._apart(_WITHIN, lambda _: self.reach())
+
+    def look(self, wanted: Callable[[Sequence[str]], list[str]]) -> "Snapshot":
+        """Read the store as one more client, in bounded time and without a trace.
+
+        Args:
+            wanted: Chooses the keys whose values are read.
+
+        Raises:
+            CommandError: There is none, or something else is there, or it does not
+                answer.
+        """
+        # Before the child is made, so that the next one has it too.
+        with loading():
+            from tracedstore.cli.attach import attached  # noqa: PLC0415
+            from tracedstore.cli.snapshot import Snapshot  # noqa: PLC0415
+
+        now = time.monotonic()
+        began, self._began = self._began or now, None
+        left = began + _WITHIN - now
+
+        def looking(answered: Mark) -> Snapshot:
+            with attached(self) as store:
+                answered()
+                return Snapshot.of(store, wanted, answered)
+
+        return self._apart(max(left, _ANSWER_WITHIN), looking, _READ_WITHIN)
+
+    def _apart(self, within: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
+        what = f"the store at {self.url}"
+        try:
+            return apart(within, work, then)
+        except LateError as late:
+            if late.marked:
+                raise CommandError(
+                    f"{what} answered, and then not for {then:g} s: it is overloaded,"
+                    " or hangs by now"
+                ) from None
+            raise CommandError(
+                f"{what} does not answer within {within:.1f} s: {_SAYS[self.scheme]}"
+            ) from None
+        except ChildProcessError as error:
+            raise CommandError(
+                f"{what} cannot be read: the process that did was {error}"
+            ) from None
+
+    def reach(self) -> None:
+        """Find out whether somebody is there; what torch says is many lines.
+
+        Raises:
+            CommandError: Nobody is, or something else.
+        """
+        if self.scheme == "file":
+            self._open()
+            return
+        self._connect()
+        if self.scheme == "etcd":
+            self._speak_http()
+
+    def unreadable(self, why: str | None) -> CommandError:
+        """Say why a file cannot be read."""
+        return CommandError(
+            f"the store at {self.url} cannot be read: {self.path}: {why}"
+        )
+
+    def _open(self) -> None:
+        try:
+            kind = stat.S_IFMT(Path(self.path).stat().st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                raise self.unreadable("Not a regular file")
+            Path(self.path).open("rb").close()
+        except OSError as error:
+            raise self.unreadable(error.strerror) from None
+
+    def no_etcd(self) -> CommandError:
+        """Say that it is something else."""
+        return CommandError(
+            f"what listens at {self.url} does not answer as an etcd with the v2 API"
+            " does"
+        )
+
+    def _connect(self) -> None:
+        here = (self.host, self.port)
+        cannot = f"the store at {self.url} cannot be reached:"
+        try:
+            socket.create_connection(here, timeout=_CONNECT_WITHIN).close()
+        except socket.gaierror:
+            raise CommandError(
+                f"{cannot} the name {self.host!r} is not known here"
+            ) from None
+        except ConnectionRefusedError:
+            raise CommandError(
+                f"{cannot} nothing listens there; is the job still running?"
+            ) from None
+        except (OSError, UnicodeError) as error:
+            raise CommandError(
+                f"{cannot} {getattr(error, 'strerror', None) or error}"
+            ) from None
+
+    def _speak_http(self) -> None:
+        where = HTTPConnection(self.host, self.port, timeout=_CONNECT_WITHIN)
+        try:
+            with closing(where) as connection:
+                connection.request("GET", "/v2/keys")
+                json.loads(connection.getresponse().read())["action"]
+        except (OSError, HTTPException, ValueError, TypeError, KeyError):
+            raise self.no_etcd() from None

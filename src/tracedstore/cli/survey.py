@@ -1,12 +1,13 @@
-"""What a job's store says of the job, found in one look that leaves no trace."""
+"""What a job's store says of the job."""
 
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tracedstore.cli.left_behind import LeftBehind
 from tracedstore.cli.snapshot import Snapshot
 from tracedstore.coordination import ranks
 from tracedstore.coordination.decoders import chain, nameless
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 # ledgers of so many are read.
 MOST_READ = 64
 _END = "/num_members"
-_RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.(.+)")
+# Below the key of a rendezvous, with its round, is where its agents meet; and there,
+# where the store is that they made for their workers.
+_RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.((?:(?!\.\d+/).)+)", re.DOTALL)
+_MASTER = re.compile(
+    r"(?:.*/)?torch\.rendezvous\.(.+)\.(\d+)/MASTER_(?:ADDR|PORT)", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +93,27 @@ class Survey:
         groups: The ranks that registered.
         waiting: The barriers in progress, the newest last.
         more_waiting: How many more there are.
+        left_behind: Those that timed out, in a job that went on.
         complete: The barriers that finished last, the newest last.
         more_complete: How many more there are.
         rendezvous: The state of each rendezvous by its run id, None where it cannot
             be read.
+        workers: The address of the store of its workers, by run id, where they have
+            one of their own.
     """
 
     groups: tuple[Group, ...]
     waiting: tuple[Barrier, ...]
     more_waiting: int
+    left_behind: tuple[Barrier, ...]
     complete: tuple[Barrier, ...]
     more_complete: int
     rendezvous: "dict[str, State | None]"
+    workers: dict[str, str]
 
     @classmethod
-    def of(cls, store: Any, run_id: str | None = None) -> "Survey":
-        """Look, at the one job or at whatever is there."""
-        snapshot = Snapshot.of(store, _wanted)
+    def of(cls, snapshot: Snapshot, run_id: str | None = None) -> "Survey":
+        """Find out about the one job, or whatever is there."""
         found = [
             Group(prefix=prefix, world_size=ranks.size_of(infos), ranks=tuple(infos))
             for prefix, infos in ranks.groups(snapshot).items()
@@ -111,6 +121,7 @@ class Survey:
         others = [group for group in found if not _of_job(group, run_id)]
         groups = [group for group in found if _of_job(group, run_id)]
         waiting, complete = _barriers(snapshot.keys)
+        latest_waiting, latest_complete = _latest(waiting), _latest(complete)
 
         def described(prefixes: Sequence[str]) -> tuple[Barrier, ...]:
             read = (
@@ -122,14 +133,19 @@ class Survey:
             # Those whose time is not known first, in the order of their numbers.
             return tuple(sorted(read, key=lambda one: one.last or 0.0))
 
-        latest_waiting, latest_complete = _latest(waiting), _latest(complete)
+        unfinished = described(latest_waiting)
+        latest = [*latest_waiting, *latest_complete] if unfinished else []
+        past = LeftBehind(snapshot, latest, lambda one: _group_of(one, found))
+        left = tuple(one for one in unfinished if one.prefix in past)
         return cls(
             groups=tuple(groups),
-            waiting=described(latest_waiting),
+            waiting=tuple(one for one in unfinished if one not in left),
             more_waiting=len(waiting) - len(latest_waiting),
+            left_behind=left,
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
-            rendezvous=_rendezvous(snapshot, run_id, _beside(store)),
+            rendezvous=_rendezvous(snapshot, run_id),
+            workers=_workers(snapshot),
         )
 
 
@@ -138,7 +154,7 @@ def _of_job(group: Group, run_id: str | None) -> bool:
     return run_id is None or any(info.run_id in (None, run_id) for info in group.ranks)
 
 
-def _wanted(keys: Sequence[str]) -> list[str]:
+def wanted(keys: Sequence[str]) -> list[str]:
     """Choose what is worth reading, which is little of what a long job left."""
     there = set(keys)
     barriers = [prefix for some in _barriers(there) for prefix in _latest(some)]
@@ -160,6 +176,7 @@ def _wanted(keys: Sequence[str]) -> list[str]:
         if key in of_barriers
         or ranks.prefix_of(key) is not None
         or _RENDEZVOUS.fullmatch(key)
+        or _MASTER.fullmatch(key)
     ]
 
 
@@ -240,25 +257,7 @@ def _size_and_names(
     return group.world_size, {}
 
 
-def _beside(store: Any) -> dict[str, bytes]:
-    """Read what torch's etcd-v2 keeps beside its store, by run id."""
-    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
-        return {}
-    folder = "/torch/elastic/rendezvous"
-    try:
-        nodes = store.client.get(folder).children
-    except Exception:  # there is none, and the store has been read
-        return {}
-    return {
-        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
-        for node in nodes
-        if not node.dir
-    }
-
-
-def _rendezvous(
-    snapshot: Snapshot, run_id: str | None, beside: Mapping[str, bytes]
-) -> "dict[str, State | None]":
+def _rendezvous(snapshot: Snapshot, run_id: str | None) -> "dict[str, State | None]":
     found = {
         match[1]: snapshot.get(key)
         for key in snapshot.list_keys()
@@ -266,7 +265,7 @@ def _rendezvous(
     }
     written = {
         name: value
-        for name, value in {**beside, **found}.items()
+        for name, value in {**snapshot.beside, **found}.items()
         if run_id in (None, name)
     }
     if not written:
@@ -281,3 +280,17 @@ def _rendezvous(
             return None
 
     return {name: state(value) for name, value in sorted(written.items())}
+
+
+def _workers(snapshot: Snapshot) -> dict[str, str]:
+    rounds: dict[str, tuple[int, str]] = {}
+    for key in snapshot.list_keys():
+        if key.endswith("ADDR") and (found := _MASTER.fullmatch(key)):
+            port = key.removesuffix("ADDR") + "PORT"
+            if not snapshot.check([port]):
+                continue
+            host = snapshot.get(key).decode("utf-8", "replace")
+            where = f"tcp://{host}:{snapshot.get(port).decode('utf-8', 'replace')}"
+            latest = rounds.get(found[1], (-1, ""))
+            rounds[found[1]] = max(latest, (int(found[2]), where))
+    return {run_id: where for run_id, (_, where) in rounds.items()}

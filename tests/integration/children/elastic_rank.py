@@ -1,7 +1,11 @@
-"""A worker of torchrun: all but rank 1 come to a barrier, through the agent's store."""
+"""A worker of torchrun: all but rank 1 come to a barrier, through the agent's store.
+
+An argument is the barrier's timeout, else a second.
+"""
 
 import os
 import signal
+import sys
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -23,7 +27,8 @@ def main() -> None:
         None,
         is_master=False,
     )
-    tracedstore.barrier(store, world_size, "checkpoint/7", 1.0, rank=rank)
+    timeout = float(sys.argv[1]) if sys.argv[1:] else 1.0
+    tracedstore.barrier(store, world_size, "checkpoint/7", timeout, rank=rank)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tracedstore.auto.debug_page.asking import Reply, State
 from tracedstore.coordination.decoders import Decoder, name_of, nameless
 from tracedstore.coordination.ranges import describe, fold
 from tracedstore.core.barriers import Stalled
 from tracedstore.export.answers import Answer
+from tracedstore.export.questions import Reply, State
 from tracedstore.signals.inflight import InFlight
 
 # Of more missing ranks than this, what they are doing is read in the table below.
