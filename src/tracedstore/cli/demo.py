@@ -25,7 +25,6 @@ from types import FrameType
 
 from tracedstore._version import __version__
 from tracedstore.cli.errors import CommandError
-from tracedstore.demo.errors import DemoError
 
 _FEWEST_RANKS, _MOST_RANKS = 4, 64
 # With 32 of them a barrier's count alone takes seconds on two cores, and the demo
@@ -91,10 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     from tracedstore.demo.acts import perform  # noqa: PLC0415 - said just above
 
-    try:
-        return perform(arguments)
-    except DemoError as error:
-        raise CommandError(str(error)) from None
+    return perform(arguments)
 
 
 def _ranks(text: str) -> int:

@@ -22,13 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tracedstore.attach.address import Address
+from tracedstore.attach.loading import loading
 from tracedstore.cli.errors import CommandError
-from tracedstore.cli.stores import (
-    Address,
-    add_store_argument,
-    add_watch_arguments,
-    loading,
-)
+from tracedstore.cli.options import add_store_argument, add_watch_arguments
 
 if TYPE_CHECKING:
     from tracedstore.coordination.ranks import RankInfo

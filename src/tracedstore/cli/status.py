@@ -24,16 +24,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tracedstore.cli.stores import (
-    Address,
-    add_store_argument,
-    add_watch_arguments,
-    loading,
-    seconds,
-)
+from tracedstore.attach.address import Address
+from tracedstore.attach.loading import loading
+from tracedstore.cli.options import add_store_argument, add_watch_arguments, seconds
 
 if TYPE_CHECKING:
-    from tracedstore.cli.status_view import Status
+    from tracedstore.attach.status import Status
 
 _MISSING = 2
 _TOKEN = "TRACEDSTORE_HTTP_TOKEN"  # noqa: S105 - where it is, not what
@@ -68,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     address.probe()
     # Only where there is something to look at: torch takes seconds.
     with loading():
-        from tracedstore.cli.blocked import ask  # noqa: PLC0415
-        from tracedstore.cli.status_view import Status  # noqa: PLC0415
-        from tracedstore.cli.survey import Survey, wanted  # noqa: PLC0415
+        from tracedstore.attach.blocked import ask  # noqa: PLC0415
+        from tracedstore.attach.status import Status  # noqa: PLC0415
+        from tracedstore.attach.survey import Survey, wanted  # noqa: PLC0415
 
     while True:
         survey = Survey.of(address.look(wanted), arguments.run_id)

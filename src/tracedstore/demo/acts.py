@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tracedstore._version import __version__
+from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.demo import summary as findings
 from tracedstore.demo import view
-from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fleet import Fleet
 from tracedstore.demo.rank import Folder, simulated_host
 from tracedstore.demo.screen import Screen, is_live
@@ -73,12 +73,12 @@ def _folder(wanted: Path | None) -> Folder:
         if wanted is None:
             return Folder(Path(tempfile.mkdtemp(prefix="tracedstore-demo-")))
         if wanted.is_dir() and any(wanted.iterdir()):
-            raise DemoError(
+            raise CommandError(
                 f"--output {wanted} is not empty; give a folder that is, or a new one"
             )
         return Folder(wanted.resolve())
     except OSError as error:
-        raise DemoError(
+        raise CommandError(
             f"{error.filename} cannot be written: {error.strerror}"
         ) from None
 
@@ -219,7 +219,7 @@ class _Show:
         self._wait("two ranks die")
         found = findings.missing(self._signals, self._folder)
         if not found["agree"]:
-            raise DemoError(
+            raise CommandError(
                 "the ranks do not agree on who is missing: either this machine is too"
                 f" busy, or it is a bug to be reported with {self._folder.path}"
             )

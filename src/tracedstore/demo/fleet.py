@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
+from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
 from tracedstore.demo.ending import end_with
-from tracedstore.demo.errors import DemoError
 from tracedstore.demo.rank import Folder, live
 
 
@@ -35,7 +35,7 @@ class Fleet:
                 self._start(rank, count, seed)
         except OSError as error:
             self.end()
-            raise DemoError(
+            raise CommandError(
                 f"{count} processes cannot be started here: {error.strerror}; try fewer"
                 " with --ranks"
             ) from None
@@ -79,7 +79,7 @@ class Fleet:
         """Wait until all that live have done what they were told last.
 
         Raises:
-            DemoError: One of them ended, or takes too long.
+            CommandError: One of them ended, or takes too long.
         """
         deadline = time.monotonic() + seconds
         busy = set(self.living)
@@ -87,7 +87,7 @@ class Fleet:
             meanwhile()
             busy = {rank for rank in busy if not self._is_done(rank, what)}
             if busy and time.monotonic() > deadline:
-                raise DemoError(
+                raise CommandError(
                     f"ranks {fold(busy)} are not through with {what} after"
                     f" {seconds:g} s: is this machine very busy? Their logs are in"
                     f" {self._folder.path / 'logs'}"
@@ -101,7 +101,7 @@ class Fleet:
         except OSError:
             heard = b""
         if not heard:
-            raise DemoError(
+            raise CommandError(
                 f"rank {rank} ended by itself during {what}; {self._folder.log(rank)}"
                 " has its last words"
             )

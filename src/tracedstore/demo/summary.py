@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
-from tracedstore.demo.errors import DemoError
 from tracedstore.demo.rank import CHECKPOINT, Folder
 from tracedstore.demo.signals import Signals, Span
 from tracedstore.signals import names
@@ -70,7 +70,7 @@ def straggler(signals: Signals, prefixes: Sequence[str]) -> dict[str, Any]:
         if last and before:
             late.setdefault(last[0].rank, []).append(last[0].start - max(before))
     if not late:
-        raise DemoError("the traces have no barrier that all ranks came to")
+        raise CommandError("the traces have no barrier that all ranks came to")
     rank = max(late, key=lambda rank: len(late[rank]))
     return {
         "rank": rank,

@@ -4,26 +4,23 @@ Nothing here needs torch until somebody is there: whoever mistyped an address is
 so at once.
 """
 
-import argparse
 import json
-import math
-import signal
 import socket
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from tracedstore.cli.apart import LateError, Mark, apart
+from tracedstore.attach.apart import LateError, Mark, apart
+from tracedstore.attach.loading import loading
 from tracedstore.cli.errors import CommandError
 
 if TYPE_CHECKING:
-    from tracedstore.cli.snapshot import Snapshot
+    from tracedstore.attach.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -36,8 +33,7 @@ _ANSWER_WITHIN = 2.0
 _READ_WITHIN = 3.0
 # Seconds to get a connection.
 _CONNECT_WITHIN = 2.5
-_LONGEST_WAIT = 86400.0
-_ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
+ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
 _SAYS = {
     "tcp": "it hangs, or what listens there is something else",
     "file": "it is no FileStore, its disk hangs, or somebody who hangs has locked it",
@@ -45,58 +41,6 @@ _SAYS = {
 }
 
 _loaded = time.monotonic()
-
-
-def add_store_argument(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a store."""
-    parser.add_argument(
-        "--store", required=True, metavar="URL", help=f"the job's store: {_ACCEPTED}"
-    )
-
-
-def add_watch_arguments(
-    parser: argparse.ArgumentParser, what: str, interval: float
-) -> None:
-    """Let a command look again and again."""
-    parser.add_argument("--watch", action="store_true", help=what)
-    parser.add_argument(
-        "--interval",
-        type=seconds(0.1),
-        default=interval,
-        metavar="SECONDS",
-        help=f"how often to look, with --watch ({interval:g})",
-    )
-
-
-def seconds(least: float) -> Callable[[str], float]:
-    """Read a time of so many seconds at least from a command line."""
-
-    def read(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = math.nan
-        if not least <= found <= _LONGEST_WAIT:
-            raise argparse.ArgumentTypeError(
-                f"is {text!r}; accepted are seconds from {least:g} to {_LONGEST_WAIT:g}"
-            )
-        return found
-
-    return read
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Load torch, which may swallow a KeyboardInterrupt, so that Ctrl-C ends it."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Address:
@@ -122,7 +66,7 @@ class Address:
             self.path = parts.path or "/"
         networked = parts.scheme in ("tcp", "etcd") and host and port
         if not (networked or (parts.scheme == "file" and self.path)):
-            raise CommandError(f"--store is {url!r}; accepted is {_ACCEPTED}")
+            raise CommandError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
         # The first look began when the command did.
         self._began: float | None = _loaded
@@ -147,8 +91,8 @@ class Address:
         """
         # Before the child is made, so that the next one has it too.
         with loading():
-            from tracedstore.cli.attach import attached  # noqa: PLC0415
-            from tracedstore.cli.snapshot import Snapshot  # noqa: PLC0415
+            from tracedstore.attach.client import attached  # noqa: PLC0415
+            from tracedstore.attach.snapshot import Snapshot  # noqa: PLC0415
 
         now = time.monotonic()
         began, self._began = self._began or now, None

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import DistError, FileStore, TCPStore
 
+from tracedstore.attach.address import Address
 from tracedstore.cli.errors import CommandError
-from tracedstore.cli.stores import Address
 
 # For as long torch tries again where something else listens, and then half as long.
 _CONNECT_WITHIN = timedelta(seconds=0.5)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tracedstore.cli.survey import Barrier, Group, Survey
+from tracedstore.attach.survey import Barrier, Group, Survey
 from tracedstore.coordination.ranges import by_host, fold
 from tracedstore.coordination.ranks import RankInfo
 from tracedstore.export.questions import Reply

@@ -6,14 +6,14 @@ A barrier that timed out keeps its keys, in a job that may have gone on since.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from tracedstore.cli.snapshot import Snapshot
+from tracedstore.attach.snapshot import Snapshot
 from tracedstore.coordination import ranks
 from tracedstore.coordination.missing import read_ledger
 from tracedstore.coordination.protocol import Keys, Ledger
 from tracedstore.coordination.ranks import RankInfo
 
 if TYPE_CHECKING:
-    from tracedstore.cli.survey import Group
+    from tracedstore.attach.survey import Group
 
 
 class LeftBehind:

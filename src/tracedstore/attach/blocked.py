@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from tracedstore.cli.apart import LateError, apart
+from tracedstore.attach.apart import LateError, apart
 from tracedstore.coordination.ranks import RankInfo
 from tracedstore.export.questions import Reply, ask_each, fetch
 

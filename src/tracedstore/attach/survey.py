@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tracedstore.cli.left_behind import LeftBehind
-from tracedstore.cli.snapshot import Snapshot
+from tracedstore.attach.left_behind import LeftBehind
+from tracedstore.attach.snapshot import Snapshot
 from tracedstore.coordination import ranks
 from tracedstore.coordination.decoders import chain, nameless
 from tracedstore.coordination.finding import Finding

@@ -1,0 +1,1 @@
+"""A live job, seen from outside: its store read as one more client, its ranks asked."""
