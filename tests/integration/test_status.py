@@ -14,7 +14,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -687,7 +687,10 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("answer", "said"),
-        [(speaks_http, "it is no TCPStore"), (is_old, "its torch is too old")],
+        [
+            (speaks_http, "not answer as a TCPStore does"),
+            (is_old, "its torch is too old"),
+        ],
     )
     def test_something_else(
         self, answer: Callable[[socket.socket], None], said: str
@@ -703,9 +706,14 @@ class TestErrors:
     def test_at_once(self, tmp_path: Path) -> None:
         """What needs no torch does not wait for it, nor does help."""
         modern = EtcdServer(tmp_path, "--enable-v2=false")
-        modern.start()
-        try:
+        with ExitStack() as stack:
+            modern.start()
+            stack.callback(modern.stop)
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            other = stack.enter_context(answering(speaks_http))
             cases = {
+                f"tcp://127.0.0.1:{silent.getsockname()[1]}": "does not answer within",
+                f"tcp://127.0.0.1:{other}": "not answer as a TCPStore does",
                 f"tcp://127.0.0.1:{free_port()}": "nothing listens there",
                 "tcp://no-such-host.invalid:1": "'no-such-host.invalid' is not known",
                 "redis://here:1": "accepted is tcp://",
@@ -715,8 +723,6 @@ class TestErrors:
             }
             lines = [["--store", url] for url in cases] + [["--interval", "0"]]
             done = without_torch(*lines, ["--help"])
-        finally:
-            modern.stop()
 
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(f"\n{[1] * len(cases) + [64, 0]}\n") == 2
@@ -795,23 +801,23 @@ class TestErrors:
             "except KeyboardInterrupt:\n"
             "    time.sleep(100)\n"
         )
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            asking = subprocess.Popen(
-                [*COMMAND, "--store", f"tcp://127.0.0.1:{port}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            )
-            try:
-                assert asking.stdout is not None
-                assert asking.stdout.readline() == "loading\n"
-                asking.send_signal(signal.SIGINT)
-                _, said = asking.communicate(timeout=20)
-            finally:
-                asking.kill()
-                asking.wait(10)
+        store = tmp_path / "store"
+        store.touch()
+        asking = subprocess.Popen(
+            [*COMMAND, "--store", f"file://{store}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        try:
+            assert asking.stdout is not None
+            assert asking.stdout.readline() == "loading\n"
+            asking.send_signal(signal.SIGINT)
+            _, said = asking.communicate(timeout=20)
+        finally:
+            asking.kill()
+            asking.communicate()
 
         assert (asking.returncode, said) == (-signal.SIGINT, "")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from tracedstore.attach.apart import LateError, Mark, apart
+from tracedstore.attach.greeting import greet, is_known
 from tracedstore.attach.loading import loading
 from tracedstore.cli.errors import CommandError
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Seconds in which something is said, whatever is there; with the start of Python and
-# the last word, less than five.
-_WITHIN = 4.5
+# the last word, less than five on a busy machine too.
+_WITHIN = 4.0
 # Seconds to get a first answer, where loading torch has used them up; and each next
 # one, of which a large job needs many.
 _ANSWER_WITHIN = 2.0
@@ -132,7 +133,9 @@ class Address:
         if self.scheme == "file":
             self._open()
             return
-        self._connect()
+        with self._connected() as connection:
+            if self.scheme == "tcp" and is_known() and not greet(connection):
+                raise self.no_tcp_store()
         if self.scheme == "etcd":
             self._speak_http()
 
@@ -151,6 +154,13 @@ class Address:
         except OSError as error:
             raise self.unreadable(error.strerror) from None
 
+    def no_tcp_store(self) -> CommandError:
+        """Say that it is something else."""
+        return CommandError(
+            f"what listens at {self.url} does not answer as a TCPStore does: it is"
+            " something else, or of a torch too old to be asked"
+        )
+
     def no_etcd(self) -> CommandError:
         """Say that it is something else."""
         return CommandError(
@@ -158,11 +168,11 @@ class Address:
             " does"
         )
 
-    def _connect(self) -> None:
+    def _connected(self) -> socket.socket:
         here = (self.host, self.port)
         cannot = f"the store at {self.url} cannot be reached:"
         try:
-            socket.create_connection(here, timeout=_CONNECT_WITHIN).close()
+            connection = socket.create_connection(here, timeout=_CONNECT_WITHIN)
         except socket.gaierror:
             raise CommandError(
                 f"{cannot} the name {self.host!r} is not known here"
@@ -175,6 +185,9 @@ class Address:
             raise CommandError(
                 f"{cannot} {getattr(error, 'strerror', None) or error}"
             ) from None
+        # Whoever does not answer is noticed from outside.
+        connection.settimeout(None)
+        return connection
 
     def _speak_http(self) -> None:
         where = HTTPConnection(self.host, self.port, timeout=_CONNECT_WITHIN)

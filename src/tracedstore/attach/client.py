@@ -53,10 +53,7 @@ def _tcp(address: Address) -> Iterator[Any]:
         )
         store.num_keys()
     except DistError:
-        raise CommandError(
-            f"what listens at {address.url} hangs up: it is no TCPStore, or one of a"
-            " torch too old to be asked"
-        ) from None
+        raise address.no_tcp_store() from None
     store.set_timeout(timedelta(seconds=_READ_WITHIN))
     yield store
 
