@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import Final, NoReturn
 
@@ -93,18 +92,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def entry() -> NoReturn:
-    """Be the command, and end at once.
-
-    A store that hangs may have left a thread in torch's C++, which aborts the process
-    when it comes back into an interpreter that is being torn down.
-    """
-    code = main()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    entry()
+    sys.exit(main())
