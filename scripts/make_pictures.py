@@ -31,7 +31,7 @@ _HOST = "demo-host"
 _WITHIN = 120.0
 _ERASE = re.compile(r"\r\x1b\[(\d+)A\x1b\[J")
 _STYLE = re.compile(r"\x1b\[\d*m")
-_PAGE = (1200, 875)
+_PAGE = (1200, 700)
 # Readable on a light page and on a dark one.
 _THEME = TerminalTheme(
     (22, 27, 34),
