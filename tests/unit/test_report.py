@@ -649,7 +649,7 @@ class TestCommand:
     """From the terminal."""
 
     def test_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Logs and spans, one page, and a line that says what is in it."""
+        """Logs and spans, one page, and two lines that say what is in it."""
         told = [completed(0, 10, 3.0), missed(0, 20, 1)]
         (tmp_path / "rank0.log").write_text("loss 0.5\n" + lines(told))
         spans = [span_of(completed(1, 10, 0.0))]
@@ -663,8 +663,8 @@ class TestCommand:
 
         assert code == 0
         assert capsys.readouterr().out == (
-            f"{output}: 2 ranks, 2 barriers, 1 incident, 4 lines read, 1 of them"
-            " skipped\n"
+            f"{output}: 2 ranks, 2 barriers, 1 incident\n"
+            "4 lines read: 2 events, 1 barrier span, 1 of others, 0 damaged\n"
         )
         assert Page(output.read_text("utf-8")).texts["n-ranks"] == "2 of 4"
 

@@ -76,9 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
         plural(len(analysis.ranks), "rank"),
         plural(len(analysis.rounds), "barrier"),
         plural(len(analysis.incidents), "incident"),
-        f"{plural(tally.lines, 'line')} read, {number(tally.skipped)} of them skipped",
     ]
-    sys.stdout.write(f"{output}: {', '.join(said)}\n")
+    read = [
+        plural(tally.events, "event"),
+        plural(tally.spans, "barrier span"),
+        f"{number(tally.foreign)} of others",
+        f"{number(tally.skipped - tally.foreign)} damaged",
+    ]
+    sys.stdout.write(
+        f"{output}: {', '.join(said)}\n"
+        f"{plural(tally.lines, 'line')} read: {', '.join(read)}\n"
+    )
     if arguments.traces and not tally.spans:
         sys.stderr.write(
             "tracedstore: no span of a barrier could be read: --traces takes them as"
