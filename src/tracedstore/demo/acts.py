@@ -356,8 +356,9 @@ class _Show:
             f"      - url: {sd}",
         ):
             say(f"  {line}")
-        say("Or from the store:", "bold")
-        say(f"  tracedstore sd --store {store}", indent=None)
+        say("Or from the store, in another terminal:", "bold")
+        for command in ("status", "sd"):
+            say(f"  tracedstore {command} --store {store}", indent=None)
         try:
             while True:
                 signal.pause()

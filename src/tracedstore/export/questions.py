@@ -96,7 +96,9 @@ async def _reply(
         why = f"no answer within {within:.0f} s"
     except _UnansweredError as error:
         why = str(error)
-    except Exception as error:  # refused, hung up on, or something else speaks there
+    except ConnectionRefusedError:
+        why = "nobody listens there any more"
+    except Exception as error:  # no route, hung up on, or something else speaks there
         why = f"{type(error).__name__}: {error}"
     else:
         if _is(answer.process, info):
