@@ -1,6 +1,7 @@
 """Fork, in some situation. Arguments: which one, a TCPStore's port if it needs one."""
 
 import io
+import json
 import os
 import sys
 import threading
@@ -32,11 +33,10 @@ def client(port: int) -> dist.TCPStore:
 
 def stalled_here(key: str) -> bool:
     """Tell whether a blocked call is warned of, as one of this very process."""
-    with_key, with_pid = f'"key": "{key}"', f'"pid": {os.getpid()},'
-    return any(
-        "store.operation.stalled" in line and with_key in line and with_pid in line
-        for line in errors.getvalue().splitlines()
-    )
+    told = [json.loads(line) for line in errors.getvalue().splitlines(keepends=True)]
+    return ("store.operation.stalled", key, os.getpid()) in [
+        (event["event"], event.get("key"), event["pid"]) for event in told
+    ]
 
 
 def watched(store: tracedstore.TracedStore, key: str, setter: dist.Store) -> int:
