@@ -1,6 +1,7 @@
 """``tracedstore sd``, on the stores of jobs that run, and on what is none."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -233,7 +234,28 @@ class TestErrors:
 
             assert main(["sd", "--store", f"{scheme}://127.0.0.1:{port}/p"]) == 1
 
-        assert "does not answer" in capsys.readouterr().err
+        assert "does not answer within 0.5 s" in capsys.readouterr().err
+
+    def test_in_the_background(self) -> None:
+        """What ignores Ctrl-C goes on, and so does the process that looks for it."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            asking = subprocess.Popen(
+                [
+                    *("sh", "-c", "trap '' INT; exec \"$@\"", "sh"),
+                    *(sys.executable, "-m", "tracedstore.cli.main", "sd"),
+                    *("--store", f"tcp://127.0.0.1:{silent.getsockname()[1]}"),
+                ],
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            connection, _ = silent.accept()
+            with connection:
+                os.killpg(asking.pid, signal.SIGINT)
+                _, said = asking.communicate(timeout=30)
+
+        assert asking.returncode == 1
+        assert "does not answer within" in said
 
     @pytest.mark.parametrize(
         "arguments",

@@ -206,7 +206,9 @@ class TestMake:
         assert make in scripts
         venv = f"VENV={BIN.parent} --assume-old={BIN.parent}/.ready"
         lines = [
-            f"{make} -C {ROOT} {venv}" if script == make else f"set -e\n{script}"
+            # What they leave in the folder for temporary files goes with this one.
+            f"export TMPDIR={tmp_path}; set -e\n"
+            + (f"{make} -C {ROOT} {venv}" if script == make else script)
             for script in scripts
         ]
         with started(lines, tmp_path) as demos:

@@ -1,6 +1,12 @@
 """What all commands have in common."""
 
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +64,74 @@ def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 64
     assert "'stat'" in err
     assert all(f"'{name}'" in err for name in COMMANDS)
+
+
+@contextmanager
+def nobody_reads() -> Iterator[int]:
+    """A pipe whose other end is closed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@contextmanager
+def full() -> Iterator[int]:
+    """A disk without space."""
+    with Path("/dev/full").open("wb") as file:
+        yield file.fileno()
+
+
+@pytest.mark.parametrize("given", [["--help"], ["dashboards", "export", "here"]])
+class TestStandardOutput:
+    """Where nobody can, or wants to, read what a command writes."""
+
+    @pytest.mark.parametrize(
+        ("output", "code", "said"),
+        [
+            (nobody_reads, 141, ""),
+            (
+                full,
+                1,
+                "tracedstore: cannot go on: [Errno 28] No space left on device\n",
+            ),
+        ],
+    )
+    def test_cannot_be_written(
+        self,
+        given: list[str],
+        output: Callable[[], AbstractContextManager[int]],
+        code: int,
+        said: str,
+        tmp_path: Path,
+    ) -> None:
+        """A shell's exit code, or a sentence."""
+        with output() as stdout:
+            done = self._run(given, tmp_path, stdout=stdout)
+
+        assert (done.returncode, done.stderr) == (code, said)
+
+    def test_closed(self, given: list[str], tmp_path: Path) -> None:
+        """Then nothing is written."""
+        done = self._run(given, tmp_path, shell='exec "$@" >&-')
+
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @staticmethod
+    def _run(
+        given: list[str],
+        folder: Path,
+        shell: str = 'exec "$@"',
+        stdout: int | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main"]
+        return subprocess.run(
+            ["sh", "-c", shell, "sh", *command, *given],
+            cwd=folder,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=50,
+            check=False,
+        )

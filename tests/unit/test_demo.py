@@ -386,7 +386,10 @@ class TestCommandLine:
 
     def test_too_many_for_etcd(self, capsys: pytest.CaptureFixture[str]) -> None:
         """More than can count one another in time."""
-        assert main(["demo", "--store=etcd", "--ranks=17"]) == 1
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--store=etcd", "--ranks=17"])
+
+        assert ended.value.code == USAGE
         assert "--ranks 17 is too many for --store etcd, at most 16" in (
             capsys.readouterr().err
         )

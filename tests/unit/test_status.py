@@ -1,6 +1,7 @@
 """What ``tracedstore status`` makes of what it reads."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -153,10 +154,21 @@ class TestText:
         status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
         text = status.text(80)
 
-        assert "  85 more before these\n" in text
+        assert "  37 older ones without an end, not looked at\n" in text
+        assert "  48 more before these\n" in text
         assert max(map(len, text.splitlines())) <= 80
-        assert status.missing() == ["101 barriers not complete"]
+        assert status.missing() == [f"{MOST_READ} barriers not complete"]
         assert len(text.splitlines()) < 30
+
+    def test_not_looked_at(self) -> None:
+        """Barriers that nobody looked at are no reason for an alarm, but are told."""
+        survey = replace(survey_of(dist.HashStore()), more_waiting=6)
+        status = Status(store="s", now=0.0, survey=survey, replies={})
+
+        assert status.missing() == []
+        assert status.text(80).endswith(
+            "\nbarriers in progress:\n  6 older ones without an end, not looked at"
+        )
 
     def test_an_empty_store(self) -> None:
         """Lacks nothing that could be known."""

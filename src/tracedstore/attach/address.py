@@ -185,12 +185,13 @@ class Address:
             raise CommandError(
                 f"{cannot} {getattr(error, 'strerror', None) or error}"
             ) from None
-        # Whoever does not answer is noticed from outside.
+        # As above.
         connection.settimeout(None)
         return connection
 
     def _speak_http(self) -> None:
-        where = HTTPConnection(self.host, self.port, timeout=_CONNECT_WITHIN)
+        # Whoever does not answer is noticed from outside.
+        where = HTTPConnection(self.host, self.port)
         try:
             with closing(where) as connection:
                 connection.request("GET", "/v2/keys")

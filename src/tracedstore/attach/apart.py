@@ -74,7 +74,10 @@ def _outcome(reading: Connection, seconds: float, then: float) -> tuple[bool, An
     deadline = time.monotonic() + seconds
     marked = False
     while reading.poll(max(0.0, deadline - time.monotonic())):
-        said = reading.recv()
+        try:
+            said = reading.recv()
+        except OSError:  # it ended in the midst of it
+            raise EOFError from None
         if said is not None:
             failed, result = said
             return failed, result
@@ -93,7 +96,9 @@ def _be_the_child(
 
     try:
         # Not Python's handlers, which wait for the GIL: these end it wherever it is.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Who ignores Ctrl-C, as what runs in a shell's background does, goes on to.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         # For when nobody is there any more to end it.
         signal.setitimer(signal.ITIMER_REAL, seconds + _ORPHANED)

@@ -61,7 +61,7 @@ class Snapshot:
         chosen = wanted(keys)
         left = iter(chosen)
         while some := list(islice(left, _AT_ONCE)):
-            values |= _values_of(store, some)
+            values |= _values_of(store, some, answered)
             answered()
         gone = set(chosen) - values.keys()
         return cls(set(keys) - gone, values)
@@ -103,12 +103,18 @@ def _listed(store: Any) -> list[str]:
         ) from None
 
 
-def _values_of(store: Any, keys: list[str]) -> dict[str, bytes]:
+def _values_of(
+    store: Any, keys: list[str], answered: Callable[[], None]
+) -> dict[str, bytes]:
     try:
         return dict(zip(keys, store.multi_get(keys), strict=True))
     except (DistStoreError, RuntimeError):
         # Somebody deleted one meanwhile. A second time is for the next look.
-        still = [key for key in keys if store.check([key])]
+        still = []
+        for key in keys:
+            if store.check([key]):
+                still.append(key)
+            answered()
         return dict(zip(still, store.multi_get(still), strict=True)) if still else {}
 
 

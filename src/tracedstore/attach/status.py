@@ -46,8 +46,8 @@ class Status:
         """Say what is missing, in a few words each; nothing where all is well."""
         short = [one for one in self.survey.waiting if self._late(one)]
         said = []
-        if count := len(short) + self.survey.more_waiting:
-            said.append(f"{_count(count, 'barrier')} not complete")
+        if short:
+            said.append(f"{_count(len(short), 'barrier')} not complete")
         for run_id, state in self.survey.rendezvous.items():
             if state is None or state.closed:
                 continue
@@ -104,9 +104,11 @@ class Status:
 
     def _waiting(self) -> Iterator[str]:
         shown = self.survey.waiting[-_MOST_WAITING:]
-        more = self.survey.more_waiting + len(self.survey.waiting) - len(shown)
-        if shown:
+        more = len(self.survey.waiting) - len(shown)
+        if shown or self.survey.more_waiting:
             yield "barriers in progress:"
+        if unread := self.survey.more_waiting:
+            yield f"  {_count(unread, 'older one')} without an end, not looked at"
         if more:
             yield f"  {more} more before these"
         yield from self._unfinished(shown)

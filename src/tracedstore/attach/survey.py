@@ -92,7 +92,7 @@ class Survey:
     Attributes:
         groups: The ranks that registered.
         waiting: The barriers in progress, the newest last.
-        more_waiting: How many more there are.
+        more_waiting: How many older ones are not complete, which were not read.
         left_behind: Those that timed out, in a job that went on.
         complete: The barriers that finished last, the newest last.
         more_complete: How many more there are.

@@ -1,11 +1,11 @@
 """Write the dashboards, alert rules and provisioning that this version has.
 
-For a Grafana, a Prometheus and a Loki of your own. They belong to the metrics of this
-version: export them anew after an upgrade.
+For a Grafana, a Prometheus and a Loki of your own. They belong to the metrics
+of this version: export them anew after an upgrade.
 
 Examples:
   tracedstore dashboards export monitoring/
-  tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook.html
+  tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook
 
 Exit codes: 0 written, 1 cannot be written, 64 the command line makes no sense
 """

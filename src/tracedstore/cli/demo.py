@@ -1,8 +1,9 @@
 """See it at work: a job of real processes on this machine, which loses two ranks.
 
-In four acts: healthy steps, contention, a straggler, and two ranks that are killed,
-rank 0 among them. What is shown is read from the ranks' own logs, metrics and traces,
-which stay in a folder for you to look at. It takes about half a minute.
+In four acts: healthy steps, contention, a straggler, and two ranks that are
+killed, rank 0 among them. What is shown is read from the ranks' own logs,
+metrics and traces, which stay in a folder for you to look at. It takes about
+half a minute.
 
 Examples:
   tracedstore demo
@@ -10,7 +11,8 @@ Examples:
   tracedstore demo --serve
   tracedstore demo --json | jq .missing
 
-Where standard output is no terminal, or NO_COLOR is set, plain lines are written.
+Where standard output is no terminal, or NO_COLOR is set, plain lines are
+written.
 
 Exit codes: 0 shown (with --serve, also after Ctrl-C), 1 it could not be shown,
 64 the command line makes no sense, 130 Ctrl-C before its end
@@ -24,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 
 from tracedstore._version import __version__
-from tracedstore.cli.errors import CommandError
 
 _FEWEST_RANKS, _MOST_RANKS = 4, 64
 # With 32 of them a barrier's count alone takes seconds on two cores, and the demo
@@ -34,6 +35,7 @@ _MOST_RANKS_ON_ETCD = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what it takes."""
+    parser.set_defaults(refuse=parser.error)
     parser.add_argument(
         "--store",
         choices=["tcp", "file", "etcd"],
@@ -74,14 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show it."""
     if arguments.store == "etcd" and arguments.ranks > _MOST_RANKS_ON_ETCD:
-        raise CommandError(
+        arguments.refuse(
             f"--ranks {arguments.ranks} is too many for --store etcd, at most"
             f" {_MOST_RANKS_ON_ETCD}: so many lose nearly every compare-and-set that"
             " its add is made of; give fewer, or --store tcp or file"
         )
     # A terminal that is closed, or a supervisor: the ranks end with this too.
+    # nohup's way of saying that it shall not is respected.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
     # torch asks for the name behind the address of every connection. No name server has
     # one for loopback, and where none answers that takes seconds each.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")

@@ -8,7 +8,9 @@ import argparse
 import os
 import sys
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Final, NoReturn
 
 from tracedstore._version import __version__
@@ -30,11 +32,13 @@ Examples:
   tracedstore COMMAND --help
 
 Exit codes: 0 done, 1 could not be done, 64 the command line makes no sense,
-130 Ctrl-C; status also has 2, something is missing
+130 Ctrl-C, 141 nobody reads what it writes; status also has 2, something is
+missing
 """
 # As sysexits.h has it. Not argparse's 2, which is what status says of a job.
 USAGE: Final = 64
-_INTERRUPTED = 130
+# As a shell says it of whoever was ended by SIGINT or SIGPIPE.
+_INTERRUPTED, _NOBODY_READS = 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,6 +79,26 @@ def parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; give its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # who closed it does not want to read
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end
+    try:
+        try:
+            return _run(given)
+        finally:
+            # Not left to the end of Python, which complains in words of its own.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        code = _NOBODY_READS
+    except OSError as error:
+        sys.stderr.write(f"tracedstore: cannot go on: {error}\n")
+        code = 1
+    # What could not be written is not tried again.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _run(given: Sequence[str]) -> int:
     # What torch's C++ says of a connection it tries again is not for here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     chosen = parser(loaded=given[:1]).parse_args(given)
@@ -85,10 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read this has enough; nothing is to be flushed into it at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
 
 

@@ -101,5 +101,5 @@ def _put(text: str, output: Path) -> None:
             made.chmod(0o644)
             made.replace(output)
         except BaseException:
-            made.unlink()
+            made.unlink(missing_ok=True)
             raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Self, TextIO
 
-_WIDTH = 80
+_NARROWEST, _WIDTH = 20, 80
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
@@ -102,7 +102,8 @@ class Screen:
     def _size(self) -> tuple[int, int]:
         size = shutil.get_terminal_size((_WIDTH, 24))
         # The last column is left alone: some terminals wrap when it is written.
-        return min(_WIDTH, size.columns) - 1 if self._live else _WIDTH, size.lines
+        columns = max(_NARROWEST, min(_WIDTH, size.columns)) - 1
+        return columns if self._live else _WIDTH, size.lines
 
     def _resized(self) -> str:
         """Where lines do not fit any more, wipe the screen and say all of it again.
