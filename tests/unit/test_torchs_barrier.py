@@ -1,5 +1,6 @@
 """Our barrier in the place of torch's, and out of it again."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import tracedstore
 from integration.harness import in_threads, results
 from tracedstore.coordination import places, torchs_barrier
 from tracedstore.coordination.places import Place
+from tracedstore.core.recorder import RECORDER
 
 TORCHS = torchs_store.barrier
 
@@ -113,3 +115,40 @@ class TestBarrier:
         assert len(places._places) == before - 1
         assert places.of(dist.HashStore()) is None
         assert places.of([]) is None
+
+
+class TestTorchsOwn:
+    """Nobody asked for ours, so torch's it is where there is no telemetry."""
+
+    @pytest.fixture(autouse=True)
+    def replaced(self, quiet: None) -> None:
+        """Ours stands in its place."""
+        torchs_barrier.replace()
+
+    def test_settings_that_are_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They do not become an error of the job's."""
+        tracedstore.shutdown(timeout=1)
+        monkeypatch.setenv("TRACEDSTORE_SLOW_AFTER", "10ms")
+
+        torchs_store.barrier(dist.HashStore(), 1, "b")
+
+        assert RECORDER.failures.counts()["barriers"] == 1
+
+    def test_switched_off(self) -> None:
+        """Then it writes what torch's does, and nothing else."""
+        tracedstore.configure(disabled=True)
+        store = dist.HashStore()
+        torchs_store.barrier(store, 1, "b", 5, 0)
+
+        with pytest.raises(dist.DistStoreError) as raised:
+            torchs_store.barrier(store, 2, "c", 0.1, 0, trace_timeout=0.1)
+        assert not isinstance(raised.value, tracedstore.BarrierTimeout)
+        assert not store.check(["b/ARRIVALS"])
+
+    def test_ends_when_torchs_does(self) -> None:
+        """Who gave no rank does not wait for the names of others."""
+        began = time.monotonic()
+        with pytest.raises(tracedstore.BarrierTimeout):
+            torchs_store.barrier(dist.HashStore(), 2, "b", 0.1, trace_timeout=50)
+
+        assert time.monotonic() - began < 20

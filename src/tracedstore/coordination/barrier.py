@@ -248,17 +248,19 @@ class _Visit:
     def _settled(self, store: Any, place: int) -> Finding:
         """Find out who is missing, from somebody who has or by looking.
 
-        Those that arrived without a name get until trace_timeout to write it.
+        Those that arrived without a name get until trace_timeout to write it; where
+        this rank has none either, torch's barrier would not wait, and nor does this.
         """
-        if place > _LOOKERS:
+        trace_timeout = 0.0 if self._rank is None else self._trace_timeout
+        if place > _LOOKERS and trace_timeout:
             # The first to arrive time out first, or at about the same time.
-            patience = min(_VERDICT_WITHIN, self._trace_timeout)
+            patience = min(_VERDICT_WITHIN, trace_timeout)
             with suppress(Exception):
                 store.wait([self._keys.verdict], timedelta(seconds=patience))
             verdict = self._verdict(store)
             if verdict is not None:
                 return verdict
-        deadline = time.monotonic() + self._trace_timeout
+        deadline = time.monotonic() + trace_timeout
         while True:
             finding = self._find(store)
             if not finding.unidentified or time.monotonic() >= deadline:

@@ -13,10 +13,14 @@ from typing import Any
 from tracedstore.coordination import places
 from tracedstore.coordination.barrier import barrier as with_names
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.core.recorder import RECORDER
+from tracedstore.signals import names
 
 _lock = threading.Lock()
 # What stood there before, by module; empty while torch's own stands there.
 _replaced: list[tuple[Any, Any]] = []
+# Torch's own, once ours has stood in its place.
+_torchs: Callable[..., None] | None = None
 
 
 def replace() -> None:
@@ -24,9 +28,12 @@ def replace() -> None:
     # Here, because importing the package is to stay cheap.
     from torch.distributed.elastic.utils import distributed, store  # noqa: PLC0415
 
+    global _torchs  # noqa: PLW0603 - as one process has one
     with _lock:
         if _replaced:
             return
+        if vars(store)["barrier"] is not barrier:  # put there again by somebody else
+            _torchs = vars(store)["barrier"]
         # The second has it by name, and need not for ever.
         for module in (store, distributed):
             if "barrier" not in vars(module):
@@ -45,6 +52,16 @@ def restore() -> None:
                 vars(module)["barrier"] = torchs
 
 
+def _wanted() -> bool:
+    """Tell whether there is to be any telemetry: nobody here has asked for ours."""
+    try:
+        RECORDER.set_up()
+    except Exception as error:
+        RECORDER.failures.add(names.BARRIERS, error)
+        return False
+    return RECORDER.on
+
+
 def barrier(
     store: AnyStore,
     world_size: int,
@@ -55,6 +72,17 @@ def barrier(
     trace_timeout: float = 10,
 ) -> None:
     """Wait as torch's barrier does, with the rank that the caller did not give."""
+    if _torchs is not None and not _wanted():
+        _torchs(
+            store,
+            world_size,
+            key_prefix,
+            barrier_timeout,
+            rank,
+            rank_tracing_decoder,
+            trace_timeout,
+        )
+        return
     place = places.of(store)
     if (
         rank is None
