@@ -441,10 +441,14 @@ class TestRendezvous:
         told = json.loads(ask(f"tcp://127.0.0.1:{port}", "--json").out)
         arrived(url, "checkpoint/7", 2)
         workers = ask(url)
+        followed = ask(f"tcp://127.0.0.1:{port}")
 
-        assert (found.code, workers.code) == (0, 2)
-        assert "rendezvous job-7: round 0, complete" in found.lines
-        assert found.out.count("rendezvous") == 1
+        assert (followed.code, workers.code) == (2, 2)
+        assert "rendezvous job-7: round 0, complete" in followed.lines
+        assert followed.out.count("rendezvous job-7") == 1
+        # What is asked of the endpoint is answered from where the workers are.
+        assert "ranks: 2 of 3 registered" in followed.lines
+        assert "missing 1 of 3: " in followed.out
         assert told["rendezvous"][0]["workers_store"] == url
         assert "ranks: 2 of 3 registered" in workers.lines
         assert "missing 1 of 3: " in workers.out

@@ -171,12 +171,12 @@ class TestText:
         )
 
     def test_an_empty_store(self) -> None:
-        """Lacks nothing that could be known."""
+        """Lacks nothing, but that is because nothing is known."""
         survey = survey_of(dist.HashStore())
         status = Status(store="s", now=0.0, survey=survey, replies={})
 
         assert status.text(80).splitlines() == [
-            "nothing is missing",
+            "nothing is known: no rank, no barrier and no rendezvous is here",
             "store: s",
             "",
             "ranks: none registered",

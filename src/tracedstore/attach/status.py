@@ -20,8 +20,9 @@ _MOST_LEFT_BEHIND = 4
 _MOST_COMPLETE = 8
 _MOST_HOSTS = 32
 _MOST_CALLS = 24
-# torch takes a node off the rendezvous that missed three heartbeats of 5 s.
-SILENT_AFTER = 15.0
+# Seconds. torch takes a node off the rendezvous that missed three heartbeats of 5 s,
+# and then nothing tells of it: so it is told before.
+SILENT_AFTER = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Status:
         said = []
         if short:
             said.append(f"{_count(len(short), 'barrier')} not complete")
+        if absent := sum(map(self._absent, self.survey.groups)):
+            said.append(f"{_count(absent, 'rank')} not registered")
         for run_id, state in self.survey.rendezvous.items():
             if state is None or state.closed:
                 continue
@@ -56,6 +59,13 @@ class Status:
             if silent := self._silent(state):
                 said.append(f"{_count(len(silent), 'node')} of {run_id} silent")
         return said
+
+    def _absent(self, group: Group) -> int:
+        """Count the ranks of a job of which nothing is known, if it is not young."""
+        first = min(info.started for info in group.ranks)
+        if self.now - first < self.after:
+            return 0
+        return group.world_size - len(group.hosts)
 
     def _late(self, barrier: Barrier) -> bool:
         # Of one whose age nobody wrote down it cannot be said that it is young.
@@ -73,21 +83,31 @@ class Status:
     def text(self, width: int) -> str:
         """Write it for people, in lines of so many characters."""
         missing = self.missing()
-        verdict = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
+        verdict = f"missing: {', '.join(missing)}" if missing else self._well()
         sections = [
             [verdict, f"store: {self.store}"],
             *map(self._ranks, self.survey.groups),
             list(self._waiting()),
+            list(self._blocked()),
+            *(list(self._rendezvous(*one)) for one in self.survey.rendezvous.items()),
             list(self._left_behind()),
             list(self._complete()),
-            *(list(self._rendezvous(*one)) for one in self.survey.rendezvous.items()),
-            list(self._blocked()),
         ]
         if not self.survey.groups:
             sections.insert(1, ["ranks: none registered"])
         return "\n\n".join(
             "\n".join(_line(line, width) for line in part) for part in sections if part
         )
+
+    def _well(self) -> str:
+        """Say that nothing is missing, or that nobody can know."""
+        survey = self.survey
+        if survey.unread:
+            return "nothing is missing, as far as can be read from here"
+        there = (survey.groups, survey.waiting, survey.complete, survey.rendezvous)
+        if not any(there):
+            return "nothing is known: no rank, no barrier and no rendezvous is here"
+        return "nothing is missing"
 
     def _ranks(self, group: Group) -> list[str]:
         there = group.hosts
@@ -154,7 +174,10 @@ class Status:
         closed = ", closed" if state.closed else ""
         yield f"rendezvous {run_id}: round {state.round}, {how}{closed}"
         if run_id in self.survey.workers:
-            yield f"  its workers meet in {self.survey.workers[run_id]}"
+            url = self.survey.workers[run_id]
+            yield f"  its workers meet in {url}"
+            if url in self.survey.unread:
+                yield f"    {self.survey.unread[url]}"
         for what, nodes in (
             ("joined", sorted(state.participants, key=state.participants.__getitem__)),
             ("waiting for the next round", sorted(state.wait_list)),

@@ -3,7 +3,7 @@
 import re
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,7 @@ class Survey:
             be read.
         workers: The address of the store of its workers, by run id, where they have
             one of their own.
+        unread: Why stores of workers could not be read, by their addresses.
     """
 
     groups: tuple[Group, ...]
@@ -110,6 +111,27 @@ class Survey:
     more_complete: int
     rendezvous: "dict[str, State | None]"
     workers: dict[str, str]
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def running_workers(self) -> set[str]:
+        """Give the addresses of the stores of workers whose job has not ended."""
+        return {
+            url
+            for run_id, url in self.workers.items()
+            if (state := self.rendezvous.get(run_id)) and not state.closed
+        }
+
+    def joined(self, workers: "Survey") -> "Survey":
+        """Add what the store of its workers says."""
+        return replace(
+            self,
+            groups=self.groups + workers.groups,
+            waiting=self.waiting + workers.waiting,
+            more_waiting=self.more_waiting + workers.more_waiting,
+            left_behind=self.left_behind + workers.left_behind,
+            complete=self.complete + workers.complete,
+            more_complete=self.more_complete + workers.more_complete,
+        )
 
     @classmethod
     def of(cls, snapshot: Snapshot, run_id: str | None = None) -> "Survey":
@@ -145,7 +167,7 @@ class Survey:
             complete=described(latest_complete),
             more_complete=len(complete) - len(latest_complete),
             rendezvous=_rendezvous(snapshot, run_id),
-            workers=_workers(snapshot),
+            workers=workers_of(snapshot),
         )
 
 
@@ -176,7 +198,7 @@ def wanted(keys: Sequence[str]) -> list[str]:
         if key in of_barriers
         or ranks.prefix_of(key) is not None
         or _RENDEZVOUS.fullmatch(key)
-        or _MASTER.fullmatch(key)
+        or tells_of_workers(key)
     ]
 
 
@@ -282,7 +304,13 @@ def _rendezvous(snapshot: Snapshot, run_id: str | None) -> "dict[str, State | No
     return {name: state(value) for name, value in sorted(written.items())}
 
 
-def _workers(snapshot: Snapshot) -> dict[str, str]:
+def tells_of_workers(key: str) -> bool:
+    """Tell whether a key says where the workers of a job meet."""
+    return _MASTER.fullmatch(key) is not None
+
+
+def workers_of(snapshot: Snapshot) -> dict[str, str]:
+    """Give the addresses of the stores of workers, by run id."""
     rounds: dict[str, tuple[int, str]] = {}
     for key in snapshot.list_keys():
         if key.endswith("ADDR") and (found := _MASTER.fullmatch(key)):

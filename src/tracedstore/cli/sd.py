@@ -49,22 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
     address.probe()
     # Only where there is something to look at: torch takes seconds.
     with loading():
-        from tracedstore.coordination.ranks import (  # noqa: PLC0415
-            everybody,
-            prefix_of,
-        )
+        from tracedstore.attach.following import registered  # noqa: PLC0415
         from tracedstore.export.discovery import listed  # noqa: PLC0415
 
     written = None
     while True:
-        snapshot = address.look(
-            lambda keys: [key for key in keys if prefix_of(key) is not None]
-        )
-        infos = _of_job(everybody(snapshot), arguments.run_id)
-        found = json.dumps(listed(infos), indent=2) + "\n"
+        infos = _of_job(registered(address), arguments.run_id)
+        targets = listed(infos)
+        found = json.dumps(targets, indent=2) + "\n"
         if found != written:
             _write(found, arguments.output)
             written = found
+        if not targets and not arguments.watch:
+            sys.stderr.write(
+                f"tracedstore: of {len(infos)} ranks that have registered there none"
+                " serves its metrics; TRACEDSTORE_HTTP_PORT makes them\n"
+            )
         if not arguments.watch:
             return 0
         time.sleep(arguments.interval)

@@ -12,8 +12,8 @@ Examples:
 
 Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
 also ends --watch; 2 something is missing: a barrier or a rendezvous is not
-complete, or a node of a rendezvous is silent; 64 the command line makes no
-sense; 130 Ctrl-C
+complete, a node of a rendezvous is silent, or ranks have not registered;
+64 the command line makes no sense; 130 Ctrl-C
 """
 
 import argparse
@@ -65,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Only where there is something to look at: torch takes seconds.
     with loading():
         from tracedstore.attach.blocked import ask  # noqa: PLC0415
+        from tracedstore.attach.following import surveyed  # noqa: PLC0415
         from tracedstore.attach.status import Status  # noqa: PLC0415
-        from tracedstore.attach.survey import Survey, wanted  # noqa: PLC0415
 
     while True:
-        survey = Survey.of(address.look(wanted), arguments.run_id)
+        survey = surveyed(address, arguments.run_id)
         infos = [info for group in survey.groups for info in group.ranks]
         status = Status(
             store=arguments.store,
