@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,6 +68,20 @@ class TestExamples:
 
         assert done.stdout == printed, done.stderr
         assert printed.splitlines()[1] in (ROOT / "README.md").read_text("utf-8")
+
+    def test_barrier_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The other one, with what torchrun puts into the environment of a worker."""
+        text = (ROOT / "docs/barriers.md").read_text("utf-8")
+        (example,) = re.findall(r"```python\n(import os\n.*?)```", text, re.DOTALL)
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        worker = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
+        for name, value in {**worker, "MASTER_PORT": str(server.port)}.items():
+            monkeypatch.setenv(name, value)
+
+        done = run(sys.executable, "-W", "ignore", "-c", example)
+
+        assert done.returncode == 0, done.stderr
+        assert server.check(["checkpoint/1/last_member"])
 
     def test_console(self) -> None:
         """Every make target that is shown exists."""

@@ -282,7 +282,8 @@ class _Show:
             self._told.add(told)
             rank = event.get("rank")
             if event["event"] == names.BARRIER_WAITING:
-                waiting = self._still_waiting()
+                # What the ranks said a moment ago may be of fewer.
+                waiting = event["arrived_count"] if self._anybody_waits() else 0
                 self._say(
                     f"rank {rank} warns, {event['waited_seconds']:.1f} s into"
                     f" {event['barrier']}"
@@ -303,10 +304,10 @@ class _Show:
                     "red",
                 )
 
-    def _still_waiting(self) -> int:
+    def _anybody_waits(self) -> bool:
         answers = [found for found in self._signals.answers.values() if found]
-        return sum(
-            any(call.operation == "wait" for call in answer.calls) for answer in answers
+        return any(
+            call.operation == "wait" for answer in answers for call in answer.calls
         )
 
     def end(self, summary: dict[str, Any]) -> None:
