@@ -178,7 +178,7 @@ class TestSomebodyIsMissing:
         endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
         run_id = fresh_run()
         options = ["--nnodes", "3", "--nproc-per-node", "1"]
-        options += ["--rdzv-conf", "join_timeout=6,is_host=0"]
+        options += ["--rdzv-conf", "join_timeout=6,is_host=0,warn_after=2"]
         agents = [
             start_agent(
                 *("traced-c10d", endpoint, run_id, *options),
@@ -214,6 +214,13 @@ class TestSomebodyIsMissing:
             assert agent.metric(rounds, result=event["event"].split(".")[1]) == 1
 
         assert "rendezvous.timeout" in told
+        # And before, while they waited.
+        warned = [event for one in agents for event in one.events("rendezvous.waiting")]
+        for event in warned:
+            check(event)
+            assert (event["min_nodes"], event["run_id"]) == (3, run_id)
+            assert event["said"].startswith(f"rendezvous '{run_id}' at {endpoint} ")
+        assert ["node-a", "node-b"] in [sorted(event["joined"]) for event in warned]
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """An agent that dies is named by the one that waits for it at the end."""

@@ -552,6 +552,14 @@ def everything() -> list[Event]:
         event(names.BARRIER_STALE_KEY, 9, barrier=HOSTILE, waited_seconds=0),
         event(names.BARRIER_FAILED, 9, barrier=HOSTILE, waited_seconds=1, **failed),
         event(names.RENDEZVOUS_FAILED, 10, None, said="x", cause="closed"),
+        event(
+            names.RENDEZVOUS_WAITING,
+            11,
+            None,
+            run_id=HOSTILE,
+            joined_count=1,
+            min_nodes=3,
+        ),
         missed(0, 20, 3, barrier=HOSTILE + "/1") | {"missing": HOSTILE},
         missed(1, 20, 3, barrier="w", name=names.BARRIER_WAITING),
     ]

@@ -23,10 +23,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from tracedstore.coordination import places, torchs_barrier
+from tracedstore.coordination.barrier import WATCH
+from tracedstore.coordination.watch import Waiting
 from tracedstore.core.recorder import RECORDER
 from tracedstore.rendezvous.agents import explainer
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.report import Failure, tell
+from tracedstore.rendezvous.report import Failure, tell, tell_waiting
 from tracedstore.rendezvous.state import Node
 from tracedstore.signals import names
 from tracedstore.store import TracedStore, wrap
@@ -66,8 +68,17 @@ def create(
         raise
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
+    # For whoever wants it earlier than the default; torch lets anything in here.
+    told = {}
+    with suppress(TypeError, ValueError):
+        told["warn_after"] = float(params.get("warn_after"))
     return TracedRendezvousHandler(
-        handler, traced, name=params.backend, endpoint=params.endpoint, where=where
+        handler,
+        traced,
+        name=params.backend,
+        endpoint=params.endpoint,
+        where=where,
+        **told,
     )
 
 
@@ -85,6 +96,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         name: What ``get_backend`` is to say; by default what the other one says.
         endpoint: Where the nodes meet, for people.
         where: Host and port of that, where it has them.
+        warn_after: Seconds after which a node that waits for others says so; 0 for
+            never.
     """
 
     def __init__(
@@ -95,7 +108,9 @@ class TracedRendezvousHandler(RendezvousHandler):
         name: str | None = None,
         endpoint: str = "",
         where: tuple[str, int] | None = None,
+        warn_after: float = 30.0,
     ) -> None:
+        self._warn_after = warn_after
         self._inner: Any = handler
         self._traced_backend = backend
         self._plugin_name = name
@@ -121,11 +136,16 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._failure_told = False
         self._traced_backend.attendance.begin()
         started = time.perf_counter_ns()
+        watched = Waiting(lambda: self._waits(started), self._warn_after)
+        if self._warn_after > 0:
+            _quietly(WATCH.add, watched)
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
         except Exception as error:
             self._failed("next_rendezvous", error, started)
             raise
+        finally:
+            WATCH.remove(watched)
         self._ended("completed", started)
         joined: RendezvousInfo | None = _quietly(self._joined, info)
         return info if joined is None else joined
@@ -194,8 +214,15 @@ class TracedRendezvousHandler(RendezvousHandler):
         ):
             return
         self._failure_told = True
+        _quietly(tell, error, self._attempt(during, started))
+
+    def _waits(self, started: int) -> None:
+        if RECORDER.on:
+            tell_waiting(self._attempt("next_rendezvous", started))
+
+    def _attempt(self, during: str, started: int) -> Failure:
         settings = getattr(self._inner, "settings", None)
-        failure = Failure(
+        return Failure(
             backend=self._traced_backend.name,
             run_id=self.get_run_id(),
             endpoint=self._endpoint,
@@ -207,7 +234,6 @@ class TracedRendezvousHandler(RendezvousHandler):
             own=_own_node(self._inner),
             attendance=self._traced_backend.attendance,
         )
-        _quietly(tell, error, failure)
 
     def _ended(self, result: Any, started: int) -> None:
         if RECORDER.on:

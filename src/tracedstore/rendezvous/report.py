@@ -1,4 +1,4 @@
-"""Tell of a rendezvous that failed what torch's exception does not say."""
+"""Tell of a rendezvous what torch does not: who came, while it waits and at last."""
 
 import time
 from collections.abc import Sequence
@@ -52,57 +52,92 @@ class Failure:
     attendance: Attendance | None = None
 
 
+def tell_waiting(failure: Failure) -> None:
+    """Write who has come, while a node waits for the others."""
+    facts, came = _attended(failure)
+    RECORDER.emit(
+        names.RENDEZVOUS_WAITING,
+        said=f"{_what(failure)} is not complete after"
+        f" {failure.waited_seconds:.1f} s{came}",
+        **facts,
+    )
+
+
 def tell(error: Exception, failure: Failure) -> None:
     """Write the event, and give the exception the words it lacks.
 
     The exception stays what it is: an empty one gets a text, and one that has its
     text gets a note, which a traceback shows below it.
     """
-    attendance = failure.attendance or Attendance()
-    diagnosis = _diagnosed(error, failure, attendance)
-    joined = attendance.joined(failure.own)
-    waiting = attendance.waiting(failure.own)
-    left = attendance.left(failure.own)
-    now = time.time()
-    silent = {
-        "joined": attendance.silent(joined, now),
-        "waiting": attendance.silent(waiting, now),
-        "left": attendance.silent(left, now),
-    }
-    said = _said(failure, diagnosis, {"joined": joined, "waiting": waiting}, silent)
-    if left:
-        said += f"; were there and left: {_named(left, silent['left'])}"
+    diagnosis = _diagnosed(error, failure, failure.attendance or Attendance())
+    facts, came = _attended(failure)
+    said = f"{_what(failure)} failed after {failure.waited_seconds:.1f} s"
+    if diagnosis.remedy:
+        said += f": {diagnosis.remedy}"
+    said += came
     timed_out = isinstance(error, RendezvousTimeoutError)
-    last = attendance.last
     RECORDER.emit(
         names.RENDEZVOUS_TIMEOUT if timed_out else names.RENDEZVOUS_FAILED,
-        run_id=failure.run_id,
-        backend=failure.backend,
-        endpoint=failure.endpoint,
-        during=failure.during,
-        waited_seconds=round(failure.waited_seconds, 3),
-        min_nodes=failure.min_nodes,
-        max_nodes=failure.max_nodes,
-        round=None if last is None else last.round,
-        complete=None if last is None else last.complete,
-        closed=None if last is None else last.closed,
-        joined=_addresses(joined),
-        joined_count=len(joined),
-        joined_silent_seconds=silent["joined"][:_MOST_NODES_TOLD],
-        waiting=_addresses(waiting),
-        waiting_silent_seconds=silent["waiting"][:_MOST_NODES_TOLD],
-        left=_addresses(left),
-        left_silent_seconds=silent["left"][:_MOST_NODES_TOLD],
         said=said,
         cause=diagnosis.cause,
-        causes=list(diagnosis.causes),
         error_type=TIMEOUT if timed_out else error_type(error),
         error=error_message(error),
+        during=failure.during,
+        causes=list(diagnosis.causes),
+        **facts,
     )
     if not str(error):
         error.args = (said,)
     else:
         error.add_note(said)
+
+
+def _attended(failure: Failure) -> tuple[dict[str, Any], str]:
+    """Give the fields that tell who was there, and the same in words."""
+    attendance = failure.attendance or Attendance()
+    now = time.time()
+    joined = attendance.joined(failure.own)
+    waiting = attendance.waiting(failure.own)
+    left = attendance.left(failure.own)
+    silent = {
+        "joined": attendance.silent(joined, now),
+        "waiting": attendance.silent(waiting, now),
+        "left": attendance.silent(left, now),
+    }
+    last = attendance.last
+    facts = {
+        "waited_seconds": round(failure.waited_seconds, 3),
+        "joined_count": len(joined),
+        "min_nodes": failure.min_nodes,
+        "max_nodes": failure.max_nodes,
+        "joined": _addresses(joined),
+        "joined_silent_seconds": silent["joined"][:_MOST_NODES_TOLD],
+        "waiting": _addresses(waiting),
+        "waiting_silent_seconds": silent["waiting"][:_MOST_NODES_TOLD],
+        "left": _addresses(left),
+        "left_silent_seconds": silent["left"][:_MOST_NODES_TOLD],
+        "run_id": failure.run_id,
+        "backend": failure.backend,
+        "endpoint": failure.endpoint,
+        "round": None if last is None else last.round,
+        "complete": None if last is None else last.complete,
+        "closed": None if last is None else last.closed,
+    }
+    said = ""
+    if failure.attendance is not None:
+        said = f"; {len(joined)} of {_wanted(failure)} nodes joined"
+        if joined:
+            said += f": {_named(joined, silent['joined'])}"
+        if waiting:
+            said += f"; on the wait list: {_named(waiting, silent['waiting'])}"
+    if left:
+        said += f"; were there and left: {_named(left, silent['left'])}"
+    return facts, said
+
+
+def _what(failure: Failure) -> str:
+    where = f"at {failure.endpoint} " if failure.endpoint else ""
+    return f"rendezvous '{failure.run_id}' {where}through {failure.backend}"
 
 
 def _diagnosed(error: Exception, failure: Failure, attendance: Attendance) -> Diagnosis:
@@ -112,31 +147,6 @@ def _diagnosed(error: Exception, failure: Failure, attendance: Attendance) -> Di
     last = attendance.last
     full = last is not None and last.complete
     return Diagnosis(NO_ROOM if full else TOO_FEW_NODES, diagnosis.causes)
-
-
-def _said(
-    failure: Failure,
-    diagnosis: Diagnosis,
-    nodes: dict[str, list[Node]],
-    silent: dict[str, list[float | None]],
-) -> str:
-    """Say it in one sentence, as an operator wants to read it."""
-    where = f"at {failure.endpoint} " if failure.endpoint else ""
-    said = (
-        f"rendezvous '{failure.run_id}' {where}through {failure.backend} failed"
-        f" after {failure.waited_seconds:.1f} s"
-    )
-    if diagnosis.remedy:
-        said += f": {diagnosis.remedy}"
-    if failure.attendance is None:
-        return said
-    joined, waiting = nodes["joined"], nodes["waiting"]
-    said += f"; {len(joined)} of {_wanted(failure)} nodes joined"
-    if joined:
-        said += f": {_named(joined, silent['joined'])}"
-    if waiting:
-        said += f"; on the wait list: {_named(waiting, silent['waiting'])}"
-    return said
 
 
 def _wanted(failure: Failure) -> str:

@@ -140,6 +140,7 @@ class Facts:
             names.OPERATION_STALLED: self._call,
             names.CAS_CONTENDED: self._call,
             names.RENDEZVOUS_CONFLICT: self._call,
+            names.RENDEZVOUS_WAITING: self._rendezvous_waits,
             names.RENDEZVOUS_TIMEOUT: self._rendezvous,
             names.RENDEZVOUS_FAILED: self._rendezvous,
             names.TELEMETRY_DISABLED: self._disabled,
@@ -260,8 +261,22 @@ class Facts:
         endpoint = values.text(event, "endpoint")
         run_id = values.text(event, "run_id")
         self._failure(event, when, f"rendezvous at {endpoint}", said)
+        self._tell_rendezvous(event["event"], run_id, cause, said)
+
+    def _rendezvous_waits(
+        self, event: Mapping[str, Any], _when: float, _rank: int
+    ) -> None:
+        # Without its times, which differ in every one of them.
+        joined, wanted = values.count(event, "joined_count"), event.get("min_nodes")
+        said = f"{joined} of at least {wanted} nodes had joined"
+        self._tell_rendezvous(
+            event["event"], values.text(event, "run_id"), "waiting", said
+        )
+
+    def _tell_rendezvous(self, *told: str) -> None:
+        kind, run_id, cause, said = told
         if len(self.rendezvous) < _MOST_FAMILIES:
-            self.rendezvous[event["event"], run_id, cause, said] += 1
+            self.rendezvous[kind, run_id, cause, said] += 1
 
     def _stale(self, event: Mapping[str, Any], _when: float, _rank: int) -> None:
         self.stale[

@@ -35,6 +35,7 @@ LEVELS: Final = {
     names.BARRIER_FAILED: "error",
     names.BARRIER_STALE_KEY: "warning",
     names.RENDEZVOUS_CONFLICT: "warning",
+    names.RENDEZVOUS_WAITING: "warning",
     names.RENDEZVOUS_TIMEOUT: "error",
     names.RENDEZVOUS_FAILED: "error",
     names.TELEMETRY_DISABLED: "error",

@@ -310,6 +310,7 @@ BARRIER_TIMEOUT: Final = "barrier.timeout"
 BARRIER_FAILED: Final = "barrier.failed"
 BARRIER_STALE_KEY: Final = "barrier.stale_key"
 RENDEZVOUS_CONFLICT: Final = "rendezvous.conflict"
+RENDEZVOUS_WAITING: Final = "rendezvous.waiting"
 RENDEZVOUS_TIMEOUT: Final = "rendezvous.timeout"
 RENDEZVOUS_FAILED: Final = "rendezvous.failed"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
@@ -325,6 +326,7 @@ EVENT_NAMES: Final = (
     BARRIER_FAILED,
     BARRIER_STALE_KEY,
     RENDEZVOUS_CONFLICT,
+    RENDEZVOUS_WAITING,
     RENDEZVOUS_TIMEOUT,
     RENDEZVOUS_FAILED,
     TELEMETRY_DISABLED,
