@@ -241,6 +241,15 @@ class TestRounds:
         assert analysis_of(told).rounds[0].last == 3
         assert analysis_of(told[:3]).rounds[0].last == -1
 
+    def test_nobody(self) -> None:
+        """A completion of which is known neither whose nor of how many."""
+        told = completed(0, 10, 4.0, last=None)
+        del told["rank"], told["world_size"]
+
+        (seen,) = analysis_of([told]).rounds
+
+        assert (seen.kind, list(seen.ranks), seen.last) == (COMPLETED, [], -1)
+
 
 def article(told: Sequence[Event]) -> str:
     """What the page says of the only incident."""
@@ -326,7 +335,7 @@ class TestIncidents:
         assert "nobody knows who was missing" in article([failed])
 
     def test_went_on(self) -> None:
-        """Completions are seldom logged: who is at a later barrier was let go."""
+        """Completions are seldom logged: who came to a later barrier was let go."""
         waiting = names.BARRIER_WAITING
         told = [
             missed(0, 10, 3, name=waiting, waited=2.0),
@@ -340,11 +349,91 @@ class TestIncidents:
         assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
         assert (late.missing, late.came) == ([], [3])
         shown = Page(page(analysis_of([*told, later]), Tally()))
-        assert (shown.texts["n-completed"], shown.texts["n-open"]) == ("1", "1")
+        counts = [shown.texts[f"n-{name}"] for name in ("completed", "guessed", "open")]
+        assert counts == ["0", "1", "1"]
         (row,) = shown.rows("t-late")
         assert (row["barrier"], row["completed (UTC)"]) == ("b/1", "after 09:00:11.000")
         # Another process of that rank: the job was killed there, and began anew.
         assert [each.missing for each in found] == [[3], [2]]
+
+    def test_went_on_as_it_seems(self) -> None:
+        """What is not known to have completed is not said to have."""
+        warned = [
+            missed(rank, 30, 2, name=names.BARRIER_WAITING, waited=30.0)
+            for rank in (0, 1)
+        ]
+        # The next warning is due at 60; who is elsewhere before that may have two
+        # threads, and one of them may wait still.
+        early, later = (
+            [completed(rank, end, 1.0, "b/2") for rank in (0, 1, 2, 3)]
+            for end in (59.0, 61.0)
+        )
+
+        (maybe,) = analysis_of([*warned, *early]).incidents
+        (seems,) = analysis_of([*warned, *later]).incidents
+
+        assert (maybe.round.completed, maybe.missing) == (False, [2])
+        assert (seems.round.completed, seems.came) == (True, [2])
+        assert "this one may have completed" in article([*warned, *early])
+        said = headline(analysis_of([*warned, *early]))
+        assert said.text == "Rank 2 on node1 had not come to b/1 at the last warning"
+        assert said.more.endswith(
+            "No end was seen, but one came to another barrier later."
+        )
+        said = headline(analysis_of([*warned, *later]))
+        assert said.text == (
+            "All 2 barriers completed, as far as can be told, but rank 2 on node1 kept"
+            " the others waiting at b/1"
+        )
+        assert (
+            said.more == "For 30 s or longer. The end of 1 barrier is not in the logs."
+        )
+
+    def test_waits_at_two(self) -> None:
+        """Two threads that hang at two barriers have not gone on from the first."""
+        told = [
+            missed(
+                0,
+                when,
+                3,
+                name=names.BARRIER_WAITING,
+                barrier=barrier,
+                waited=when - came,
+            )
+            for barrier, came in (("b/1", 1), ("b/2", 6))
+            for when in (came + 30, came + 60)
+        ]
+
+        found = analysis_of(told).incidents
+
+        assert [each.missing for each in found] == [[3], [3]]
+        assert not any(each.round.went_on for each in found)
+
+    def test_others_still_wait(self) -> None:
+        """One that went elsewhere is no proof, as long as another one waits here."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 10, 3, name=waiting, waited=2.0),
+            completed(0, 20, 1.0, "b/2"),
+            missed(1, 24, 3, name=waiting, waited=16.0),
+        ]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.missing, incident.round.went_on) == ([3], False)
+
+    def test_late_then_killed(self) -> None:
+        """What hangs comes before what may have been late only."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 60, 3, name=waiting, waited=60.0),
+            missed(0, 96, 2, name=waiting, barrier="b/2", waited=30.0),
+        ]
+
+        said = headline(analysis_of(told))
+
+        assert said.text == "Rank 2 on node1 had not come to b/2 when the logs end"
+        assert said.more.endswith("1 more barrier may not have completed.")
 
     def test_last_word(self) -> None:
         """Of those that are missing, by what it was."""
