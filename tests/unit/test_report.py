@@ -917,8 +917,11 @@ class TestCommand:
         assert "b.log.gz" in capsys.readouterr().err
         assert "b.log.gz" in Page(output.read_text("utf-8")).texts["damaged"]
 
-    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """It has examples and the exit codes."""
+    def test_help(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has examples and the exit codes, and fits a terminal."""
+        monkeypatch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit, match="0"):
             main(["report", "--help"])
 
@@ -926,6 +929,7 @@ class TestCommand:
         assert "tracedstore report logs/ --output report.html" in said
         assert "Exit codes: 0 written, 1 there is nothing to read" in said
         assert "130 Ctrl-C" in said
+        assert max(map(len, said.splitlines())) <= 80
 
 
 JSON_VALUES = st.recursive(

@@ -1,21 +1,22 @@
-"""Make one page of the logs of many ranks: who was missing, who is late, what failed.
+"""Make a page of many ranks' logs: who was missing, who is late, what failed.
 
-Reads the JSON lines that tracedstore logs, out of files with anything else in them,
-after the job is dead. The page is one HTML file that loads nothing.
+Reads the JSON lines that tracedstore logs, out of files with anything else in
+them, after the job is dead. The page is one HTML file that loads nothing.
 
 LOG is a file, plain or gzip, a folder with all files below it, a pipe, or - for
-standard input. Lines may be as they were printed, or as torchrun, Docker, Kubernetes,
-Loki or journald wraps them. Times of barriers that completed are there where the
-application has configured structlog; or give their spans with --traces, in JSON as
-OpenTelemetry's ConsoleSpanExporter or a collector's file exporter (OTLP) writes them.
+standard input. Lines may be as they were printed, or as torchrun, Docker,
+Kubernetes, Loki or journald wraps them. Times of barriers that completed are
+there where the application has configured structlog; or give their spans with
+--traces, in JSON as OpenTelemetry's ConsoleSpanExporter or a collector's file
+exporter (OTLP) writes them.
 
 Examples:
   tracedstore report logs/ --output report.html
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 written, 1 there is nothing to read or the page cannot be written, 64 the
-command line makes no sense, 130 Ctrl-C
+Exit codes: 0 written, 1 there is nothing to read or the page cannot be written,
+64 the command line makes no sense, 130 Ctrl-C
 """
 
 import argparse
