@@ -31,8 +31,8 @@ from tracedstore.report.reading import (
     STANDARD_INPUT,
     OutputError,
     Tally,
-    events_in,
     files_in,
+    read_events,
 )
 from tracedstore.report.words import number, plural
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         plural(tally.events, "event"),
         plural(tally.spans, "barrier span"),
         f"{number(tally.foreign)} of others",
-        f"{number(tally.skipped - tally.foreign)} damaged",
+        f"{number(tally.useless)} damaged",
     ]
     sys.stdout.write(
         f"{output}: {', '.join(said)}\n"
@@ -133,9 +133,7 @@ def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
             f"no file is in {' or '.join(places)}: name the ranks' logs, or a folder"
             " that has them"
         )
-    for event in events_in(found, tally, _tell_of_waiting):
-        if not facts.add(event):
-            tally.unfit += 1
+    read_events(found, facts.add, tally, _tell_of_waiting)
     if not facts.events:
         raise CommandError(_nothing(found, tally))
     return facts, tally
@@ -151,7 +149,8 @@ def _nothing(found: list[str], tally: Tally) -> str:
     return (
         f"none of {plural(tally.lines, 'line')} in {where} is an event that can be"
         f" read{why}: logs have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not"
-        " those for people"
+        " those for people; spans, JSON as ConsoleSpanExporter or a collector's file"
+        " exporter writes them"
     )
 
 
