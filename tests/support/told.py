@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+from tracedstore.report.reading import Tally, read_events
 from tracedstore.signals import names
 
 Event = dict[str, Any]
@@ -94,6 +96,19 @@ def span_of(told: Event, late: float = 0.0003) -> Event:
 def lines(told: Sequence[Event]) -> str:
     """Events as lines."""
     return "".join(json.dumps(each) + "\n" for each in told)
+
+
+def gathered(file: Path) -> tuple[list[Event], Tally]:
+    """Events that are read from a file, all of them taken as fit."""
+    found: list[Event] = []
+    tally = Tally()
+
+    def take(event: Event) -> bool:
+        found.append(event)
+        return True
+
+    read_events([str(file)], take, tally)
+    return found, tally
 
 
 LINE = json.dumps(completed(0, 1.0, 0.5)).encode()

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.pages import Page
-from support.told import LINE, Event, completed, event, lines, missed, span_of
+from support.told import LINE, Event, completed, event, gathered, lines, missed, span_of
 from tracedstore.cli.main import main
 from tracedstore.report.analysis import Analysis, analysed
 from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
 from tracedstore.report.headline import headline
 from tracedstore.report.page import page
-from tracedstore.report.reading import Tally, events_in, files_in
+from tracedstore.report.reading import Tally, files_in, read_events
 from tracedstore.report.words import duration, ranks
 from tracedstore.signals import names
 
@@ -42,8 +42,7 @@ def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], Tally]]:
     def reader(content: bytes) -> tuple[list[Event], Tally]:
         file = tmp_path / "rank.log"
         file.write_bytes(content)
-        tally = Tally()
-        return list(events_in([str(file)], tally)), tally
+        return gathered(file)
 
     return reader
 
@@ -164,6 +163,37 @@ class TestReading:
         assert [each["rank"] for each in found] == [2]
         assert (tally.spans, tally.foreign) == (1, 1)
 
+    def test_odd_lines_in_an_indented_span(self, read: Reader) -> None:
+        """However its lines look, they are that span's, and counted once."""
+        span = json.dumps(span_of(completed(2, 1.0, 0.5)), indent=4).splitlines()
+        # One that looks cut off, and one that a runtime has as a line of two.
+        odd = ['"links": [{"a": 1,', '"b": 2}],', '{"log":"\\"c\\":\\n3,\\n"}']
+
+        found, tally = read("\n".join(["loss", span[0], *odd, *span[1:]]).encode())
+
+        assert [each["rank"] for each in found] == [2]
+        assert (tally.spans, tally.foreign, tally.broken) == (1, 1, 0)
+
+    def test_objects_of_others(self, read: Reader) -> None:
+        """One that a line has in its middle is not cut off; one without an end is."""
+        _, tally = read(b'INFO args={"lr": 0.1} starting\nINFO args={"lr": 0.1, "b\n')
+
+        assert (tally.foreign, tally.broken) == (1, 1)
+
+    def test_indented_without_end(
+        self, read: Reader, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What begins with a brace is not held for ever, also if it is blank lines."""
+        monkeypatch.setattr("tracedstore.report.reading.LONGEST_LINE", 5000)
+        span = json.dumps(span_of(completed(2, 1.0, 0.5)), indent=4).encode()
+        begin, rest = span.split(b"\n", 1)
+
+        near, far = (
+            read(begin + b"\n" * blank + rest)[1].spans for blank in (1000, 5000)
+        )
+
+        assert (near, far) == (1, 0)
+
     def test_folders(self, tmp_path: Path) -> None:
         """All below a folder, each file once, pipes and the report itself not."""
         deep = tmp_path / "attempt_0" / "0"
@@ -240,6 +270,15 @@ class TestRounds:
 
         assert analysis_of(told).rounds[0].last == 3
         assert analysis_of(told[:3]).rounds[0].last == -1
+
+    def test_nobody(self) -> None:
+        """A completion of which is known neither whose nor of how many."""
+        told = completed(0, 10, 4.0, last=None)
+        del told["rank"], told["world_size"]
+
+        (seen,) = analysis_of([told]).rounds
+
+        assert (seen.kind, list(seen.ranks), seen.last) == (COMPLETED, [], -1)
 
 
 def article(told: Sequence[Event]) -> str:
@@ -326,7 +365,7 @@ class TestIncidents:
         assert "nobody knows who was missing" in article([failed])
 
     def test_went_on(self) -> None:
-        """Completions are seldom logged: who is at a later barrier was let go."""
+        """Completions are seldom logged: who came to a later barrier was let go."""
         waiting = names.BARRIER_WAITING
         told = [
             missed(0, 10, 3, name=waiting, waited=2.0),
@@ -340,11 +379,91 @@ class TestIncidents:
         assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
         assert (late.missing, late.came) == ([], [3])
         shown = Page(page(analysis_of([*told, later]), Tally()))
-        assert (shown.texts["n-completed"], shown.texts["n-open"]) == ("1", "1")
+        counts = [shown.texts[f"n-{name}"] for name in ("completed", "guessed", "open")]
+        assert counts == ["0", "1", "1"]
         (row,) = shown.rows("t-late")
         assert (row["barrier"], row["completed (UTC)"]) == ("b/1", "after 09:00:11.000")
         # Another process of that rank: the job was killed there, and began anew.
         assert [each.missing for each in found] == [[3], [2]]
+
+    def test_went_on_as_it_seems(self) -> None:
+        """What is not known to have completed is not said to have."""
+        warned = [
+            missed(rank, 30, 2, name=names.BARRIER_WAITING, waited=30.0)
+            for rank in (0, 1)
+        ]
+        # The next warning is due at 60; who is elsewhere before that may have two
+        # threads, and one of them may wait still.
+        early, later = (
+            [completed(rank, end, 1.0, "b/2") for rank in (0, 1, 2, 3)]
+            for end in (59.0, 61.0)
+        )
+
+        (maybe,) = analysis_of([*warned, *early]).incidents
+        (seems,) = analysis_of([*warned, *later]).incidents
+
+        assert (maybe.round.completed, maybe.missing) == (False, [2])
+        assert (seems.round.completed, seems.came) == (True, [2])
+        assert "this one may have completed" in article([*warned, *early])
+        said = headline(analysis_of([*warned, *early]))
+        assert said.text == "Rank 2 on node1 had not come to b/1 at the last warning"
+        assert said.more.endswith(
+            "No end was seen, but one came to another barrier later."
+        )
+        said = headline(analysis_of([*warned, *later]))
+        assert said.text == (
+            "All 2 barriers completed, as far as can be told, but rank 2 on node1 kept"
+            " the others waiting at b/1"
+        )
+        assert (
+            said.more == "For 30 s or longer. The end of 1 barrier is not in the logs."
+        )
+
+    def test_waits_at_two(self) -> None:
+        """Two threads that hang at two barriers have not gone on from the first."""
+        told = [
+            missed(
+                0,
+                when,
+                3,
+                name=names.BARRIER_WAITING,
+                barrier=barrier,
+                waited=when - came,
+            )
+            for barrier, came in (("b/1", 1), ("b/2", 6))
+            for when in (came + 30, came + 60)
+        ]
+
+        found = analysis_of(told).incidents
+
+        assert [each.missing for each in found] == [[3], [3]]
+        assert not any(each.round.went_on for each in found)
+
+    def test_others_still_wait(self) -> None:
+        """One that went elsewhere is no proof, as long as another one waits here."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 10, 3, name=waiting, waited=2.0),
+            completed(0, 20, 1.0, "b/2"),
+            missed(1, 24, 3, name=waiting, waited=16.0),
+        ]
+
+        (incident,) = analysis_of(told).incidents
+
+        assert (incident.missing, incident.round.went_on) == ([3], False)
+
+    def test_late_then_killed(self) -> None:
+        """What hangs comes before what may have been late only."""
+        waiting = names.BARRIER_WAITING
+        told = [
+            missed(0, 60, 3, name=waiting, waited=60.0),
+            missed(0, 96, 2, name=waiting, barrier="b/2", waited=30.0),
+        ]
+
+        said = headline(analysis_of(told))
+
+        assert said.text == "Rank 2 on node1 had not come to b/2 when the logs end"
+        assert said.more.endswith("1 more barrier may not have completed.")
 
     def test_last_word(self) -> None:
         """Of those that are missing, by what it was."""
@@ -676,6 +795,25 @@ class TestCommand:
         )
         assert Page(output.read_text("utf-8")).texts["n-ranks"] == "2 of 4"
 
+    def test_counted_once(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Every line is in one of the numbers: what does not fit is no event."""
+        late = completed(1, 10, 0.0)
+        unfit = [completed(0, 10, 3.0) | {"rank": "0"}, span_of(late | {"rank": "1"})]
+        log = tmp_path / "rank.log"
+        text = lines([completed(0, 10, 3.0), span_of(late), *unfit])
+        log.write_text(f'{text}args={{"lr": 0.1}} starting\nloss\n{{"timesta')
+        output = tmp_path / "out.html"
+
+        assert main(["report", str(log), "--output", str(output)]) == 0
+
+        assert capsys.readouterr().out.endswith(
+            "\n7 lines read: 1 event, 1 barrier span, 2 of others, 3 damaged\n"
+        )
+        rows = Page(output.read_text("utf-8")).rows("t-read")
+        assert [row["how many"] for row in rows] == ["7", "1", "1", "2", "1", "2", "0"]
+
     def test_standard_input(self, tmp_path: Path) -> None:
         """From a pipe; a lone surrogate in a key does no harm."""
         told = lines([completed(0, 10, 3.0, "b/\ud800")])
@@ -836,8 +974,11 @@ class TestCommand:
         assert "b.log.gz" in capsys.readouterr().err
         assert "b.log.gz" in Page(output.read_text("utf-8")).texts["damaged"]
 
-    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """It has examples and the exit codes."""
+    def test_help(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It has examples and the exit codes, and fits a terminal."""
+        monkeypatch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit, match="0"):
             main(["report", "--help"])
 
@@ -845,6 +986,7 @@ class TestCommand:
         assert "tracedstore report logs/ --output report.html" in said
         assert "Exit codes: 0 written, 1 there is nothing to read" in said
         assert "130 Ctrl-C" in said
+        assert max(map(len, said.splitlines())) <= 80
 
 
 JSON_VALUES = st.recursive(
@@ -901,14 +1043,14 @@ class TestFuzz:
         output = folder / "report.html"
         tally = Tally()
         facts = Facts()
-        for each in events_in(files_in([str(folder)], output), tally):
-            tally.unfit += not facts.add(each)
+        read_events(files_in([str(folder)], output), facts.add, tally)
 
         code = main(["report", str(folder), "--output", str(output)])
 
         assert code == (0 if facts.events else 1)
-        assert tally.events + tally.spans + tally.skipped - tally.unfit >= tally.lines
-        assert sum(facts.events.values()) == tally.events + tally.spans - tally.unfit
+        assert tally.events + tally.spans + tally.skipped >= tally.lines
+        assert min(tally.foreign, tally.broken) >= 0
+        assert sum(facts.events.values()) == tally.events + tally.spans
         if code == 0:
             shown = Page(io.StringIO(output.read_text("utf-8")).read())
             assert not shown.tags & {"script", "img"}

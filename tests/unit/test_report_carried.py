@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from support.otlp import otlp
-from support.told import LINE, Event, completed
+from support.told import LINE, Event, completed, gathered
 from tracedstore.report.analysis import analysed
+from tracedstore.report.carried import Runtime
 from tracedstore.report.facts import Facts
-from tracedstore.report.reading import Tally, events_in
+from tracedstore.report.reading import Tally
 from tracedstore.signals import names
 
 EVENT: Event = json.loads(LINE)
@@ -94,8 +97,7 @@ def read(path: Path, written: str | bytes) -> tuple[list[Event], Tally]:
     """Read a file that has this in it."""
     file = path / "some.log"
     file.write_bytes(written if isinstance(written, bytes) else written.encode())
-    tally = Tally()
-    return list(events_in([str(file)], tally)), tally
+    return gathered(file)
 
 
 @pytest.mark.parametrize("carrier", CARRIERS.values(), ids=CARRIERS)
@@ -176,6 +178,32 @@ class TestParts:
 
         assert (len(found), tally.foreign, tally.lines) == (1, 5, 6)
 
+    def test_many_parts(self) -> None:
+        """Any number of small ones takes as long as they are, and no more room."""
+        runtime, before = Runtime(), b"2026-11-16T09:00:01.000000001Z stdout "
+        tracemalloc.start()
+        try:
+            for _ in range(100_000):
+                assert runtime.line(before + b"P \n") is None
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        started = time.process_time()
+        for _ in range(50_000):
+            assert runtime.line(before + b"P x\n") is None
+        took = time.process_time() - started
+
+        assert held < 100_000
+        # It was a minute when each took as long as all before it.
+        assert took < 5
+        assert runtime.line(before + b"F y\n") == b"x" * 50_000 + b"y\n"
+
+    def test_many_objects(self, tmp_path: Path) -> None:
+        """What of a line is not looked at is not passed over in silence."""
+        found, tally = read(tmp_path, TEXT * 40)
+
+        assert (len(found), tally.broken) == (16, 1)
+
     def test_indented_span(self, tmp_path: Path) -> None:
         """ConsoleSpanExporter writes to standard output, in a container as well."""
         spans = made()
@@ -245,6 +273,9 @@ class TestOtlp:
             json.dumps({"batches": record["resourceSpans"]}),
             json.dumps({"trace": record}),
             json.dumps(record, indent=2),
+            # jq's --slurp, and without its indents.
+            json.dumps([record], indent=2),
+            json.dumps([record]),
         ]
 
         expected, _ = read(tmp_path, by_sdk)
@@ -260,6 +291,16 @@ class TestOtlp:
                 assert one.pop("timestamp") == pytest.approx(1794819602.234567)
                 assert one.pop("waited_seconds") == pytest.approx(1.234567)
                 assert one.items() <= other.items()
+
+    def test_many(self, tmp_path: Path) -> None:
+        """A list has any number, on a line or indented."""
+        record = otlp(made())
+
+        for indent in (None, 2):
+            written = json.dumps([record] * 50, indent=indent)
+            found, tally = read(tmp_path, written)
+
+            assert (len(found), tally.spans, tally.skipped) == (150, 150, 0)
 
     def test_unfit(self, tmp_path: Path) -> None:
         """Whatever is wrong with one span costs that span."""

@@ -1,21 +1,22 @@
-"""Make one page of the logs of many ranks: who was missing, who is late, what failed.
+"""Make a page of many ranks' logs: who was missing, who is late, what failed.
 
-Reads the JSON lines that tracedstore logs, out of files with anything else in them,
-after the job is dead. The page is one HTML file that loads nothing.
+Reads the JSON lines that tracedstore logs, out of files with anything else in
+them, after the job is dead. The page is one HTML file that loads nothing.
 
 LOG is a file, plain or gzip, a folder with all files below it, a pipe, or - for
-standard input. Lines may be as they were printed, or as torchrun, Docker, Kubernetes,
-Loki or journald wraps them. Times of barriers that completed are there where the
-application has configured structlog; or give their spans with --traces, in JSON as
-OpenTelemetry's ConsoleSpanExporter or a collector's file exporter (OTLP) writes them.
+standard input. Lines may be as they were printed, or as torchrun, Docker,
+Kubernetes, Loki or journald wraps them. Times of barriers that completed are
+there where the application has configured structlog; or give their spans with
+--traces, in JSON as OpenTelemetry's ConsoleSpanExporter or a collector's file
+exporter (OTLP) writes them.
 
 Examples:
   tracedstore report logs/ --output report.html
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 written, 1 there is nothing to read or the page cannot be written, 64 the
-command line makes no sense, 130 Ctrl-C
+Exit codes: 0 written, 1 there is nothing to read or the page cannot be written,
+64 the command line makes no sense, 130 Ctrl-C
 """
 
 import argparse
@@ -30,8 +31,8 @@ from tracedstore.report.reading import (
     STANDARD_INPUT,
     OutputError,
     Tally,
-    events_in,
     files_in,
+    read_events,
 )
 from tracedstore.report.words import number, plural
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         plural(tally.events, "event"),
         plural(tally.spans, "barrier span"),
         f"{number(tally.foreign)} of others",
-        f"{number(tally.skipped - tally.foreign)} damaged",
+        f"{number(tally.useless)} damaged",
     ]
     sys.stdout.write(
         f"{output}: {', '.join(said)}\n"
@@ -132,9 +133,7 @@ def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
             f"no file is in {' or '.join(places)}: name the ranks' logs, or a folder"
             " that has them"
         )
-    for event in events_in(found, tally, _tell_of_waiting):
-        if not facts.add(event):
-            tally.unfit += 1
+    read_events(found, facts.add, tally, _tell_of_waiting)
     if not facts.events:
         raise CommandError(_nothing(found, tally))
     return facts, tally
@@ -150,7 +149,8 @@ def _nothing(found: list[str], tally: Tally) -> str:
     return (
         f"none of {plural(tally.lines, 'line')} in {where} is an event that can be"
         f" read{why}: logs have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not"
-        " those for people"
+        " those for people; spans, JSON as ConsoleSpanExporter or a collector's file"
+        " exporter writes them"
     )
 
 

@@ -88,7 +88,8 @@ class Analysis:
     Attributes:
         facts: What it is about.
         rounds: Every barrier, in order of their ends.
-        incidents: Those that went wrong: timed out and failed ones first.
+        incidents: Those that went wrong: those that did not complete first, and of
+            these those last that may have.
         stragglers: Ranks that were last or missing, the worst first.
         failures: What failed first in each process, in order of time.
         clocks: By how many seconds a host's clock is ahead of most.
@@ -126,7 +127,9 @@ def analysed(facts: Facts) -> Analysis:
     """Answer everything."""
     rounds = rounds_of(facts)
     incidents = [_incident(each) for each in rounds if each.reports]
-    incidents.sort(key=lambda each: (each.round.completed, each.round.start))
+    incidents.sort(
+        key=lambda each: (each.round.completed, each.round.went_on, each.round.start)
+    )
     failures = sorted(
         facts.first_failures.items(), key=lambda each: (each[1].when, each[0])
     )
@@ -222,5 +225,5 @@ def _clocks(facts: Facts, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def outcomes(rounds: Sequence[Round]) -> Counter[int]:
-    """Count barriers by how they ended."""
-    return Counter(COMPLETED if each.completed else each.kind for each in rounds)
+    """Count barriers by how they ended; those that only seem to have are not here."""
+    return Counter(each.kind for each in rounds if not each.seems_completed)

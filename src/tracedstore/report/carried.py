@@ -28,7 +28,8 @@ _EVENT_IN_TEXT = re.compile(_EVENT_TEXT)
 _SPAN_TEXT = f'"{names.BARRIER_PREFIX}'
 _SPAN = _SPAN_TEXT.encode()
 _NAMES = frozenset(names.EVENT_NAMES)
-_OBJECT = re.compile(r'\{\s*"')
+# A list of them is taken as a whole: it may have any number.
+_OBJECT = re.compile(r'(?:\[\s*)?\{\s*"')
 
 # Docker's json-file, and what the kubelet and podman write: time, stream, and P for a
 # part of a line or F for the last of it.
@@ -51,7 +52,7 @@ def has_event(line: bytes) -> bool:
     return _EVENT.search(line) is not None
 
 
-def has_span(line: bytes) -> bool:
+def has_span(line: bytes | bytearray) -> bool:
     """Tell whether a barrier's span may be in a line, or in some of them."""
     return _SPAN in line
 
@@ -79,7 +80,7 @@ class Runtime:
     """Takes off what a container runtime put round lines, and joins their parts."""
 
     def __init__(self) -> None:
-        self._parts: dict[bytes, list[bytes]] = {}
+        self._parts: dict[bytes, bytearray] = {}
 
     def line(self, written: bytes) -> bytes | None:
         """Give the line that was printed; None while there is more of it to come."""
@@ -98,16 +99,16 @@ class Runtime:
             except (ValueError, AttributeError, RecursionError):
                 return written
             part = len(text) >= _DOCKER_PART and not text.endswith(b"\n")
-        held = self._parts.get(stream, [])
-        if part and sum(map(len, held)) + len(text) < LONGEST_LINE:
-            self._parts[stream] = [*held, text]
+        held = self._parts.get(stream, b"")
+        if part and len(held) + len(text) < LONGEST_LINE:
+            self._parts.setdefault(stream, bytearray()).extend(text)
             return None
         self._parts.pop(stream, None)
-        return b"".join([*held, text])
+        return b"".join((held, text))
 
     def rest(self) -> list[bytes]:
         """Give the lines of which the end did not come."""
-        return [b"".join(held) for held in self._parts.values()]
+        return [bytes(held) for held in self._parts.values()]
 
 
 @dataclass(slots=True)
@@ -117,8 +118,8 @@ class Found:
     Attributes:
         events: Events of ours.
         spans: Spans of barriers, as the events they stand for.
-        objects: JSON objects, of anybody.
-        whole: None of them is cut off.
+        objects: JSON objects, and lists of them, of anybody.
+        whole: None of them is cut off, and all were looked at.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -141,6 +142,8 @@ class Found:
                 continue
             self.objects += 1
             self._in_value(told, depth)
+        else:
+            self.whole = self.whole and _OBJECT.search(text, position) is None
 
     def _in_value(self, told: Any, depth: int) -> None:
         if isinstance(told, str):

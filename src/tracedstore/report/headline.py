@@ -1,5 +1,6 @@
 """What went wrong, in one sentence, and what there is to say of it in another."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,11 +33,17 @@ def headline(analysis: Analysis) -> Headline:
         return _failed(analysis, *analysis.failures[0])
     total = len(analysis.rounds)
     completed = f"{_all(total)} completed" if total else "No barrier is in these logs"
+    if guessed := sum(each.round.seems_completed for each in found):
+        completed += ", as far as can be told"
     if found:
         worst = max(found, key=_longest)
         late = f"{_who(analysis, worst.came)} kept the others waiting at"
         text = f"{completed}, but {late} {_short(worst.round.barrier.prefix)}"
-        return Headline(text, f"For {duration(_longest(worst))}.", bad=False)
+        least = " or longer" if worst.round.seems_completed else ""
+        more = [f"For {duration(_longest(worst))}{least}."]
+        if guessed:
+            more.append(f"The end of {plural(guessed, 'barrier')} is not in the logs.")
+        return Headline(text, " ".join(more), bad=False)
     return Headline(completed, "Nothing that was told of failed.", bad=False)
 
 
@@ -63,11 +70,14 @@ def _not_completed(analysis: Analysis, bad: Sequence[Incident]) -> Headline:
     elif seen.kind == TIMEOUT:
         text = f"{_capital(who)} never came to {where}"
     else:
-        text = f"{_capital(who)} had not come to {where} when the logs end"
+        until = "at the last warning" if seen.went_on else "when the logs end"
+        text = f"{_capital(who)} had not come to {where} {until}"
     more = [_end(analysis, incident)]
-    if len(bad) > 1:
-        rest = plural(len(bad) - 1, "more barrier")
-        more.append(f"{_capital(rest)} did not complete either.")
+    rest = Counter(each.round.went_on for each in bad[1:])
+    if rest[False]:
+        more.append(f"{plural(rest[False], 'more barrier')} did not complete either.")
+    if rest[True]:
+        more.append(f"{plural(rest[True], 'more barrier')} may not have completed.")
     return Headline(text, " ".join(more))
 
 
@@ -85,9 +95,10 @@ def _end(analysis: Analysis, incident: Incident) -> str:
             f"{plural(len(told), 'rank')} of {number(seen.world_size)} gave up after"
             f" {waited}, the last at {when} UTC."
         )
+    but = ", but one came to another barrier later" if seen.went_on else ""
     return (
         f"{plural(len(told), 'rank')} had waited for up to {waited} when last heard, at"
-        f" {when} UTC. No end was seen."
+        f" {when} UTC. No end was seen{but}."
     )
 
 

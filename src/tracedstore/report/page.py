@@ -75,6 +75,7 @@ def _tiles(analysis: Analysis) -> str:
         ("ranks", "Ranks heard of", heard, False),
         ("hosts", "Hosts", number(len(set(facts.hosts.values()))), False),
         ("completed", "Barriers completed", number(ended[COMPLETED]), False),
+        *_guessed(analysis),
         ("timeouts", "Timed out", number(ended[TIMEOUT]), ended[TIMEOUT] > 0),
         ("failed", "Failed", number(ended[FAILED]), ended[FAILED] > 0),
         ("open", "No end in the logs", number(ended[WAITING]), ended[WAITING] > 0),
@@ -88,6 +89,11 @@ def _tiles(analysis: Analysis) -> str:
         )
         + "</dl>"
     )
+
+
+def _guessed(analysis: Analysis) -> Iterator[tuple[str, str, str, bool]]:
+    if count := sum(each.seems_completed for each in analysis.rounds):
+        yield "guessed", "Completed, as far as can be told", number(count), False
 
 
 def _plots(analysis: Analysis) -> Iterable[str]:

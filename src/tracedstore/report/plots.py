@@ -113,7 +113,8 @@ def _crosses(incident: Incident, across: "_Across", up: "_Up") -> Iterable[str]:
     for rank in incident.missing:
         where.setdefault(across.of(incident.round, rank), []).append(rank)
     for x, who in list(where.items())[:_MOST_MARKS]:
-        said = f"{ranks(who)} never came to {incident.round.barrier.prefix}"
+        how = "never came" if incident.round.kind == TIMEOUT else "had not come"
+        said = f"{ranks(who)} {how} to {incident.round.barrier.prefix}"
         yield (
             f'<path class="cross" d="M{x - 5:.1f} {up.never - 5}l10 10m0 -10l-10 10">'
             f"<title>{safe(said)}</title></path>"

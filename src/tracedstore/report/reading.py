@@ -28,6 +28,10 @@ STANDARD_INPUT: Final = "-"
 _PATIENCE = 2.0
 # What a page begins with.
 _PAGE = b"<!DOCTYPE html>"
+# What is indented begins with a line like this, and ends with one like that.
+_ENDS: Final = {b"{": b"}", b"[": b"]"}
+
+Take = Callable[[dict[str, Any]], bool]
 
 
 class OutputError(Exception):
@@ -41,10 +45,12 @@ class Tally:
     Attributes:
         files: Files that were read.
         lines: Lines in them; one that a container runtime has cut in parts is one.
-        events: Events among these.
-        spans: Spans of barriers among these.
-        broken: Lines with JSON that has no end, or that another writer cut in two.
-        unfit: Events that lack a field, or have a wrong one.
+        events: Events in these; a line may have several.
+        spans: Spans of barriers in these; one may have many lines, or a line many.
+        broken: Lines with JSON that has no end, or that another writer cut in two. The
+            rest of such a line is used.
+        unfit: Events and spans that lack a field, or have a wrong one; not among those
+            above.
         foreign: Lines of anybody else.
         long: Lines beyond 16 MiB.
         damaged: Files that could not be read to their end, and why.
@@ -61,9 +67,14 @@ class Tally:
     damaged: list[str] = field(default_factory=list)
 
     @property
+    def useless(self) -> int:
+        """What was meant for us, as it seems, and could not be used."""
+        return self.broken + self.unfit + self.long
+
+    @property
     def skipped(self) -> int:
         """Lines of which nothing, or not all, was used."""
-        return self.broken + self.unfit + self.foreign + self.long
+        return self.useless + self.foreign
 
 
 def files_in(places: Iterable[str], but: Path) -> list[str]:
@@ -107,13 +118,17 @@ def _is_page(path: Path) -> bool:
         return file.read(len(_PAGE)) == _PAGE
 
 
-def events_in(
-    files: Iterable[str], tally: Tally, waiting: Callable[[str], None] = lambda _: None
-) -> Iterator[dict[str, Any]]:
-    """Give every event, and every span of a barrier as the event it stands for.
+def read_events(
+    files: Iterable[str],
+    take: Take,
+    tally: Tally,
+    waiting: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Read every event, and every span of a barrier as the event it stands for.
 
     Args:
         files: What to read; "-" for standard input.
+        take: Is given each, and says whether it is fit.
         tally: Where it is counted.
         waiting: Is told of a pipe into which nobody writes.
     """
@@ -121,7 +136,7 @@ def events_in(
         try:
             with _opened(name, waiting) as file:
                 tally.files += 1
-                yield from _events(file, tally)
+                _read(file, take, tally)
         except (OSError, EOFError, zlib.error) as error:
             # A rank that was killed leaves half a gzip behind it.
             said = getattr(error, "strerror", None) or str(error)
@@ -152,28 +167,38 @@ def _opened(name: str, waiting: Callable[[str], None]) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _events(file: IO[bytes], tally: Tally) -> Iterator[dict[str, Any]]:
+def _read(file: IO[bytes], take: Take, tally: Tally) -> None:
     spread = _Spread()
     for line in _lines(file, tally):
         tally.lines += 1
         if has_event(line):
-            if event := bare_event(line):
+            if (event := bare_event(line)) is None:
+                _read_line(line, take, tally)
+            elif take(event):
                 tally.events += 1
-                yield event
             else:
-                yield from _of_line(line, tally)
+                tally.unfit += 1
             continue
         if has_span(line) and b'{"' in line:
-            yield from _of_line(line, tally)
+            _read_line(line, take, tally)
             continue
-        tally.foreign += 1
         bare = line.rstrip()
-        if whole := spread.joined(bare):
-            tally.foreign -= whole.count(b"\n") + 1
-            yield from _of_line(whole, tally)
-        elif b'{"' in bare and not bare.endswith(b"}"):
-            tally.foreign -= 1
-            tally.broken += 1
+        torn = _is_torn(bare)
+        tally.broken += torn
+        tally.foreign += not torn
+        if spread.ends_with(bare, torn=torn):
+            tally.broken -= spread.torn
+            tally.foreign -= spread.lines - spread.torn
+            _read_line(bytes(spread.held), take, tally)
+
+
+def _is_torn(bare: bytes) -> bool:
+    """Tell whether an object begins there that may be ours, and is cut off."""
+    return (
+        b'{"' in bare
+        and not bare.endswith(b"}")
+        and bare.count(b"{") > bare.count(b"}")
+    )
 
 
 def _lines(file: IO[bytes], tally: Tally) -> Iterator[bytes]:
@@ -191,36 +216,44 @@ def _lines(file: IO[bytes], tally: Tally) -> Iterator[bytes]:
 
 
 class _Spread:
-    """Puts together what is indented, as ConsoleSpanExporter does it by default."""
+    """Puts together what is indented, as ConsoleSpanExporter does it by default.
+
+    Attributes:
+        held: An object, or a list of them, as far as it has come.
+        lines: How many lines that is.
+        torn: Those of them that look as if they were cut off.
+    """
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
-        self._size = 0
+        self.held = bytearray()
+        self.lines = self.torn = 0
+        self._end = b""
 
-    def joined(self, bare: bytes) -> bytes:
-        """Take a line; give the object that ends with it, if a span may be in it."""
-        if bare == b"{":
-            self._held, self._size = [bare], 1
-        elif self._held:
-            self._held.append(bare)
-            self._size += len(bare)
-            if bare == b"}":
-                whole, self._held = b"\n".join(self._held), []
-                return whole if has_span(whole) else b""
-            if self._size > LONGEST_LINE:
-                self._held = []
-        return b""
+    def ends_with(self, bare: bytes, *, torn: bool) -> bool:
+        """Take a line; tell whether something with a span in it ends there."""
+        if end := _ENDS.get(bare):
+            self.held, self.lines, self.torn = bytearray(), 0, 0
+            self._end = end
+        elif not self._end:
+            return False
+        self.held += bare + b"\n"
+        self.lines += 1
+        self.torn += torn
+        ended = bare == self._end
+        if ended or len(self.held) > LONGEST_LINE:
+            self._end = b""
+        return ended and has_span(self.held)
 
 
-def _of_line(line: bytes, tally: Tally) -> Iterator[dict[str, Any]]:
-    """Give the events of a line, in which others may have written as well."""
+def _read_line(line: bytes, take: Take, tally: Tally) -> None:
+    """Read the events of a line, in which others may have written as well."""
     found = Found()
     found.in_line(line.decode("utf-8", "replace"))
-    tally.events += len(found.events)
-    tally.spans += len(found.spans)
+    events, spans = (sum(map(take, each)) for each in (found.events, found.spans))
+    tally.events += events
+    tally.spans += spans
+    tally.unfit += len(found.events) + len(found.spans) - events - spans
     if not found.whole or not found.objects:
         tally.broken += 1
     elif not (found.events or found.spans):
         tally.foreign += 1
-    yield from found.events
-    yield from found.spans

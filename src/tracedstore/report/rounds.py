@@ -6,9 +6,12 @@ of several times: by the log and by a span, by two copies of a log, and by every
 """
 
 from array import array
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -100,8 +103,11 @@ class Round:
         last: Who came last; NOBODY where that is not known.
         reports: What was said of it.
         by_clock: Arrivals are compared by the hosts' clocks.
-        went_on: Its end is not told, but who waited at it was at others later: a
-            completion is told at debug level, which logs seldom have.
+        went_on: Its end is not told, but a process that waited at it came to another
+            one after the last that was said of it: it was let go, or has more than one
+            thread. A completion is told at debug level, which logs seldom have.
+        seems_completed: And it was still there when it should have warned of this one
+            again, and had not.
     """
 
     barrier: Barrier
@@ -116,11 +122,12 @@ class Round:
     reports: list[Report]
     by_clock: bool
     went_on: bool = False
+    seems_completed: bool = False
 
     @property
     def completed(self) -> bool:
-        """Whether it is known, in one way or the other, that all came."""
-        return self.kind == COMPLETED or self.went_on
+        """Whether all came, as it was told, or as far as can be told."""
+        return self.kind == COMPLETED or self.seems_completed
 
     @property
     def spread(self) -> float:
@@ -168,26 +175,42 @@ def rounds_of(facts: Facts) -> list[Round]:
 
 def _see_who_went_on(facts: Facts, no_end: list[Round]) -> None:
     """Tell a barrier that nobody told the end of from one that had none."""
-    latest = {
-        (seen.barrier.run_id, report.rank, report.pid): 0.0
+    # When each process that waited was at barriers: from when on, and until when.
+    stays: dict[tuple[str, int, int], list[tuple[float, float]]] = {
+        (seen.barrier.run_id, report.rank, report.pid): []
         for seen in no_end
         for report in seen.reports
+        if report.rank != NOBODY
     }
-    if not latest:
+    if not stays:
         return
     visits = facts.visits
     runs = [run_id for run_id, _ in facts.barriers]
     for row, end in enumerate(visits.end):
         process = runs[visits.barrier[row]], visits.rank[row], visits.pid[row]
-        if end > latest.get(process, end):
-            latest[process] = end
+        if process in stays:
+            stays[process].append((end - visits.waited[row], end))
+    ordered = {process: _in_order(found) for process, found in stays.items()}
     for seen in no_end:
-        seen.went_on = any(
-            report.rank != NOBODY
-            and latest[seen.barrier.run_id, report.rank, report.pid]
-            > report.when + _SAME_VISIT
-            for report in seen.reports
-        )
+        # Who was at another one before that has more than one thread.
+        after = max(report.when for report in seen.reports) + _SAME_VISIT
+        for report in seen.reports:
+            # It warns again each time that the wait has doubled.
+            due = report.when + report.waited + _SAME_VISIT
+            process = seen.barrier.run_id, report.rank, report.pid
+            later = ordered.get(process, [])
+            place = bisect(later, (after, inf))
+            if place < len(later):
+                seen.went_on = True
+                seen.seems_completed |= later[place][1] > due
+
+
+def _in_order(stays: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Give when each stay began, and until when it, or any that began later, was."""
+    backwards = sorted(stays, reverse=True)
+    latest = accumulate((end for _, end in backwards), max)
+    begun = (began for began, _ in backwards)
+    return list(zip(begun, latest, strict=True))[::-1]
 
 
 def _apart(told: Sequence[Visit]) -> Iterator[list[Visit]]:
@@ -263,7 +286,7 @@ def _round(
     if kind == COMPLETED:
         if lasts:
             last = lasts.most_common(1)[0][0]
-        elif len(named) == world_size:
+        elif named and len(named) == world_size:
             last = named[max(range(len(late)), key=late.__getitem__)].rank
     return Round(
         barrier=barrier,

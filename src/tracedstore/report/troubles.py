@@ -61,10 +61,11 @@ def _late(analysis: Analysis, late: Sequence[Incident]) -> Iterator[str]:
         numbers=(3, 5),
         short=(4,),
     )
-    if any(incident.round.went_on for incident in late):
+    if any(incident.round.seems_completed for incident in late):
         yield (
-            '<p class="note">After: when that was is not in the logs, but who waited'
-            " was at other barriers later.</p>"
+            '<p class="note">After: completed, as far as can be told. The end is not in'
+            " the logs, but a process that waited came to another barrier later, and"
+            " did not warn of this one again when that was due.</p>"
         )
     yield more(len(late), MOST_ROWS, "barrier") + "</article>"
 
@@ -135,6 +136,11 @@ def _who(analysis: Analysis, incident: Incident) -> str:
         parts.append(
             "No end was seen: no rank told of a timeout, a failure or a completion, as"
             " when all of them are killed at once."
+        )
+    if incident.round.went_on:
+        parts.append(
+            "But a process that waited came to another barrier later, in the same"
+            " thread or in another: this one may have completed."
         )
     return " ".join(parts)
 
