@@ -30,15 +30,21 @@ def said(
 class TestEveryCommand:
     """And ``tracedstore`` itself."""
 
-    def test_help(self, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help(
+        self,
+        command: list[str],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         """It shows examples and exit codes, and fits into a terminal."""
+        monkeypatch.setenv("COLUMNS", "80")
         code, out, err = said([*command, "--help"], capsys)
 
         assert (code, err) == (0, "")
         assert "\nExamples:\n  " in out
         assert "\nExit codes: 0 " in out
         assert "64 the command line makes no sense" in " ".join(out.split())
-        assert max(map(len, out.splitlines())) <= 88
+        assert max(map(len, out.splitlines())) <= 80
 
     def test_version(
         self, command: list[str], capsys: pytest.CaptureFixture[str]

@@ -558,6 +558,14 @@ class TestHeadline:
         error_type="timeout",
         error="late",
     )
+    STALLED = event(
+        names.OPERATION_STALLED,
+        30,
+        operation="wait",
+        key="default_pg/0//cpu//0/1",
+        waited_seconds=30.0,
+        world_size=3,
+    )
     ALL = tuple(completed(rank, 12, 3.0 if rank < 3 else 0.0) for rank in range(4))
 
     @pytest.mark.parametrize(
@@ -611,6 +619,11 @@ class TestHeadline:
                     " waiting at b/0"
                 ),
                 "For 3 s.",
+            ),
+            (
+                [STALLED, STALLED | {"rank": 2, "waited_seconds": 60.0}],
+                "Ranks 0 and 2 on node0 were blocked in wait default_pg/0//cpu//0/1",
+                "For 60 s or longer. Nothing was heard of rank 1.",
             ),
             (
                 [*ALL, *(each | {"barrier": "b/2"} for each in ALL)],

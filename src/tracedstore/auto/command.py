@@ -17,16 +17,16 @@ STARTUP: Final = str(Path(__file__).resolve().parent / "startup")
 _HELP: Final = """\
 usage: tracedstore-run [--help] [--version] command [argument ...]
 
-Run a command, and trace the torch.distributed stores of all Python processes that it
-starts, its children's children too. The program needs no change. TRACEDSTORE_*
-variables configure what is told; see docs/zero-code.md.
+Run a command, and trace the torch.distributed stores of all Python processes
+that it starts, its children's children too. The program needs no change.
+TRACEDSTORE_* variables configure what is told; see docs/zero-code.md.
 
 Examples:
   tracedstore-run torchrun --nproc-per-node 4 train.py
   tracedstore-run python train.py
 
-Exit codes: those of the command; 125 there is none to run, 126 it cannot be run,
-127 it cannot be found
+Exit codes: those of the command; 125 there is none to run, 126 it cannot be
+run, 127 it cannot be found
 """
 # As env and nohup have them.
 _USAGE, _CANNOT_RUN, _NOT_FOUND = 125, 126, 127

@@ -132,6 +132,7 @@ class Facts:
         self.last = 0.0
         self._said: dict[tuple[str, tuple[int, ...]], int] = {}
         self._named: dict[int, str] = {}
+        self._world_size = 0
         self._add: dict[str, Callable[[Mapping[str, Any], float, int], None]] = {
             **dict.fromkeys(_KINDS, self._visit),
             names.BARRIER_STALE_KEY: self._stale,
@@ -160,6 +161,9 @@ class Facts:
         self.first = min(self.first, when)
         self.last = max(self.last, when)
         if rank != NOBODY:
+            size = event.get("world_size")
+            if isinstance(size, int):
+                self._world_size = max(self._world_size, size)
             if host:
                 self.hosts[rank] = host
             heard = self.heard.get(rank)
@@ -177,8 +181,8 @@ class Facts:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job had, by the largest barrier."""
-        return max(self.world_sizes, default=0)
+        """How many ranks the job had, by the largest barrier or what ranks said."""
+        return max(self.world_sizes, default=self._world_size)
 
     def _visit(self, event: Mapping[str, Any], when: float, rank: int) -> None:
         kind = _KINDS[event["event"]]

@@ -8,11 +8,14 @@ from tracedstore.report.analysis import Analysis, Incident
 from tracedstore.report.facts import FAILED, TIMEOUT, Failure, Process
 from tracedstore.report.values import NOBODY
 from tracedstore.report.words import duration, listed, number, plural, ranks
+from tracedstore.signals import names
 
 _MOST_RANKS = 4
 _MOST_HOSTS = 3
 _LONGEST_NAME = 60
 _LONGEST_ERROR = 160
+# Beyond so many ranks nobody looks for those that were never heard of.
+_MOST_SILENT = 100_000
 
 
 class Headline(NamedTuple):
@@ -31,6 +34,8 @@ def headline(analysis: Analysis) -> Headline:
         return _not_completed(analysis, bad)
     if analysis.failures:
         return _failed(analysis, *analysis.failures[0])
+    if not analysis.rounds and (stalled := _stalled(analysis)):
+        return stalled
     total = len(analysis.rounds)
     completed = f"{_all(total)} completed" if total else "No barrier is in these logs"
     if guessed := sum(each.round.seems_completed for each in found):
@@ -111,6 +116,28 @@ def _failed(analysis: Analysis, process: Process, failure: Failure) -> Headline:
     if others:
         more += f" Something failed in {plural(others, 'more process', 'es')} too."
     return Headline(f"{_capital(who)}{on} failed: {_short(failure.what)}", more)
+
+
+def _stalled(analysis: Analysis) -> Headline | None:
+    """Say who was blocked for longest, and who was never heard of meanwhile."""
+    facts = analysis.facts
+    found = {
+        key: calls
+        for key, calls in facts.calls.items()
+        if key[0] == names.OPERATION_STALLED and calls.ranks - {NOBODY}
+    }
+    if not found:
+        return None
+    (_, _, operation, _), calls = max(found.items(), key=lambda one: one[1].longest)
+    blocked = sorted(calls.ranks - {NOBODY})
+    who = _capital(_who(analysis, blocked))
+    was = "was" if len(blocked) == 1 else "were"
+    text = f"{who} {was} blocked in {operation} {_short(calls.key)}"
+    more = f"For {duration(calls.longest)} or longer."
+    silent = sorted(set(range(min(facts.world_size, _MOST_SILENT))) - set(facts.heard))
+    if silent:
+        more += f" Nothing was heard of {_who(analysis, silent)}."
+    return Headline(text, more)
 
 
 def _who(analysis: Analysis, who: Sequence[int]) -> str:
