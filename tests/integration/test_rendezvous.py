@@ -30,6 +30,7 @@ from support.etcd import EtcdServer, free_port
 from support.events import Events, check
 from support.rendezvous import fresh_run, handler
 from tracedstore import TracedStore
+from tracedstore.core.recorder import RECORDER
 from tracedstore.signals import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
@@ -71,6 +72,24 @@ def only(events: Events, *wanted: str) -> dict[str, Any]:
 
 class TestTogether:
     """Traced and plain nodes in one rendezvous."""
+
+    @BOTH
+    def test_settings_that_are_wrong(
+        self, backend: str, endpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are told of, and the rendezvous is torch's own."""
+        tracedstore.shutdown(timeout=1)
+        monkeypatch.setenv("TRACEDSTORE_SLOW_AFTER", "10ms")
+        node = handler(
+            f"traced-{backend}", endpoints[backend], fresh_run(), nodes=(1, 1)
+        )
+
+        info = node.next_rendezvous()
+
+        assert (info.rank, info.world_size) == (0, 1)
+        assert type(info.store) is not TracedStore
+        assert node.shutdown()
+        assert RECORDER.failures.counts()[names.RENDEZVOUS] == 1
 
     @pytest.mark.parametrize("kind", ["c10d", "c10d-file", "etcd-v2"])
     def test_meet(self, kind: str, endpoints: dict[str, str], tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def is_ordinary_answer(error_type: str) -> bool:
 
 def error_message(error: BaseException) -> str:
     """Give the first line of an exception's text, if it cannot hold a value."""
-    if isinstance(error, _MAY_QUOTE_VALUES):
+    # Ours quotes settings, but no secret ones.
+    ours = isinstance(error, ConfigurationError)
+    if isinstance(error, _MAY_QUOTE_VALUES) and not ours:
         return ""
     # str() of a foreign exception is foreign code.
     try:

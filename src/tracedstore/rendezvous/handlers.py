@@ -41,13 +41,22 @@ CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]
 
 def create(
     params: RendezvousParameters, create_backend: CreateBackend, default_port: int
-) -> "TracedRendezvousHandler":
+) -> RendezvousHandler:
     """Make the traced handler of a backend that torch creates.
 
     Parameters, their defaults, and the errors for bad ones are torch's, because it
-    is torch that reads them.
+    is torch that reads them. Where our own settings are wrong, that is told and the
+    handler is torch's: a job does not fail of it.
     """
-    RECORDER.set_up()
+    try:
+        RECORDER.set_up()
+    except Exception as error:
+        RECORDER.failures.add(names.RENDEZVOUS, error)
+        backend, store = create_backend(params)
+        plain: RendezvousHandler = create_handler(store, backend, params)
+        # torch wants to hear the name that it asked for.
+        vars(plain)["get_backend"] = lambda: params.backend
+        return plain
     where = _where(params, default_port)
     started = time.perf_counter_ns()
     try:
