@@ -240,7 +240,7 @@ def _rendezvous() -> Row:
             panels.lines(
                 "Joining, by result",
                 "Rendezvous that nodes joined or gave up, a second. Timeouts: read"
-                " rendezvous.timeout in the logs, which says who came and the cause.",
+                " rendezvous.waiting and rendezvous.timeout in the logs for who came.",
                 "ops",
                 over_time(
                     "sum by (backend, result)"
@@ -270,6 +270,7 @@ def _told() -> Row:
                     names.BARRIER_FAILED,
                     names.BARRIER_STALE_KEY,
                     names.RENDEZVOUS_CONFLICT,
+                    names.RENDEZVOUS_WAITING,
                     names.RENDEZVOUS_TIMEOUT,
                     names.RENDEZVOUS_FAILED,
                     names.OPERATION_STALLED,

@@ -386,7 +386,9 @@ class TestTerminal:
             "Act 4 of 4: two ranks die",
         ]
         assert lines[-3].startswith("  tracedstore sd --store file://")
-        assert lines[-2:] == ["^C", ""]
+        # The terminal sends the signal first and then shows the key, so either may
+        # be there first.
+        assert sorted(lines[-2:]) == ["", "^C"]
         # Colours end where they begin, and the cursor was never hidden.
         assert terminal.output.count("\x1b[0m") * 2 == len(
             re.findall(r"\x1b\[\d+m", terminal.output)
@@ -465,7 +467,7 @@ class TestEndings:
         finally:
             run.close()
         assert "] Act 1 of 4: healthy" not in "".join(screen(run.output))
-        assert screen(run.output)[-1] == ""
+        assert screen(run.output)[-1] in ("", "^C")
         assert "\x1b[?" not in run.output
         assert len(pids) == 4
         assert not any(map(alive, pids))
