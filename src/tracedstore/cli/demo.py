@@ -28,8 +28,7 @@ from types import FrameType
 from tracedstore._version import __version__
 
 _FEWEST_RANKS, _MOST_RANKS = 4, 64
-# With 32 of them a barrier's count alone takes seconds on two cores, and the demo
-# minutes.
+# On two cores 24 took 49 s; 32 took 82 s, and survivors did not agree in time.
 _MOST_RANKS_ON_ETCD = 16
 
 
@@ -78,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.store == "etcd" and arguments.ranks > _MOST_RANKS_ON_ETCD:
         arguments.refuse(
             f"--ranks {arguments.ranks} is too many for --store etcd, at most"
-            f" {_MOST_RANKS_ON_ETCD}: so many lose nearly every compare-and-set that"
-            " its add is made of; give fewer, or --store tcp or file"
+            f" {_MOST_RANKS_ON_ETCD}: they would not be through in a minute; give"
+            " fewer, or --store tcp or file"
         )
     # A terminal that is closed, or a supervisor: the ranks end with this too.
     # nohup's way of saying that it shall not is respected.
