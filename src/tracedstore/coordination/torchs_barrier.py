@@ -72,26 +72,17 @@ def barrier(
     trace_timeout: float = 10,
 ) -> None:
     """Wait as torch's barrier does, with the rank that the caller did not give."""
-    if _torchs is not None and not _wanted():
-        _torchs(
-            store,
-            world_size,
-            key_prefix,
-            barrier_timeout,
-            rank,
-            rank_tracing_decoder,
-            trace_timeout,
-        )
-        return
+    wait = with_names if _torchs is None or _wanted() else _torchs
     place = places.of(store)
     if (
-        rank is None
+        wait is with_names
+        and rank is None
         and rank_tracing_decoder is None
         and place is not None
         and place.world_size == world_size
     ):
         rank, rank_tracing_decoder = place.rank, place.name_of
-    with_names(
+    wait(
         store,
         world_size,
         key_prefix,

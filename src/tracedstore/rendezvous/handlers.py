@@ -28,7 +28,7 @@ from tracedstore.coordination.watch import Waiting
 from tracedstore.core.recorder import RECORDER
 from tracedstore.rendezvous.agents import explainer
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.report import Failure, tell, tell_waiting
+from tracedstore.rendezvous.report import Attempt, tell, tell_waiting
 from tracedstore.rendezvous.state import Node
 from tracedstore.signals import names
 from tracedstore.store import TracedStore, wrap
@@ -62,7 +62,7 @@ def create(
     try:
         backend, store = create_backend(params)
     except RendezvousError as error:
-        failure = Failure(
+        attempt = Attempt(
             backend=params.backend.removeprefix("traced-"),
             run_id=params.run_id,
             endpoint=params.endpoint,
@@ -73,7 +73,7 @@ def create(
             where=where,
         )
         if RECORDER.on:
-            _quietly(tell, error, failure)
+            _quietly(tell, error, attempt)
         raise
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
@@ -229,9 +229,9 @@ class TracedRendezvousHandler(RendezvousHandler):
         if RECORDER.on:
             tell_waiting(self._attempt("next_rendezvous", started))
 
-    def _attempt(self, during: str, started: int) -> Failure:
+    def _attempt(self, during: str, started: int) -> Attempt:
         settings = getattr(self._inner, "settings", None)
-        return Failure(
+        return Attempt(
             backend=self._traced_backend.name,
             run_id=self.get_run_id(),
             endpoint=self._endpoint,

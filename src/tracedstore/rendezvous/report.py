@@ -24,19 +24,19 @@ _MOST_NODES_IN_WORDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A rendezvous that failed.
+class Attempt:
+    """A node that tries to join, or something else of a rendezvous that may fail.
 
     Attributes:
         backend: Through which backend.
         run_id: Of which job.
         endpoint: Where the nodes were to meet.
-        during: In which call.
-        waited_seconds: How long that took.
+        during: By which call.
+        waited_seconds: How long that has taken.
         min_nodes: How many nodes the job needs.
         max_nodes: How many it takes.
         where: Host and port of the endpoint, where it has them.
-        own: The node that failed.
+        own: The node that tries.
         attendance: Who was seen.
     """
 
@@ -52,26 +52,26 @@ class Failure:
     attendance: Attendance | None = None
 
 
-def tell_waiting(failure: Failure) -> None:
+def tell_waiting(attempt: Attempt) -> None:
     """Write who has come, while a node waits for the others."""
-    facts, came = _attended(failure)
+    facts, came = _attended(attempt)
     RECORDER.emit(
         names.RENDEZVOUS_WAITING,
-        said=f"{_what(failure)} is not complete after"
-        f" {failure.waited_seconds:.1f} s{came}",
+        said=f"{_what(attempt)} is not complete after"
+        f" {attempt.waited_seconds:.1f} s{came}",
         **facts,
     )
 
 
-def tell(error: Exception, failure: Failure) -> None:
+def tell(error: Exception, attempt: Attempt) -> None:
     """Write the event, and give the exception the words it lacks.
 
     The exception stays what it is: an empty one gets a text, and one that has its
     text gets a note, which a traceback shows below it.
     """
-    diagnosis = _diagnosed(error, failure, failure.attendance or Attendance())
-    facts, came = _attended(failure)
-    said = f"{_what(failure)} failed after {failure.waited_seconds:.1f} s"
+    diagnosis = _diagnosed(error, attempt, attempt.attendance or Attendance())
+    facts, came = _attended(attempt)
+    said = f"{_what(attempt)} failed after {attempt.waited_seconds:.1f} s"
     if diagnosis.remedy:
         said += f": {diagnosis.remedy}"
     said += came
@@ -82,7 +82,7 @@ def tell(error: Exception, failure: Failure) -> None:
         cause=diagnosis.cause,
         error_type=TIMEOUT if timed_out else error_type(error),
         error=error_message(error),
-        during=failure.during,
+        during=attempt.during,
         causes=list(diagnosis.causes),
         **facts,
     )
@@ -92,13 +92,13 @@ def tell(error: Exception, failure: Failure) -> None:
         error.add_note(said)
 
 
-def _attended(failure: Failure) -> tuple[dict[str, Any], str]:
+def _attended(attempt: Attempt) -> tuple[dict[str, Any], str]:
     """Give the fields that tell who was there, and the same in words."""
-    attendance = failure.attendance or Attendance()
+    attendance = attempt.attendance or Attendance()
     now = time.time()
-    joined = attendance.joined(failure.own)
-    waiting = attendance.waiting(failure.own)
-    left = attendance.left(failure.own)
+    joined = attendance.joined(attempt.own)
+    waiting = attendance.waiting(attempt.own)
+    left = attendance.left(attempt.own)
     silent = {
         "joined": attendance.silent(joined, now),
         "waiting": attendance.silent(waiting, now),
@@ -106,26 +106,26 @@ def _attended(failure: Failure) -> tuple[dict[str, Any], str]:
     }
     last = attendance.last
     facts = {
-        "waited_seconds": round(failure.waited_seconds, 3),
+        "waited_seconds": round(attempt.waited_seconds, 3),
         "joined_count": len(joined),
-        "min_nodes": failure.min_nodes,
-        "max_nodes": failure.max_nodes,
+        "min_nodes": attempt.min_nodes,
+        "max_nodes": attempt.max_nodes,
         "joined": _addresses(joined),
         "joined_silent_seconds": silent["joined"][:_MOST_NODES_TOLD],
         "waiting": _addresses(waiting),
         "waiting_silent_seconds": silent["waiting"][:_MOST_NODES_TOLD],
         "left": _addresses(left),
         "left_silent_seconds": silent["left"][:_MOST_NODES_TOLD],
-        "run_id": failure.run_id,
-        "backend": failure.backend,
-        "endpoint": failure.endpoint,
+        "run_id": attempt.run_id,
+        "backend": attempt.backend,
+        "endpoint": attempt.endpoint,
         "round": None if last is None else last.round,
         "complete": None if last is None else last.complete,
         "closed": None if last is None else last.closed,
     }
     said = ""
-    if failure.attendance is not None:
-        said = f"; {len(joined)} of {_wanted(failure)} nodes joined"
+    if attempt.attendance is not None:
+        said = f"; {len(joined)} of {_wanted(attempt)} nodes joined"
         if joined:
             said += f": {_named(joined, silent['joined'])}"
         if waiting:
@@ -135,13 +135,13 @@ def _attended(failure: Failure) -> tuple[dict[str, Any], str]:
     return facts, said
 
 
-def _what(failure: Failure) -> str:
-    where = f"at {failure.endpoint} " if failure.endpoint else ""
-    return f"rendezvous '{failure.run_id}' {where}through {failure.backend}"
+def _what(attempt: Attempt) -> str:
+    where = f"at {attempt.endpoint} " if attempt.endpoint else ""
+    return f"rendezvous '{attempt.run_id}' {where}through {attempt.backend}"
 
 
-def _diagnosed(error: Exception, failure: Failure, attendance: Attendance) -> Diagnosis:
-    diagnosis = diagnose(error, failure.where)
+def _diagnosed(error: Exception, attempt: Attempt, attendance: Attendance) -> Diagnosis:
+    diagnosis = diagnose(error, attempt.where)
     if diagnosis.cause != UNKNOWN or not isinstance(error, RendezvousTimeoutError):
         return diagnosis
     last = attendance.last
@@ -149,10 +149,10 @@ def _diagnosed(error: Exception, failure: Failure, attendance: Attendance) -> Di
     return Diagnosis(NO_ROOM if full else TOO_FEW_NODES, diagnosis.causes)
 
 
-def _wanted(failure: Failure) -> str:
-    if failure.min_nodes == failure.max_nodes:
-        return str(failure.min_nodes)
-    return f"{failure.min_nodes} to {failure.max_nodes}"
+def _wanted(attempt: Attempt) -> str:
+    if attempt.min_nodes == attempt.max_nodes:
+        return str(attempt.min_nodes)
+    return f"{attempt.min_nodes} to {attempt.max_nodes}"
 
 
 def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:

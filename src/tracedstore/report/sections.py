@@ -77,12 +77,7 @@ def calls(facts: Facts) -> Iterator[str]:
         ],
         [
             [
-                _HOW[kind],
-                code(family) if family else "",
-                safe(operation),
-                safe(store),
-                number(each.count),
-                number(len(each.ranks)),
+                *_who_called(key, each),
                 duration(each.longest),
                 code(each.key) if each.key else "",
                 ", ".join(
@@ -90,11 +85,24 @@ def calls(facts: Facts) -> Iterator[str]:
                     for error, count in each.errors.most_common(3)
                 ),
             ]
-            for (kind, family, operation, store), each in found[:MOST_ROWS]
+            for key, each in found[:MOST_ROWS]
         ],
         numbers=(4, 5, 6),
     )
     yield more(len(found), MOST_ROWS, "kind")
+
+
+def _who_called(key: tuple[str, str, str, str], calls: Calls) -> list[str]:
+    """Write the columns that all tables of calls begin with."""
+    kind, family, operation, store = key
+    return [
+        _HOW[kind],
+        code(family) if family else "",
+        safe(operation),
+        safe(store),
+        number(calls.count),
+        number(len(calls.ranks)),
+    ]
 
 
 def _sorted_calls(
@@ -116,16 +124,8 @@ def contention(facts: Facts) -> Iterator[str]:
         "cas",
         ["", "key family", "call", "store", "calls", "ranks", "most in a row"],
         [
-            [
-                _HOW[kind],
-                code(family) if family else "",
-                safe(operation),
-                safe(store),
-                number(each.count),
-                number(len(each.ranks)),
-                number(int(each.longest)),
-            ]
-            for (kind, family, operation, store), each in found[:MOST_ROWS]
+            [*_who_called(key, each), number(int(each.longest))]
+            for key, each in found[:MOST_ROWS]
         ],
         numbers=(4, 5, 6),
     )
