@@ -36,7 +36,7 @@ from torch.distributed.elastic.utils import store as torchs
 from wire import CountingStore, Relay, relay
 
 import tracedstore
-from tracedstore.coordination import missing, ranks
+from tracedstore.coordination import arrivals, rank_registry
 from tracedstore.coordination.protocol import Keys
 
 WORLDS = (2, 16, 64, 256)
@@ -100,7 +100,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Finding three missing ranks, in milliseconds, and how often others were named."""
+    """Naming three missing ranks, in milliseconds, and how often others were named."""
 
     ranks: int
     torch_ms: float
@@ -318,7 +318,7 @@ def _name_ours(port: int, world: int, gone: tuple[int, ...], prefix: str) -> Any
     keys = Keys(prefix)
     came = [rank for rank in range(world) if rank not in gone]
     for rank in came[1:]:
-        missing.sign(others, keys, rank)
+        arrivals.record_arrival(others, keys, rank)
 
     def count_the_others() -> None:
         others.wait([keys.num_members], timedelta(seconds=10))
@@ -358,10 +358,10 @@ def _name(port: int, world: int, repeats: int) -> Naming:
     gone = (world - 3, world - 2, world - 1)
     # Everybody was here before: those that are gone as well, so each has a name.
     registering = _client(port)
-    if registering.check([ranks.REGISTRY]):
-        registering.delete_key(ranks.REGISTRY)
+    if registering.check([rank_registry.REGISTRY]):
+        registering.delete_key(rank_registry.REGISTRY)
     for rank in range(world):
-        ranks.register(registering, rank, world)
+        rank_registry.register(registering, rank, world)
     found: dict[str, list[tuple[float, tuple[int, ...]]]] = {"ours": [], "torch": []}
     for turn in range(repeats):
         for variant, name in (("ours", _name_ours), ("torch", _name_torchs)):

@@ -20,7 +20,7 @@ from harness import Bar, finish, parser
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from tracedstore.core.barriers import Stalled
+from tracedstore.core.barrier_stats import Stalled
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import pages
 from tracedstore.testing import FlakyStore

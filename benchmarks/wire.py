@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from tracedstore.core.recording import RECORDED
+from tracedstore.core.store_proxy import RECORDED
 
 
 class Line:

@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tracedstore import names
 from tracedstore.export.settings import PREFIX, Settings
-from tracedstore.signals import names
 from tracedstore.signals.events import LEVELS
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from tracedstore import store as store_module
-from tracedstore.coordination import ranks, torchs_barrier
+from tracedstore.coordination import barrier_patch, rank_registry
+from tracedstore.core.counters import SeriesTable
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.tally import SeriesTable
 from tracedstore.export import setup
 
 # torch asks for the name behind the address of every connection. No name server has
@@ -50,10 +50,10 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     tracedstore.uninstrument()
     tracedstore.shutdown(timeout=1)
-    torchs_barrier.restore()
-    ranks.forget()
+    barrier_patch.restore()
+    rank_registry.reset()
     setup._in_group = None
-    RECORDER.forget()
+    RECORDER.reset()
     RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):
         kept.close()

@@ -6,7 +6,7 @@ from generator import config, panels, targets
 from generator.page import Row, page
 from generator.targets import age, now, over_time, quantile, rate, series
 from generator.targets import rows as as_rows
-from tracedstore.signals import names
+from tracedstore import names
 
 _BARRIER = "job, run_id, barrier"
 _WHO = "run_id, host, rank"

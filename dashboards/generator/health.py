@@ -6,7 +6,7 @@ from generator import config, panels, targets
 from generator.page import Row, page
 from generator.targets import now, over_time, rate, series
 from generator.targets import rows as as_rows
-from tracedstore.signals import names
+from tracedstore import names
 
 
 def build() -> Any:

@@ -7,7 +7,7 @@ from opentelemetry.semconv.attributes import db_attributes as db
 from generator import config, panels, targets
 from generator.page import Row, page
 from generator.targets import age, over_time, quantile, rate, series
-from tracedstore.signals import names
+from tracedstore import names
 
 _CALL = "store, operation"
 _LEGEND = "{{store}} {{operation}}"
@@ -201,7 +201,7 @@ def _told() -> Row:
             panels.lines_of_log(
                 "Slow, failed and contended calls",
                 "One line each, with key and server, at most one in 10 seconds of the"
-                " same kind; `held_back` says how many more there were.",
+                " same kind; `suppressed_count` says how many more there were.",
                 targets.events(
                     names.OPERATION_SLOW, names.OPERATION_FAILED, names.CAS_CONTENDED
                 ),

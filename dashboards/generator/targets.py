@@ -8,7 +8,7 @@ from grafana_foundation_sdk.models.tempo import SearchTableType
 
 from generator import config
 from generator.variables import TARGET
-from tracedstore.signals import names
+from tracedstore import names
 
 Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 

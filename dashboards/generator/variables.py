@@ -8,7 +8,7 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from generator import config
-from tracedstore.signals import names
+from tracedstore import names
 
 # Labels of the target, from service discovery, each chosen among what those before it
 # leave. A process without a rank (torchrun's agent) has no such label, and is not to

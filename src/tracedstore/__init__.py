@@ -1,44 +1,65 @@
-"""Observability for what distributed PyTorch jobs coordinate through: the Store.
+"""Observability for the Store that distributed PyTorch jobs coordinate through.
 
-Wrap any ``torch.distributed`` Store and see every call timed, every lost
-compare-and-set counted, and every wait while it is still waiting:
+Wrap any ``torch.distributed`` Store to time every call, count every lost
+compare-and-set, and see every wait while it lasts:
 
     store = tracedstore.wrap(dist.TCPStore(...))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
-or let torch make it: ``tracedstore.instrument()``, or the init method
-``traced+env://``.
+Or trace the stores that torch creates itself: call ``tracedstore.instrument()``, or
+use the init method ``traced+env://``.
 
-Importing this package lets torch know the init method and does nothing else: torch
-comes with the first of the names below that is used. The first `wrap` or `configure`
-sets the telemetry up.
+Importing this package registers that init method and has no other effect. torch is
+imported when one of the names below is first used. The first `wrap` or `configure`
+sets up the telemetry.
 """
 
 import typing as _typing
 
 from tracedstore._version import __version__ as __version__
-from tracedstore.auto.places import instrument as instrument
-from tracedstore.auto.places import offer_init_methods as _offer_init_methods
-from tracedstore.auto.places import uninstrument as uninstrument
+from tracedstore.auto.patches import instrument as instrument
+from tracedstore.auto.patches import register_init_methods as _register_init_methods
+from tracedstore.auto.patches import uninstrument as uninstrument
+
+__all__ = [
+    "BarrierTimeout",
+    "ConfigurationError",
+    "InFlight",
+    "Observer",
+    "Operation",
+    "Settings",
+    "TracedStore",
+    "TracedStoreError",
+    "__version__",
+    "barrier",
+    "configure",
+    "get_all",
+    "in_flight",
+    "instrument",
+    "shutdown",
+    "store_timeout",
+    "synchronize",
+    "uninstrument",
+    "wrap",
+]
 
 if _typing.TYPE_CHECKING:
-    from tracedstore._public import *  # noqa: F403 - it has a list of them
-    from tracedstore._public import __all__ as __all__
+    from tracedstore._public import *  # noqa: F403 - exactly the names above
 else:
-    # tracedstore-run, and what every process below it loads, pass through here and
-    # must not pay for torch.
+    # tracedstore-run and every process below it import this package and must not
+    # pay for torch.
     def __getattr__(name: str) -> object:
-        if name == "__all__" or not name.startswith("_"):
-            from tracedstore import _public  # noqa: PLC0415 - see above
-
-            globals().update({each: getattr(_public, each) for each in _public.__all__})
-            globals()["__all__"] = _public.__all__
-        if name not in globals():
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tracedstore import _public  # noqa: PLC0415 - see above
+
+        globals().update({each: getattr(_public, each) for each in _PUBLIC})
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return [*__getattr__("__all__")]
+        return [*__all__]
+
+    _PUBLIC = [name for name in __all__ if name != "__version__"]
 
 
-_offer_init_methods()
+_register_init_methods()

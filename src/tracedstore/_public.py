@@ -1,39 +1,25 @@
-"""The public names, from where they are; the package itself loads this when asked.
+"""The public names, imported from where they are defined.
 
-All of them at once: a barrier works alone, but has to find the telemetry set up.
+`tracedstore/__init__.py` loads this module, and torch with it, when the first of these
+names is used. It loads all of them at once: `barrier` works without `wrap`, but needs
+the telemetry that `export.setup` sets up.
 """
 
-from tracedstore._version import __version__
-from tracedstore.auto.places import instrument, uninstrument
-from tracedstore.coordination.barrier import barrier
-from tracedstore.coordination.errors import BarrierTimeout
-from tracedstore.coordination.exchange import get_all, store_timeout, synchronize
-from tracedstore.core.errors import ConfigurationError, TracedStoreError
-from tracedstore.core.observer import Observer
-from tracedstore.core.operation import Operation
-from tracedstore.export.settings import Settings
-from tracedstore.export.setup import configure, in_flight, shutdown
-from tracedstore.signals.inflight import InFlight
-from tracedstore.store import TracedStore, wrap
-
-__all__ = [
-    "BarrierTimeout",
-    "ConfigurationError",
-    "InFlight",
-    "Observer",
-    "Operation",
-    "Settings",
-    "TracedStore",
-    "TracedStoreError",
-    "__version__",
-    "barrier",
-    "configure",
-    "get_all",
-    "in_flight",
-    "instrument",
-    "shutdown",
-    "store_timeout",
-    "synchronize",
-    "uninstrument",
-    "wrap",
-]
+from tracedstore.auto.patches import instrument as instrument
+from tracedstore.auto.patches import uninstrument as uninstrument
+from tracedstore.coordination.barrier import barrier as barrier
+from tracedstore.coordination.barrier_timeout import BarrierTimeout as BarrierTimeout
+from tracedstore.coordination.exchange import get_all as get_all
+from tracedstore.coordination.exchange import store_timeout as store_timeout
+from tracedstore.coordination.exchange import synchronize as synchronize
+from tracedstore.core.errors import ConfigurationError as ConfigurationError
+from tracedstore.core.errors import TracedStoreError as TracedStoreError
+from tracedstore.core.observer import Observer as Observer
+from tracedstore.core.operation import Operation as Operation
+from tracedstore.export.settings import Settings as Settings
+from tracedstore.export.setup import configure as configure
+from tracedstore.export.setup import in_flight as in_flight
+from tracedstore.export.setup import shutdown as shutdown
+from tracedstore.signals.inflight import InFlight as InFlight
+from tracedstore.store import TracedStore as TracedStore
+from tracedstore.store import wrap as wrap

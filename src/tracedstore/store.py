@@ -6,10 +6,10 @@ from typing import Any, NoReturn, Self, final
 
 from torch.distributed import Store
 
+from tracedstore.core.counters import Probe
 from tracedstore.core.identity import bottom_of, identify
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.recording import RecordingStore
-from tracedstore.core.tally import Probe
+from tracedstore.core.store_proxy import StoreProxy
 from tracedstore.export.setup import ensure_configured
 
 # torch's C++ holds only the C++ half of a Python store. When the last Python
@@ -51,7 +51,7 @@ def wrap(store: Store) -> "TracedStore":
 
 
 @final
-class TracedStore(RecordingStore):
+class TracedStore(StoreProxy):
     """A Store that tells what is done with it; made by `wrap`.
 
     Everything else, attributes included, is the wrapped store's.
@@ -135,6 +135,6 @@ def _probe(store: Store) -> Probe | None:
     module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
     if module is None or not isinstance(store, module.EtcdStore):
         return None
-    from tracedstore.etcd.client import count_requests_of  # noqa: PLC0415 - see above
+    from tracedstore.etcd.counting_client import count_requests_of  # noqa: PLC0415 - see above
 
     return count_requests_of(store)

@@ -23,7 +23,7 @@ from torch.distributed import HashStore, Store
 
 from tracedstore.core.clock import Clock
 from tracedstore.core.operation import Operation
-from tracedstore.core.recording import RECORDED
+from tracedstore.core.store_proxy import RECORDED
 
 __all__ = ["FakeClock", "FlakyStore", "OperationLog"]
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore
 import tracedstore
 from contract.harness import Step, call
 from tracedstore import wrap
-from tracedstore.signals.names import OPERATION_DURATION
+from tracedstore.names import OPERATION_DURATION
 
 CALLS = [
     call("set", "k", "v"),

@@ -7,7 +7,7 @@ from torch.distributed import Store
 
 from contract.scenarios import PUBLIC
 from tracedstore.core.operation import METHODS
-from tracedstore.core.recording import methods_of
+from tracedstore.core.store_proxy import methods_of
 
 NAMES = [method.name for method in METHODS]
 

@@ -13,8 +13,8 @@ import yaml
 
 from support.dashboards import FILES, load
 from support.tools import ROOT
+from tracedstore import names
 from tracedstore.export.settings import PREFIX, Settings
-from tracedstore.signals import names
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

@@ -16,7 +16,7 @@ import pytest
 
 from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
 from support.tools import complaints
-from tracedstore.signals import names
+from tracedstore import names
 
 # What Prometheus adds to every target itself.
 OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
@@ -77,7 +77,7 @@ class TestGenerated:
         "module", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name
     )
     def test_names_are_not_spelled_again(self, module: Path) -> None:
-        """Metrics have their names from signals/names.py, and modules stay small."""
+        """Metrics have their names from names.py, and modules stay small."""
         text = module.read_text("utf-8")
 
         assert "tracedstore_" not in text

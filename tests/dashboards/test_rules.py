@@ -10,7 +10,7 @@ import yaml
 
 from support.dashboards import LOKI_RULES, RULES, rules
 from support.tools import ROOT, complaints, run
-from tracedstore.signals import names
+from tracedstore import names
 
 CASES = RULES.with_name("prometheus_test.yaml")
 RUNBOOK = ROOT / "docs/runbook.md"

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from integration.harness import Child, wait_until
-from tracedstore.coordination.missing import leader, read_ledger
+from tracedstore.coordination.arrivals import leader, read_ledger
 from tracedstore.coordination.protocol import Keys
 
 # A FileStore rounds up to whole seconds.

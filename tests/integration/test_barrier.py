@@ -141,7 +141,7 @@ class TestUsedPrefixes:
         meeting.start(2, world_size=5, timeout=2)
 
         for one in meeting.missed([3, 4], 0, 1, 2):
-            assert one["signed_twice"] == [2]
+            assert one["duplicates"] == [2]
             assert "ranks 2 arrived more than once" in one["text"]
 
 

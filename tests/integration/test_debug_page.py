@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from integration.children.debugged import KEY
 from integration.harness import Child, forked, in_background, wait_until
-from tracedstore.auto.debug_page import adding
-from tracedstore.coordination.ranks import registered
+from tracedstore.auto.debug_page import install
+from tracedstore.coordination.rank_registry import registered
 
 pytestmark = pytest.mark.processes
 
@@ -215,7 +215,7 @@ class TestExit:
 
     def test_children_do_not_listen(self) -> None:
         """A data loader's worker would take questions that it never answers."""
-        answering = adding._answer()
+        answering = install._answer()
         try:
             assert answering.listening
             assert not forked(lambda: answering.listening)

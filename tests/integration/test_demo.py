@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.harness import wait_until
 from support.events import check
+from tracedstore import names
 from tracedstore.cli.main import main
 from tracedstore.demo.fetch import fetch
-from tracedstore.signals import names
 
 pytestmark = pytest.mark.processes
 
@@ -306,7 +306,7 @@ class TestPlain:
 
         assert (summary["calls"], summary["cas_lost"]) == (calls, lost)
         assert lost > 100
-        assert summary["came_last"] == dict(+last)
+        assert summary["record_last_arrival"] == dict(+last)
         # One barrier to join, 12 healthy steps, 3 with a straggler: one last each.
         assert last.total() == 16
         assert f"  calls          {int(calls):,}, failed: 6 timeout\n" in plain.output

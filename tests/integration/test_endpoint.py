@@ -470,13 +470,13 @@ class TestAbuse:
 
         monkeypatch.setattr(pages, "_PATIENCE", 0.05)
         endpoint.serve()
-        let_go, asked = threading.Event(), threading.Event()
+        close_connection, asked = threading.Event(), threading.Event()
         store = FlakyStore()
         tracedstore.barrier(store, 1, "b", rank=0)
 
         def hang() -> None:
             asked.set()
-            let_go.wait(20)
+            close_connection.wait(20)
 
         store.before("check", hang)
         with ThreadPoolExecutor(1) as pool:
@@ -485,7 +485,7 @@ class TestAbuse:
 
             assert endpoint.get("/sd")[0] == 503
             assert endpoint.get("/metrics")[0] == 200
-            let_go.set()
+            close_connection.set()
             assert hanging.result(10)[0] == 200
 
     def test_a_store_that_is_gone(
@@ -496,19 +496,19 @@ class TestAbuse:
 
         monkeypatch.setattr(discovery, "_PATIENCE", 0.05)
         monkeypatch.setattr(pages, "_TARGETS_HOLD", 0.0)
-        let_go = threading.Event()
+        close_connection = threading.Event()
         gone, there = FlakyStore(), dist.HashStore()
         endpoint.serve()
         tracedstore.barrier(gone, 1, "b", rank=0)
         tracedstore.barrier(there, 1, "b", rank=0)
-        gone.before("check", lambda: _wait(let_go), times=9)
+        gone.before("check", lambda: _wait(close_connection), times=9)
         try:
             for _ in range(3):
                 assert len(json.loads(endpoint.get("/sd")[2])) == 1
             looking = [one.name for one in threading.enumerate()]
             assert looking.count("tracedstore-bounded") == 1
         finally:
-            let_go.set()
+            close_connection.set()
 
 
 def _wait(event: threading.Event) -> None:

@@ -17,7 +17,7 @@ import tracedstore
 from integration.harness import counted, in_background, in_threads, results, wait_until
 from support.etcd import EtcdServer
 from support.stores import SHORT
-from tracedstore.signals import names
+from tracedstore import names
 
 pytestmark = pytest.mark.etcd
 

@@ -135,10 +135,10 @@ class TestSockets:
 
 
 class TestThreads:
-    """A thread's tally is used again by those that come after it."""
+    """A thread's counters are used again by those that come after it."""
 
     def test_short_lived(self, registry: CollectorRegistry) -> None:
-        """2,000 threads with a call each have few tallies, and all their calls."""
+        """2,000 threads with a call each have few counters, and all their calls."""
         tracedstore.configure(registry=registry)
         store = wrap(HashStore())
 
@@ -150,4 +150,4 @@ class TestThreads:
             thread.join()
 
         assert counted(registry, "hash_store", "add") == 2_000
-        assert len(RECORDER.tallies) < 200
+        assert len(RECORDER.counters) < 200

@@ -29,9 +29,8 @@ from support.certificates import Authority, Pair
 from support.etcd import EtcdServer, free_port
 from support.events import Events, check
 from support.rendezvous import fresh_run, handler
-from tracedstore import TracedStore
+from tracedstore import TracedStore, names
 from tracedstore.core.recorder import RECORDER
-from tracedstore.signals import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -202,9 +201,9 @@ class TestTimeout:
         assert (event["min_nodes"], event["max_nodes"]) == (3, 4)
         assert (event["round"], event["complete"], event["closed"]) == (0, False, False)
         assert event["cause"] == "too_few_nodes"
-        assert str(raised.value) == event["said"]
-        assert "1 of 3 to 4 nodes joined: late (pid" in event["said"]
-        assert "were there and left: early (pid" in event["said"]
+        assert str(raised.value) == event["message"]
+        assert "1 of 3 to 4 nodes joined: late (pid" in event["message"]
+        assert "were there and left: early (pid" in event["message"]
 
     def test_no_room(self, endpoints: dict[str, str], events: Events) -> None:
         """One that comes when the job runs waits, and is told for what."""
@@ -286,7 +285,7 @@ class TestUnreachable:
         assert (event["endpoint"], event["backend"]) == (endpoint, backend)
         assert event["causes"][0] == f"RendezvousConnectionError: {raised[0]}"
         assert len(event["causes"]) >= 2
-        assert raised[1].__notes__ == [event["said"]]
+        assert raised[1].__notes__ == [event["message"]]
 
     def test_port_taken(self, events: Events) -> None:
         """The host of a c10d store finds its port taken."""
@@ -309,7 +308,7 @@ class TestUnreachable:
 
         event = only(events, names.RENDEZVOUS_FAILED)
         assert event["cause"] == "v2_api_off"
-        assert "--enable-v2" in event["said"]
+        assert "--enable-v2" in event["message"]
         assert "--enable-v2" in "".join(raised.value.__notes__)
 
 
@@ -477,7 +476,7 @@ class TestTLS:
         assert str(raised[0]) == str(raised[1])
         event = only(events, names.RENDEZVOUS_FAILED)
         assert event["cause"] == cause, event["causes"]
-        assert ("ca_cert" if cause == "tls" else "protocol=https") in event["said"]
+        assert ("ca_cert" if cause == "tls" else "protocol=https") in event["message"]
 
 
 class TestAgents:

@@ -51,7 +51,7 @@ class TestBrowser:
             "key": "<script>document.title='owned'</script>",
             "key_family": "<b>*",
             "duration_seconds": 31.5,
-            "held_back": 3,
+            "suppressed_count": 3,
         }
         contended = {
             **slow,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from integration.harness import wait_until
 from tracedstore.attach.address import Address
 from tracedstore.cli.main import main
-from tracedstore.coordination import ranks
+from tracedstore.coordination import rank_registry
 
 Store = Any
 # Times that nobody can wait for.
@@ -27,7 +27,7 @@ def register(
 ) -> None:
     """Let ranks register that serve their metrics."""
     for rank in numbers:
-        info = ranks.RankInfo(
+        info = rank_registry.RankInfo(
             rank=rank,
             host=f"node{rank}",
             pid=7,
@@ -37,13 +37,13 @@ def register(
             metrics=f"http://node{rank}:9400/metrics",
             started=float(rank),
         )
-        ranks._write(store, info)
+        rank_registry._write(store, info)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks keep the address that a test gives them."""
-    monkeypatch.setattr(ranks, "replace", lambda info, **_: info)
+    monkeypatch.setattr(rank_registry, "replace", lambda info, **_: info)
 
 
 @pytest.mark.usefixtures("served")

@@ -32,8 +32,8 @@ from support.stack import (
     get,
 )
 from support.tools import ROOT, run
+from tracedstore import names
 from tracedstore.cli.main import main
-from tracedstore.signals import names
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(90)]
 

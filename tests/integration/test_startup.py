@@ -166,8 +166,8 @@ import importlib.util, json, sys
 first = "tracedstore" in sys.modules
 importlib.util.find_spec("torch")
 import torch
-from tracedstore.auto import places
-print(json.dumps([first, places._on, len(sys.meta_path)]))
+from tracedstore.auto import patches
+print(json.dumps([first, patches._on, len(sys.meta_path)]))
 """
         bare = run(sys.executable, "-c", "import sys; print(len(sys.meta_path))").stdout
 

@@ -32,7 +32,7 @@ from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import a_state
 from tracedstore.cli.main import main
-from tracedstore.coordination import ranks
+from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import ProcessIdentity
 
 Store = Any
@@ -227,7 +227,7 @@ class TestBarriers:
         assert "missing 7 of 8: gpu0 (ranks 1-3), gpu1 (ranks 4-7)" in out
         assert "  default_pg/0/c: 1 of 3 arrived" in out
 
-    def test_left_behind(self, job: tuple[Store, str], ask: Ask) -> None:
+    def test_abandoned(self, job: tuple[Store, str], ask: Ask) -> None:
         """One that timed out is nobody's trouble any more, in a job that went on."""
         _, url = job
         through(come(url, "step/0", 0, 1, 2, world_size=3))
@@ -254,14 +254,14 @@ class TestBarriers:
         assert halfway.lines[0] == "missing: 1 barrier not complete"
         assert gone_on.code == 0
         assert "in progress" not in gone_on.out
-        assert "\nbarriers left behind: 1:\n  step/1: 2 of 3 arrived, " in gone_on.out
+        assert "\nbarriers abandoned: 1:\n  step/1: 2 of 3 arrived, " in gone_on.out
         assert f"    missing 1 of 3: {HOST} (rank 2)\n" in gone_on.out
         assert told["healthy"]
-        (left,) = told["barriers_left_behind"]
+        (left,) = told["barriers_abandoned"]
         assert (left["barrier"], left["missing_ranks"]) == ("step/1", [2])
         assert told["barriers_in_progress"] == []
 
-    def test_not_left_behind(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
+    def test_not_abandoned(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
         """Another thread of theirs goes on, and this one waits still."""
         _, url = tcp_job
         through(come(url, "step/0", 0, 1, world_size=2))
@@ -283,7 +283,7 @@ class TestBarriers:
             under = dist.PrefixStore(name, store)
             told = f'{{"rank": 0, "host": "{run_id}", "pid": 1, "world_size": 1'
             told += f', "run_id": "{run_id}", "started": 1.0}}'
-            under.set(f"{ranks.REGISTRY}/0", told)
+            under.set(f"{rank_registry.REGISTRY}/0", told)
             under.add("step/num_members", 1)
             store.set(f"torch.rendezvous.{run_id}", b64encode(a_state()))
 
@@ -539,7 +539,7 @@ class TestBlocked:
             for rank, address in enumerate(addresses):
                 info = {"rank": rank, "host": "node", "pid": 1, "world_size": 4}
                 info |= {"metrics": address, "started": 1.0}
-                store.set(f"{ranks.REGISTRY}/{rank}", json.dumps(info))
+                store.set(f"{rank_registry.REGISTRY}/{rank}", json.dumps(info))
             began = time.monotonic()
             asked = ask(url)
 

@@ -219,7 +219,7 @@ class TestSomebodyIsMissing:
         for event in warned:
             check(event)
             assert (event["min_nodes"], event["run_id"]) == (3, run_id)
-            assert event["said"].startswith(f"rendezvous '{run_id}' at {endpoint} ")
+            assert event["message"].startswith(f"rendezvous '{run_id}' at {endpoint} ")
         assert ["node-a", "node-b"] in [sorted(event["joined"]) for event in warned]
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:

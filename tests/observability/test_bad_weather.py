@@ -19,8 +19,8 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore.core.clock import Clock
+from tracedstore.core.counters import SeriesTable
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.tally import SeriesTable
 from tracedstore.testing import FlakyStore
 
 

@@ -116,7 +116,7 @@ class TestWhatIsInIt:
         assert attributes == {
             PREFIX + "prefix": "step/7",
             PREFIX + "result": "completed",
-            PREFIX + "place": 1,
+            PREFIX + "arrival_order": 1,
             PREFIX + "last_rank": 0,
             "tracedstore.rank": 0,
             "tracedstore.world_size": 1,
@@ -157,7 +157,7 @@ class TestWhatIsInIt:
         attributes = span.attributes or {}
         assert attributes["error.type"] == "OSError"
         assert attributes[PREFIX + "result"] == "failed"
-        assert PREFIX + "place" not in attributes
+        assert PREFIX + "arrival_order" not in attributes
 
     def test_a_warning_has_the_ids(
         self, traced: Any, spans: InMemorySpanExporter, events: Events
@@ -205,23 +205,23 @@ class TestNoSpans:
 
     def test_an_exporter_that_hangs(self, registry: CollectorRegistry) -> None:
         """Costs a second, not the job."""
-        let_go = threading.Event()
+        close_connection = threading.Event()
         provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(_Hanging(let_go)))
+        provider.add_span_processor(BatchSpanProcessor(_Hanging(close_connection)))
         tracedstore.configure(registry=registry, tracer_provider=provider)
         started = time.monotonic()
         with pytest.raises(tracedstore.BarrierTimeout):
             barrier(dist.HashStore(), 0, barrier_timeout=0.1)
         took = time.monotonic() - started
-        let_go.set()
+        close_connection.set()
         provider.shutdown()
 
         assert took < 10  # the exporter would take 30
 
 
 class _Hanging(SpanExporter):
-    def __init__(self, let_go: threading.Event) -> None:
-        self._let_go = let_go
+    def __init__(self, close_connection: threading.Event) -> None:
+        self._let_go = close_connection
 
     def export(self, spans: Sequence[ReadableSpan]) -> Any:
         self._let_go.wait(30)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 import tracedstore
 from support.events import SCHEMA, Events, check
 from support.stores import SHORT
-from tracedstore.signals import names
+from tracedstore import names
 from tracedstore.signals.events import LEVELS
 from tracedstore.testing import FakeClock, FlakyStore
 
@@ -178,7 +178,7 @@ class TestRepeats:
         fail("worker/3", 1)
         fail("other", 1)
 
-        told = [(event["key"], event["held_back"]) for event in events()]
+        told = [(event["key"], event["suppressed_count"]) for event in events()]
         assert told == [("worker/1", 0), ("worker/3", 99), ("other", 0)]
 
 

@@ -19,9 +19,9 @@ from torch.distributed import HashStore, Store
 
 import tracedstore
 from support.stores import KINDS
+from tracedstore import names
+from tracedstore.core.counters import OPERATION_BOUNDS, WAIT_BOUNDS
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.tally import OPERATION_BOUNDS, WAIT_BOUNDS
-from tracedstore.signals import names
 from tracedstore.testing import FakeClock, FlakyStore
 
 # Where `make setup` puts the programs that tests run.

@@ -21,8 +21,8 @@ from integration.harness import in_background, in_threads, results, wait_until
 from support.etcd import EtcdServer
 from support.events import Events, check
 from support.rendezvous import BACKENDS, Rendezvous, a_state
+from tracedstore import names
 from tracedstore.rendezvous import TracedRendezvousBackend
-from tracedstore.signals import names
 from tracedstore.testing import FakeClock, FlakyStore
 
 pytestmark = pytest.mark.etcd
@@ -161,7 +161,9 @@ class TestWrites:
         backend.set_state(b"won", found[1])
         lose(4)
 
-        told = [(e["event"], e["losses_in_a_row"], e["held_back"]) for e in events()]
+        told = [
+            (e["event"], e["losses_in_a_row"], e["suppressed_count"]) for e in events()
+        ]
         assert told == [
             (names.RENDEZVOUS_CONFLICT, 5, 0),
             (names.RENDEZVOUS_CONFLICT, 15, 9),

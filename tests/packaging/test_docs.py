@@ -129,7 +129,7 @@ class TestExamples:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_metric_names(self, page: Path) -> None:
         """Every metric that is mentioned exists."""
-        from tracedstore.signals import names
+        from tracedstore import names
 
         known = {metric.name for metric in names.METRICS}
         for name in re.findall(

@@ -100,7 +100,7 @@ class TestMatrix:
 
         for error in meet(store, 0, 2, world_size=5):
             assert error.missing_ranks == (1, 3, 4)
-            assert error.signed_twice_ranks == (2,)
+            assert error.duplicate_ranks == (2,)
             assert "the key prefix was used before" in str(error)
 
     def test_without_ranks(self, store: Any) -> None:
@@ -176,7 +176,7 @@ class TestEvents:
 
         (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
         check(event)
-        assert (event["arrived_count"], event["signed_twice_ranks"]) == (3, [0])
+        assert (event["arrived_count"], event["duplicate_ranks"]) == (3, [0])
 
     @pytest.mark.parametrize("kind", ["ledger", "no ledger"])
     def test_one_counted_for_another(
@@ -190,7 +190,7 @@ class TestEvents:
 
         (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
         check(event)
-        assert (event["arrived_count"], event["signed_twice_ranks"]) == (3, [0])
+        assert (event["arrived_count"], event["duplicate_ranks"]) == (3, [0])
 
     def test_the_store_fails(self, events: Events) -> None:
         """The store's own error comes through, plus an event that says so."""
@@ -221,8 +221,8 @@ class TestEvents:
             meet(store, 0, 1, world_size=2, barrier_timeout=20)
 
         completed = [e for e in captured if e["event"] == "barrier.completed"]
-        assert sorted(event["place"] for event in completed) == [1, 2]
-        last = next(event["rank"] for event in completed if event["place"] == 2)
+        assert sorted(event["arrival_order"] for event in completed) == [1, 2]
+        last = next(event["rank"] for event in completed if event["arrival_order"] == 2)
         assert {event["last_rank"] for event in completed} == {last}
 
 
@@ -311,12 +311,12 @@ class TestBadWeather:
 
     def test_registry_entries_that_are_none(self, store: Any) -> None:
         """Whatever stands there, names are found for those that wrote theirs."""
-        from tracedstore.coordination import ranks
+        from tracedstore.coordination import rank_registry
 
-        store.append(ranks.REGISTRY, 'not json\n{"rank": "x"}\n[]\n\xff\n')
-        ranks.register(store, 0, 4)
+        store.append(rank_registry.REGISTRY, 'not json\n{"rank": "x"}\n[]\n\xff\n')
+        rank_registry.register(store, 0, 4)
 
-        assert list(ranks.registered(store, range(4))) == [0]
+        assert list(rank_registry.registered(store, range(4))) == [0]
 
 
 class TestRegistry:
@@ -328,14 +328,14 @@ class TestRegistry:
         import os
         import socket
 
-        from tracedstore.coordination import ranks
+        from tracedstore.coordination import rank_registry
 
         store = make()
-        ranks.register(store, 3, 8)
-        (first,) = ranks.registered(store, range(8)).values()
-        ranks.register(store, 3, 8)
+        rank_registry.register(store, 3, 8)
+        (first,) = rank_registry.registered(store, range(8)).values()
+        rank_registry.register(store, 3, 8)
 
-        (info,) = ranks.registered(store, range(8)).values()
+        (info,) = rank_registry.registered(store, range(8)).values()
         assert (info.rank, info.world_size) == (3, 8)
         assert (info.host, info.pid) == (socket.gethostname(), os.getpid())
         assert info == first

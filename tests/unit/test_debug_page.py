@@ -23,16 +23,16 @@ import tracedstore
 from support import events as schema
 from support.events import Events
 from tracedstore.auto import debug_page
-from tracedstore.auto.debug_page import asking
-from tracedstore.auto.debug_page.asking import Directory, ask_all
+from tracedstore.auto.debug_page import rank_client
+from tracedstore.auto.debug_page.rank_client import Directory, ask_all
 from tracedstore.auto.debug_page.view import view
 from tracedstore.coordination.decoders import nameless
-from tracedstore.coordination.ranks import RankInfo, register
-from tracedstore.core.barriers import Stalled
+from tracedstore.coordination.rank_registry import RankInfo, register
+from tracedstore.core.barrier_stats import Stalled
 from tracedstore.core.recorder import RECORDER
-from tracedstore.export import answers
-from tracedstore.export.answers import Answer
-from tracedstore.export.questions import Reply
+from tracedstore.export import process_status
+from tracedstore.export.inflight_client import Reply
+from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.server import Server
 from tracedstore.signals.inflight import InFlight
 
@@ -55,10 +55,10 @@ STALLED = Stalled(
 )
 
 
-def answer(rank: int = 0, **facts: Any) -> Answer:
+def answer(rank: int = 0, **facts: Any) -> ProcessStatus:
     """What a rank might say."""
     given = {"recording": True, "calls": (), "more_calls": 0, "barriers": (), **facts}
-    return Answer(process={"rank": rank, "pid": os.getpid()}, **given)
+    return ProcessStatus(process={"rank": rank, "pid": os.getpid()}, **given)
 
 
 def info(rank: int) -> RankInfo:
@@ -79,7 +79,7 @@ class TestAnswer:
         given = answer(calls=(CALL,), more_calls=3, barriers=(STALLED,))
         written = given.to_bytes()
 
-        assert Answer.from_bytes(written) == given
+        assert ProcessStatus.from_bytes(written) == given
         assert json.loads(written)["barriers"][0]["missing"] == {
             "node1": "1-2",
             "rank 4": "4",
@@ -100,7 +100,7 @@ class TestAnswer:
     def test_anything_else(self, written: bytes) -> None:
         """Somebody else may listen where a rank did."""
         with pytest.raises(ValueError, match=r"."):
-            Answer.from_bytes(written)
+            ProcessStatus.from_bytes(written)
 
     def test_is_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Over HTTP, with who says it, and what it waits in and at."""
@@ -108,11 +108,11 @@ class TestAnswer:
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
         RECORDER.barriers.stalled(RECORDER.barriers.token(), STALLED)
-        server = Server({"/": answers.page}, "127.0.0.1", 0)
+        server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
             with urllib.request.urlopen(url, timeout=10) as got:
-                found = Answer.from_bytes(got.read())
+                found = ProcessStatus.from_bytes(got.read())
         finally:
             server.stop(5)
 
@@ -133,9 +133,9 @@ class TestAnswer:
         def broken(_recorder: Any) -> list[InFlight]:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(answers, "in_flight", broken)
+        monkeypatch.setattr(process_status, "in_flight", broken)
         tracedstore.configure(log_format="off")
-        server = Server({"/": answers.page}, "127.0.0.1", 0)
+        server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             with pytest.raises(urllib.error.HTTPError, match="500"):
                 urllib.request.urlopen(f"http://127.0.0.1:{server.port}", timeout=10)
@@ -265,7 +265,7 @@ class TestAsking:
         replies, trouble = ask_all(Directory(lambda: store, 2), 2, 5)
 
         assert {reply.state for reply in replies.values()} == {"absent"}
-        assert trouble == asking._KEYS_CHANGED
+        assert trouble == rank_client._KEYS_CHANGED
 
 
 class TestView:

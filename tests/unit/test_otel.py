@@ -9,7 +9,7 @@ import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tracedstore.auto import otel, places
+from tracedstore.auto import otel, patches
 from tracedstore.auto.otel import TracedStoreInstrumentor
 
 
@@ -40,10 +40,10 @@ class TestInstrumentor:
         instrumentor.uninstrument()
         bare = type(file_store(tmp_path)).__name__
         instrumentor.instrument()
-        again = places._on
+        again = patches._on
         instrumentor.uninstrument()
 
-        assert (traced, bare, again, places._on) == (
+        assert (traced, bare, again, patches._on) == (
             "TracedStore",
             "FileStore",
             True,

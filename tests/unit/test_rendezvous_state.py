@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from support.rendezvous import a_state
-from tracedstore.rendezvous.state import Attendance, Node, Snapshot, read
+from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, read
 
 
-def snapshot(*joined: str, waiting: tuple[str, ...] = (), **facts: Any) -> Snapshot:
+def snapshot(
+    *joined: str, waiting: tuple[str, ...] = (), **facts: Any
+) -> RendezvousState:
     """A state with these nodes, all of them just heard of."""
     found = read(a_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **facts))
     assert found is not None
@@ -40,7 +42,7 @@ class TestRead:
 
         found = read(pickle.dumps(state, protocol))
 
-        assert found == Snapshot(
+        assert found == RendezvousState(
             round=4,
             complete=True,
             closed=True,

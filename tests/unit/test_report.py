@@ -15,16 +15,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.log_events import (
+    LINE,
+    Event,
+    completed,
+    event,
+    gathered,
+    lines,
+    missed,
+    span_of,
+)
 from support.pages import Page
-from support.told import LINE, Event, completed, event, gathered, lines, missed, span_of
+from tracedstore import names
 from tracedstore.cli.main import main
 from tracedstore.report.analysis import Analysis, analysed
-from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
+from tracedstore.report.formatting import duration, ranks
 from tracedstore.report.headline import headline
 from tracedstore.report.page import page
-from tracedstore.report.reading import Tally, files_in, read_events
-from tracedstore.report.words import duration, ranks
-from tracedstore.signals import names
+from tracedstore.report.reader import ReadStats, files_in, read_events
+from tracedstore.report.records import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
 
 
 def analysis_of(told: Sequence[Event]) -> Analysis:
@@ -36,10 +45,10 @@ def analysis_of(told: Sequence[Event]) -> Analysis:
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], Tally]]:
+def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], ReadStats]]:
     """Read a file that has this in it."""
 
-    def reader(content: bytes) -> tuple[list[Event], Tally]:
+    def reader(content: bytes) -> tuple[list[Event], ReadStats]:
         file = tmp_path / "rank.log"
         file.write_bytes(content)
         return gathered(file)
@@ -47,7 +56,7 @@ def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], Tally]]:
     return reader
 
 
-Reader = Callable[[bytes], tuple[list[Event], Tally]]
+Reader = Callable[[bytes], tuple[list[Event], ReadStats]]
 
 
 class TestReading:
@@ -57,11 +66,11 @@ class TestReading:
         """Whatever a job prints, and JSON of others, is counted and passed over."""
         other = b'{"event": "epoch.done", "loss": 1}\nloss 0.5\n\n\xff\xfe\x00\n'
 
-        found, tally = read(other + LINE + b"\n")
+        found, stats = read(other + LINE + b"\n")
 
         assert [each["event"] for each in found] == [names.BARRIER_COMPLETED]
-        assert (tally.lines, tally.foreign, tally.events) == (5, 4, 1)
-        assert (tally.broken, tally.skipped) == (0, 4)
+        assert (stats.lines, stats.foreign, stats.events) == (5, 4, 1)
+        assert (stats.broken, stats.skipped) == (0, 4)
 
     @pytest.mark.parametrize(
         "before",
@@ -71,9 +80,9 @@ class TestReading:
         self, read: Reader, before: bytes
     ) -> None:
         """Prefixes of torchrun and of container runtimes do no harm."""
-        found, tally = read(before + LINE + b"\n")
+        found, stats = read(before + LINE + b"\n")
 
-        assert (found, tally.skipped) == ([json.loads(LINE)], 0)
+        assert (found, stats.skipped) == ([json.loads(LINE)], 0)
 
     def test_other_renderers(self, read: Reader) -> None:
         """A renderer without blanks writes the same events."""
@@ -84,15 +93,15 @@ class TestReading:
     def test_truncated(self, read: Reader) -> None:
         """A rank that is killed leaves half a line."""
         for length in range(2, len(LINE)):
-            found, tally = read(LINE[:length])
+            found, stats = read(LINE[:length])
 
-            assert (found, tally.broken) == ([], 1), LINE[:length]
+            assert (found, stats.broken) == ([], 1), LINE[:length]
 
     def test_mixed(self, read: Reader) -> None:
         """Two writers in one line: what is whole is read, what is not is counted."""
-        found, tally = read(LINE[:70] + LINE + b"\n" + LINE + LINE + b"\n")
+        found, stats = read(LINE[:70] + LINE + b"\n" + LINE + LINE + b"\n")
 
-        assert (len(found), tally.events, tally.broken) == (3, 3, 1)
+        assert (len(found), stats.events, stats.broken) == (3, 3, 1)
 
     def test_unfit(self) -> None:
         """An event whose fields are not what they should be is no event."""
@@ -135,17 +144,17 @@ class TestReading:
         packed = gzip.compress(lines([completed(0, 1.0, 0.5)] * 5000).encode(), 0)
 
         assert len(read(packed)[0]) == 5000
-        found, tally = read(packed[: len(packed) // 2])
+        found, stats = read(packed[: len(packed) // 2])
         assert 2000 < len(found) < 3000
-        assert len(tally.damaged) == 1
+        assert len(stats.damaged) == 1
 
     def test_long_lines(self, read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
         """A line without end is not kept in memory."""
-        monkeypatch.setattr("tracedstore.report.reading.LONGEST_LINE", 1000)
+        monkeypatch.setattr("tracedstore.report.reader.LONGEST_LINE", 1000)
 
-        found, tally = read(b"x" * 5000 + LINE + b"\n" + LINE + b"\n")
+        found, stats = read(b"x" * 5000 + LINE + b"\n" + LINE + b"\n")
 
-        assert (len(found), tally.long, tally.lines) == (1, 1, 2)
+        assert (len(found), stats.long, stats.lines) == (1, 1, 2)
 
     def test_nested(self, read: Reader) -> None:
         """JSON that nests without end is broken, not the reader."""
@@ -158,10 +167,10 @@ class TestReading:
         told = completed(2, 1.0, 0.5)
         written = "loss 0.5\n" + json.dumps(span_of(told), indent=4) + "\n"
 
-        found, tally = read(written.encode())
+        found, stats = read(written.encode())
 
         assert [each["rank"] for each in found] == [2]
-        assert (tally.spans, tally.foreign) == (1, 1)
+        assert (stats.spans, stats.foreign) == (1, 1)
 
     def test_odd_lines_in_an_indented_span(self, read: Reader) -> None:
         """However its lines look, they are that span's, and counted once."""
@@ -169,22 +178,22 @@ class TestReading:
         # One that looks cut off, and one that a runtime has as a line of two.
         odd = ['"links": [{"a": 1,', '"b": 2}],', '{"log":"\\"c\\":\\n3,\\n"}']
 
-        found, tally = read("\n".join(["loss", span[0], *odd, *span[1:]]).encode())
+        found, stats = read("\n".join(["loss", span[0], *odd, *span[1:]]).encode())
 
         assert [each["rank"] for each in found] == [2]
-        assert (tally.spans, tally.foreign, tally.broken) == (1, 1, 0)
+        assert (stats.spans, stats.foreign, stats.broken) == (1, 1, 0)
 
     def test_objects_of_others(self, read: Reader) -> None:
         """One that a line has in its middle is not cut off; one without an end is."""
-        _, tally = read(b'INFO args={"lr": 0.1} starting\nINFO args={"lr": 0.1, "b\n')
+        _, stats = read(b'INFO args={"lr": 0.1} starting\nINFO args={"lr": 0.1, "b\n')
 
-        assert (tally.foreign, tally.broken) == (1, 1)
+        assert (stats.foreign, stats.broken) == (1, 1)
 
     def test_indented_without_end(
         self, read: Reader, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What begins with a brace is not held for ever, also if it is blank lines."""
-        monkeypatch.setattr("tracedstore.report.reading.LONGEST_LINE", 5000)
+        monkeypatch.setattr("tracedstore.report.reader.LONGEST_LINE", 5000)
         span = json.dumps(span_of(completed(2, 1.0, 0.5)), indent=4).encode()
         begin, rest = span.split(b"\n", 1)
 
@@ -230,7 +239,7 @@ class TestRounds:
 
     def test_log_and_trace(self) -> None:
         """What both tell is told once; what only one tells is there."""
-        from tracedstore.report.spans import as_event
+        from tracedstore.report.span_files import as_event
 
         both = [completed(0, 10, 3.0), completed(1, 10, 2.0), missed(0, 20, 1)]
         spans = [as_event(span_of(each)) for each in [*both, completed(2, 10, 1.0)]]
@@ -283,7 +292,7 @@ class TestRounds:
 
 def article(told: Sequence[Event]) -> str:
     """What the page says of the only incident."""
-    html = page(analysis_of(told), Tally())
+    html = page(analysis_of(told), ReadStats())
     found = re.search(r"<article.*?</article>", html, re.DOTALL)
     assert found
     return re.sub(r"<[^>]*>", " ", found[0]).replace("  ", " ").replace(" .", ".")
@@ -326,7 +335,7 @@ class TestIncidents:
         assert bad.round.kind == TIMEOUT
         assert (late.round.kind, late.missing, late.came) == (COMPLETED, [], [3])
         assert [report.waited for report in late.opinions[0].reports] == [5.0]
-        (row,) = Page(page(analysis_of(told), Tally())).rows("t-late")
+        (row,) = Page(page(analysis_of(told), ReadStats())).rows("t-late")
         assert (row["barrier"], row["came late"]) == ("b/0", "rank 3 on node1")
         assert (row["missed by"], row["wait"]) == ("rank 0", "5 s")
 
@@ -378,7 +387,7 @@ class TestIncidents:
 
         assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
         assert (late.missing, late.came) == ([], [3])
-        shown = Page(page(analysis_of([*told, later]), Tally()))
+        shown = Page(page(analysis_of([*told, later]), ReadStats()))
         counts = [shown.texts[f"n-{name}"] for name in ("completed", "guessed", "open")]
         assert counts == ["0", "1", "1"]
         (row,) = shown.rows("t-late")
@@ -529,7 +538,7 @@ class TestStragglers:
         assert found.clocks == pytest.approx(
             {"node0": 0, "node1": 0, "node2": 1.5}, abs=1e-3
         )
-        shown = Page(page(found, Tally()))
+        shown = Page(page(found, ReadStats()))
         assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
         assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
 
@@ -634,7 +643,7 @@ class TestHeadline:
     )
     def test_said(self, told: list[Event], said: str, more: str) -> None:
         """The worst of it, and when."""
-        shown = Page(page(analysis_of(told), Tally()))
+        shown = Page(page(analysis_of(told), ReadStats()))
 
         assert (shown.texts["headline"], shown.texts["lead"]) == (said, more)
 
@@ -659,7 +668,7 @@ def everything() -> list[Event]:
         "store": "tcp_store",
         "key": HOSTILE,
         "key_family": HOSTILE + "/*",
-        "held_back": 2,
+        "suppressed_count": 2,
     }
     failed: Event = {"error_type": "timeout", "error": HOSTILE}
     told = [
@@ -676,14 +685,14 @@ def everything() -> list[Event]:
             host=HOSTILE,
             run_id=HOSTILE,
             endpoint="node1:29400",
-            said=HOSTILE,
+            message=HOSTILE,
             cause="too_few_nodes",
         ),
         event(names.TELEMETRY_DISABLED, 7, observer="spans", **failed),
         event(names.TELEMETRY_SERVING, 8, url="http://node0:9400"),
         event(names.BARRIER_STALE_KEY, 9, barrier=HOSTILE, waited_seconds=0),
         event(names.BARRIER_FAILED, 9, barrier=HOSTILE, waited_seconds=1, **failed),
-        event(names.RENDEZVOUS_FAILED, 10, None, said="x", cause="closed"),
+        event(names.RENDEZVOUS_FAILED, 10, None, message="x", cause="closed"),
         event(
             names.RENDEZVOUS_WAITING,
             11,
@@ -705,7 +714,7 @@ class TestPage:
 
     def test_everything(self) -> None:
         """Numbers are the input's, and nothing of it is HTML."""
-        html = page(analysis_of(everything()), Tally())
+        html = page(analysis_of(everything()), ReadStats())
 
         shown = Page(html)
         assert not shown.tags & {"script", "img", "iframe", "object"}
@@ -735,13 +744,15 @@ class TestPage:
     def test_one_line_is_enough(self) -> None:
         """Whatever the only event is, there is a page."""
         for told in everything():
-            shown = Page(page(analysis_of([told]), Tally()))
+            shown = Page(page(analysis_of([told]), ReadStats()))
 
             assert [row["event"] for row in shown.rows("t-events")] == [told["event"]]
 
     def test_one_barrier(self) -> None:
         """Its ranks stand side by side, those that never came as well."""
-        html = page(analysis_of([missed(0, 10, 2, 3), missed(1, 10, 2, 3)]), Tally())
+        html = page(
+            analysis_of([missed(0, 10, 2, 3), missed(1, 10, 2, 3)]), ReadStats()
+        )
 
         places = re.findall(r'class="dot" cx="([0-9.]+)"', html)
         crosses = re.findall(r'class="cross" d="M([0-9.]+)', html)
@@ -756,7 +767,7 @@ class TestPage:
             for rank in range(120)
         ]
 
-        html = page(analysis_of(told), Tally())
+        html = page(analysis_of(told), ReadStats())
 
         assert len(html) < 300_000
         assert html.count("<circle") <= 60
@@ -1054,16 +1065,16 @@ class TestFuzz:
             packed = gzip.compress(written) if pack and number == 0 else written
             (folder / f"rank{number}.log").write_bytes(packed)
         output = folder / "report.html"
-        tally = Tally()
+        stats = ReadStats()
         facts = Facts()
-        read_events(files_in([str(folder)], output), facts.add, tally)
+        read_events(files_in([str(folder)], output), facts.add, stats)
 
         code = main(["report", str(folder), "--output", str(output)])
 
         assert code == (0 if facts.events else 1)
-        assert tally.events + tally.spans + tally.skipped >= tally.lines
-        assert min(tally.foreign, tally.broken) >= 0
-        assert sum(facts.events.values()) == tally.events + tally.spans
+        assert stats.events + stats.spans + stats.skipped >= stats.lines
+        assert min(stats.foreign, stats.broken) >= 0
+        assert sum(facts.events.values()) == stats.events + stats.spans
         if code == 0:
             shown = Page(io.StringIO(output.read_text("utf-8")).read())
             assert not shown.tags & {"script", "img"}

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import ConfigurationError
-from tracedstore.export.setup import speak_for
+from tracedstore.export.setup import set_identity
 
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +100,7 @@ class TestConfigure:
         tracedstore.configure(**options)
         store = tracedstore.wrap(HashStore())
         store.num_keys()
-        speak_for(rank=3, world_size=8)
+        set_identity(rank=3, world_size=8)
         if anew:
             tracedstore.configure(**options)
 

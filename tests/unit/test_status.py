@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tracedstore.attach.snapshot import Snapshot
-from tracedstore.attach.status import Status, _ago
-from tracedstore.attach.survey import MOST_READ, Survey, _latest, wanted
-from tracedstore.cli.errors import CommandError
+from tracedstore.attach.collect import MAX_LEDGERS, JobState, _latest, wanted
+from tracedstore.attach.job_status import Status, _ago
+from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
-from tracedstore.coordination.ranks import REGISTRY
+from tracedstore.coordination.rank_registry import REGISTRY
+from tracedstore.core.errors import CommandError
 
 
 class Shrinking:
@@ -43,7 +43,7 @@ class TestSnapshot:
 
     def test_a_key_that_goes(self) -> None:
         """Is one that was not there."""
-        snapshot = Snapshot.of(Shrinking(), list)
+        snapshot = StoreSnapshot.of(Shrinking(), list)
 
         assert snapshot.keys == {"stays/num_members"}
         assert snapshot.add("stays/num_members", 0) == 1
@@ -57,7 +57,7 @@ class TestSnapshot:
             pass
 
         with pytest.raises(CommandError, match="too old to list the keys"):
-            Snapshot.of(Old(), list)
+            StoreSnapshot.of(Old(), list)
 
 
 class TestLatest:
@@ -77,7 +77,7 @@ class TestLatest:
         """Bounded all the same."""
         names = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(600)]
 
-        assert len(_latest(names)) == MOST_READ
+        assert len(_latest(names)) == MAX_LEDGERS
 
 
 def test_times_of_a_ledger() -> None:
@@ -90,9 +90,9 @@ def test_times_of_a_ledger() -> None:
     assert list(ledger.ranks()) == [3, 1]
 
 
-def survey_of(store: Any) -> Survey:
+def survey_of(store: Any) -> JobState:
     """Look at a store."""
-    return Survey.of(Snapshot.of(store, wanted))
+    return JobState.of(StoreSnapshot.of(store, wanted))
 
 
 @pytest.mark.parametrize("anew", [True, False])
@@ -114,7 +114,7 @@ def test_started_anew(anew: bool) -> None:
     survey = survey_of(store)
     status = Status(store="s", now=30.0, survey=survey, replies={})
 
-    assert [one.prefix for one in survey.left_behind] == ["attempt_0/b"] * anew
+    assert [one.prefix for one in survey.abandoned] == ["attempt_0/b"] * anew
     assert [one.prefix for one in survey.waiting] == ["attempt_0/b"] * (not anew)
     assert bool(status.missing()) == (not anew)
 
@@ -157,7 +157,7 @@ class TestText:
         assert "  37 older ones without an end, not looked at\n" in text
         assert "  48 more before these\n" in text
         assert max(map(len, text.splitlines())) <= 80
-        assert status.missing() == [f"{MOST_READ} barriers not complete"]
+        assert status.missing() == [f"{MAX_LEDGERS} barriers not complete"]
         assert len(text.splitlines()) < 30
 
     def test_not_looked_at(self) -> None:

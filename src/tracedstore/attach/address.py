@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from tracedstore.attach.apart import LateError, Mark, apart
-from tracedstore.attach.greeting import greet, is_known
-from tracedstore.attach.loading import loading
-from tracedstore.cli.errors import CommandError
+from tracedstore.attach.child_process import ChildTimeoutError, Mark, run_in_child
+from tracedstore.attach.tcpstore_probe import greet, is_known
+from tracedstore.attach.torch_import import loading
+from tracedstore.core.errors import CommandError
 
 if TYPE_CHECKING:
-    from tracedstore.attach.snapshot import Snapshot
+    from tracedstore.attach.snapshot import StoreSnapshot
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Address:
         """
         self._apart(_WITHIN, lambda _: self.reach())
 
-    def look(self, wanted: Callable[[Sequence[str]], list[str]]) -> "Snapshot":
+    def look(self, wanted: Callable[[Sequence[str]], list[str]]) -> "StoreSnapshot":
         """Read the store as one more client, in bounded time and without a trace.
 
         Args:
@@ -92,25 +92,25 @@ class Address:
         """
         # Before the child is made, so that the next one has it too.
         with loading():
-            from tracedstore.attach.client import attached  # noqa: PLC0415
-            from tracedstore.attach.snapshot import Snapshot  # noqa: PLC0415
+            from tracedstore.attach.snapshot import StoreSnapshot  # noqa: PLC0415
+            from tracedstore.attach.store_connection import attached  # noqa: PLC0415
 
         now = time.monotonic()
         began, self._began = self._began or now, None
         left = began + _WITHIN - now
 
-        def looking(answered: Mark) -> Snapshot:
+        def looking(answered: Mark) -> StoreSnapshot:
             with attached(self) as store:
                 answered()
-                return Snapshot.of(store, wanted, answered)
+                return StoreSnapshot.of(store, wanted, answered)
 
         return self._apart(max(left, _ANSWER_WITHIN), looking, _READ_WITHIN)
 
     def _apart(self, within: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
         what = f"the store at {self.url}"
         try:
-            return apart(within, work, then)
-        except LateError as late:
+            return run_in_child(within, work, then)
+        except ChildTimeoutError as late:
             if late.marked:
                 raise CommandError(
                     f"{what} answered, and then not for {then:g} s: it is overloaded,"

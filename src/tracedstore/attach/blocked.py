@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from tracedstore.attach.apart import LateError, apart
-from tracedstore.coordination.ranks import RankInfo
-from tracedstore.export.questions import Reply, ask_each, fetch
+from tracedstore.attach.child_process import ChildTimeoutError, run_in_child
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.export.inflight_client import Reply, ask_each, fetch
 
 # Seconds that one rank has, and all of them together.
 _ONE_WITHIN = 1.0
@@ -41,8 +41,8 @@ def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
     if serving:
         # Apart, because threads that look up names stay behind when a name server is
         # gone, and this may be done again and again.
-        with suppress(LateError, ChildProcessError):
-            asked = apart(
+        with suppress(ChildTimeoutError, ChildProcessError):
+            asked = run_in_child(
                 _SURELY_WITHIN,
                 lambda _: ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN),
             )

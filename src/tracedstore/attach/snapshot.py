@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from tracedstore.cli.errors import CommandError
-from tracedstore.coordination.missing import all_keys, etcd_contents
+from tracedstore.coordination.arrivals import all_keys, etcd_contents
+from tracedstore.core.errors import CommandError
 
 # Values to a request, and seconds for one: a key that was deleted after it was listed
 # is waited for.
@@ -16,7 +16,7 @@ _AT_ONCE = 1024
 _PATIENCE = 1.0
 
 
-class Snapshot:
+class StoreSnapshot:
     """To be read as a store is, by those that only read.
 
     A key that is not there is a KeyError instead of a wait.
@@ -42,7 +42,7 @@ class Snapshot:
         store: Any,
         wanted: Callable[[Sequence[str]], list[str]],
         answered: Callable[[], None] = lambda: None,
-    ) -> "Snapshot":
+    ) -> "StoreSnapshot":
         """Take one, with the values of those of the keys that are wanted.
 
         Args:

@@ -7,7 +7,7 @@ extra ``tracedstore[instrument]`` has what it needs.
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from tracedstore.auto import places
+from tracedstore.auto import patches
 
 if TYPE_CHECKING:
 
@@ -37,7 +37,7 @@ class TracedStoreInstrumentor(BaseInstrumentor):
             from tracedstore.export.setup import configure  # noqa: PLC0415
 
             configure(tracer_provider=provider)
-        places.instrument()
+        patches.instrument()
 
     def _uninstrument(self, **_kwargs: Any) -> None:
-        places.uninstrument()
+        patches.uninstrument()

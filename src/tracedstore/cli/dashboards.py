@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tracedstore.cli.errors import CommandError
+from tracedstore.core.errors import CommandError
 
 # Where each is written, and where it is in the repository. A wheel has them beside
 # this module, under the first of the two.

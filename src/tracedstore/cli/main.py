@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from tracedstore._version import __version__
-from tracedstore.cli.errors import CommandError
+from tracedstore.core.errors import CommandError
 
 # Loaded when they are asked for: torch takes a second.
 COMMANDS: Final = {

@@ -23,18 +23,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from tracedstore.cli.errors import CommandError
+from tracedstore.core.errors import CommandError
 from tracedstore.report.analysis import analysed
-from tracedstore.report.facts import Facts
+from tracedstore.report.formatting import number, plural
 from tracedstore.report.page import page
-from tracedstore.report.reading import (
+from tracedstore.report.reader import (
     STANDARD_INPUT,
     OutputError,
-    Tally,
+    ReadStats,
     files_in,
     read_events,
 )
-from tracedstore.report.words import number, plural
+from tracedstore.report.records import Facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
             "- is given twice: standard input can be read once, as logs or as traces"
         )
     _check(output)
-    facts, tally = _read(places, output)
+    facts, stats = _read(places, output)
     analysis = analysed(facts)
     try:
         # A key may have halves of surrogates in it, which no encoding has.
-        output.write_bytes(page(analysis, tally).encode("utf-8", "replace"))
+        output.write_bytes(page(analysis, stats).encode("utf-8", "replace"))
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
     said = [
@@ -79,21 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
         plural(len(analysis.incidents), "incident"),
     ]
     read = [
-        plural(tally.events, "event"),
-        plural(tally.spans, "barrier span"),
-        f"{number(tally.foreign)} of others",
-        f"{number(tally.useless)} damaged",
+        plural(stats.events, "event"),
+        plural(stats.spans, "barrier span"),
+        f"{number(stats.foreign)} of others",
+        f"{number(stats.useless)} damaged",
     ]
     sys.stdout.write(
         f"{output}: {', '.join(said)}\n"
-        f"{plural(tally.lines, 'line')} read: {', '.join(read)}\n"
+        f"{plural(stats.lines, 'line')} read: {', '.join(read)}\n"
     )
-    if arguments.traces and not tally.spans:
+    if arguments.traces and not stats.spans:
         sys.stderr.write(
             "tracedstore: no span of a barrier could be read: --traces takes them as"
             " JSON, as ConsoleSpanExporter or a collector's file exporter writes them\n"
         )
-    for damaged in tally.damaged[:10]:
+    for damaged in stats.damaged[:10]:
         sys.stderr.write(f"tracedstore: not read to its end: {damaged}\n")
     return 0
 
@@ -115,8 +115,8 @@ def _check(output: Path) -> None:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
-    facts, tally = Facts(), Tally()
+def _read(places: list[str], output: Path) -> tuple[Facts, ReadStats]:
+    facts, stats = Facts(), ReadStats()
     try:
         found = files_in(places, output)
     except OSError as error:
@@ -133,21 +133,21 @@ def _read(places: list[str], output: Path) -> tuple[Facts, Tally]:
             f"no file is in {' or '.join(places)}: name the ranks' logs, or a folder"
             " that has them"
         )
-    read_events(found, facts.add, tally, _tell_of_waiting)
+    read_events(found, facts.add, stats, _tell_of_waiting)
     if not facts.events:
-        raise CommandError(_nothing(found, tally))
-    return facts, tally
+        raise CommandError(_nothing(found, stats))
+    return facts, stats
 
 
-def _nothing(found: list[str], tally: Tally) -> str:
-    if tally.damaged and not tally.lines:
-        return f"cannot be read: {tally.damaged[0]}"
+def _nothing(found: list[str], stats: ReadStats) -> str:
+    if stats.damaged and not stats.lines:
+        return f"cannot be read: {stats.damaged[0]}"
     where = found[0] if len(found) == 1 else plural(len(found), "file")
-    if not tally.lines:
+    if not stats.lines:
         return f"{where}: nothing is written there; name the ranks' logs"
-    why = f"; {tally.damaged[0]}" if tally.damaged else ""
+    why = f"; {stats.damaged[0]}" if stats.damaged else ""
     return (
-        f"none of {plural(tally.lines, 'line')} in {where} is an event that can be"
+        f"none of {plural(stats.lines, 'line')} in {where} is an event that can be"
         f" read{why}: logs have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not"
         " those for people; spans, JSON as ConsoleSpanExporter or a collector's file"
         " exporter writes them"

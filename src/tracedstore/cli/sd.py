@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracedstore.attach.address import Address
-from tracedstore.attach.loading import loading
-from tracedstore.cli.errors import CommandError
+from tracedstore.attach.torch_import import loading
 from tracedstore.cli.options import add_store_argument, add_watch_arguments
+from tracedstore.core.errors import CommandError
 
 if TYPE_CHECKING:
-    from tracedstore.coordination.ranks import RankInfo
+    from tracedstore.coordination.rank_registry import RankInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     address.probe()
     # Only where there is something to look at: torch takes seconds.
     with loading():
-        from tracedstore.attach.following import registered  # noqa: PLC0415
+        from tracedstore.attach.job_discovery import registered  # noqa: PLC0415
         from tracedstore.export.discovery import listed  # noqa: PLC0415
 
     written = None

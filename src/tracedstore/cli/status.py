@@ -25,11 +25,11 @@ import time
 from typing import TYPE_CHECKING
 
 from tracedstore.attach.address import Address
-from tracedstore.attach.loading import loading
+from tracedstore.attach.torch_import import loading
 from tracedstore.cli.options import add_store_argument, add_watch_arguments, seconds
 
 if TYPE_CHECKING:
-    from tracedstore.attach.status import Status
+    from tracedstore.attach.job_status import Status
 
 _MISSING = 2
 _TOKEN = "TRACEDSTORE_HTTP_TOKEN"  # noqa: S105 - where it is, not what
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Only where there is something to look at: torch takes seconds.
     with loading():
         from tracedstore.attach.blocked import ask  # noqa: PLC0415
-        from tracedstore.attach.following import surveyed  # noqa: PLC0415
-        from tracedstore.attach.status import Status  # noqa: PLC0415
+        from tracedstore.attach.job_discovery import surveyed  # noqa: PLC0415
+        from tracedstore.attach.job_status import Status  # noqa: PLC0415
 
     while True:
         survey = surveyed(address, arguments.run_id)

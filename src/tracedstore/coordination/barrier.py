@@ -15,38 +15,38 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from tracedstore.coordination import decoders, ranks
-from tracedstore.coordination.errors import BarrierTimeout
-from tracedstore.coordination.exchange import AnyStore
-from tracedstore.coordination.finding import Finding
-from tracedstore.coordination.missing import (
-    beside,
+from tracedstore import names
+from tracedstore.coordination import decoders, rank_registry
+from tracedstore.coordination.arrivals import (
+    duplicates,
     lead,
     leader,
-    look,
     read,
+    read_arrivals,
     read_ledger,
-    sign,
-    signed_twice,
+    record_arrival,
+    side_connection,
 )
+from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
+from tracedstore.coordination.barrier_timeout import BarrierTimeout
+from tracedstore.coordination.exchange import AnyStore
+from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import Keys, Last, Ledger
-from tracedstore.coordination.telling import Telling, quietly
 from tracedstore.coordination.watch import BarrierWatch, Waiting
 from tracedstore.core.errors import TIMEOUT, error_type
-from tracedstore.core.patience import within
 from tracedstore.core.recorder import RECORDER
-from tracedstore.signals import names
+from tracedstore.core.timeouts import run_with_timeout
 
 WATCH: Final = BarrierWatch(RECORDER)
 
 # How many of those that arrived first look who is missing. One may die of it; ten
 # thousand would storm the store.
 _LOOKERS = 2
-# How often to look again for names of ranks that were counted without one.
+# How often to read_arrivals again for names of ranks that were counted without one.
 _LOOK_AGAIN = 0.1
 # Seconds that looking may take: the store may be gone, or hang.
 _LOOK_WITHIN = 5.0
-# Seconds that the others give those that look to say what they found.
+# Seconds that the others give those that read_arrivals to say what they found.
 _VERDICT_WITHIN = 1.0
 
 
@@ -118,12 +118,12 @@ class _Visit:
         self._decoder = decoder
         self._trace_timeout = trace_timeout
         self._in_ledger = False
-        self._told = Telling(keys.prefix, rank, world_size)
+        self._told = BarrierTelemetry(keys.prefix, rank, world_size)
 
     def make(self, warn_after: float) -> None:
         """Arrive, wait for the others, and tell how it was."""
         place = 0
-        with self._told.span.instead_of_calls():
+        with self._told.span.suppress_call_spans():
             try:
                 place = self._arrive()
                 last = self._wait(place, warn_after)
@@ -137,14 +137,16 @@ class _Visit:
 
     def _arrive(self) -> int:
         if self._rank is not None:
-            quietly(ranks.register, self._store, self._rank, self._world_size)
-            self._in_ledger = bool(quietly(sign, self._store, self._keys, self._rank))
+            guarded(rank_registry.register, self._store, self._rank, self._world_size)
+            self._in_ledger = bool(
+                guarded(record_arrival, self._store, self._keys, self._rank)
+            )
         place: int = self._store.add(self._keys.num_members, 1)
         self._told.arrived(place)
         if place > self._world_size:
-            quietly(self._stale, place)
+            guarded(self._stale, place)
         elif place == 1 < self._world_size and self._told.span.wanted:
-            quietly(self._lead)
+            guarded(self._lead)
         return place
 
     def _wait(self, place: int, warn_after: float) -> Last:
@@ -154,7 +156,7 @@ class _Visit:
         watched = None
         if warn_after > 0 and place <= _LOOKERS:
             watched = Waiting(self._warn, warn_after)
-            quietly(WATCH.add, watched)
+            guarded(WATCH.add, watched)
         try:
             self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
         finally:
@@ -162,7 +164,7 @@ class _Visit:
                 WATCH.remove(watched)
         if not (RECORDER.detailed() or self._told.span.wanted):
             return Last()
-        written = quietly(read, self._store, self._keys.last_member)
+        written = guarded(read, self._store, self._keys.last_member)
         return Last() if written is None else Last.from_bytes(written)
 
     def _complete(self) -> Last:
@@ -170,12 +172,12 @@ class _Visit:
         shared, ledger = "", None
         if self._told.span.wanted:
             # Before the others go, because they learn from this one where to belong.
-            shared, ledger = quietly(self._shared) or ("", None)
+            shared, ledger = guarded(self._shared) or ("", None)
         last = Last(self._rank, shared)
         self._store.set(self._keys.last_member, last.to_json())
-        self._told.came_last()
+        self._told.record_last_arrival()
         if self._rank is not None:
-            quietly(self._audit, ledger)
+            guarded(self._audit, ledger)
         return last
 
     # What follows may not fail the barrier.
@@ -201,20 +203,23 @@ class _Visit:
         """Tell if a rank was counted twice, and the barrier let go too early."""
         if ledger is None and self._in_ledger:
             ledger = read_ledger(self._store, self._keys, signed=True)
-        if signed_twice(self._store, self._keys, ledger or Ledger()):
+        if duplicates(self._store, self._keys, ledger or Ledger()):
             self._stale(self._world_size)
 
     def _stale(self, arrived: int) -> None:
-        found = look(self._store, self._keys, self._world_size)
-        self._told.stale(arrived, found.signed_twice)
+        found = read_arrivals(self._store, self._keys, self._world_size)
+        self._told.stale(arrived, found.duplicates)
 
     def _warn(self) -> None:
-        finding = within(_LOOK_WITHIN, self._look_beside)
+        finding = run_with_timeout(_LOOK_WITHIN, self._look_beside)
         if finding.unnamed:
             self._told.waiting(finding)
 
-    def _look_beside(self) -> Finding:
-        with self._told.span.instead_of_calls(), beside(self._store) as store:
+    def _look_beside(self) -> MissingReport:
+        with (
+            self._told.span.suppress_call_spans(),
+            side_connection(self._store) as store,
+        ):
             finding = self._find(store)
             if finding.unnamed:
                 store.set(self._keys.verdict, finding.to_bytes())
@@ -223,19 +228,19 @@ class _Visit:
     def _timed_out(self, place: int) -> BarrierTimeout:
         try:
             patience = self._trace_timeout + _LOOK_WITHIN
-            finding = within(patience, lambda: self._look_at_the_end(place))
+            finding = run_with_timeout(patience, lambda: self._look_at_the_end(place))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-            finding = Finding.nothing(self._world_size)
+            finding = MissingReport.nothing(self._world_size)
         return self._told.timed_out(
             finding, self._timeout, own_names=self._decoder is not None
         )
 
-    def _look_at_the_end(self, place: int) -> Finding:
+    def _look_at_the_end(self, place: int) -> MissingReport:
         # Not beside it: the wait is over, so its connection is free. Another one could
         # not be had where rank 0 served the store, gave up first, and is gone.
         store = self._store
-        with self._told.span.instead_of_calls():
+        with self._told.span.suppress_call_spans():
             if self._rank is not None and store.has_extended_api():
                 # Where plain torch's rank 0 looks for us; elsewhere it is there.
                 store.set(self._keys.trace(self._rank), "here")
@@ -245,7 +250,7 @@ class _Visit:
                 store.set(self._keys.tracing_gate, "<val_ignored>")
         return finding
 
-    def _settled(self, store: Any, place: int) -> Finding:
+    def _settled(self, store: Any, place: int) -> MissingReport:
         """Find out who is missing, from somebody who has or by looking.
 
         Those that arrived without a name get until trace_timeout to write it; where
@@ -269,32 +274,32 @@ class _Visit:
         store.set(self._keys.verdict, finding.to_bytes())
         return finding
 
-    def _verdict(self, store: Any) -> Finding | None:
+    def _verdict(self, store: Any) -> MissingReport | None:
         """Read what somebody found, if that still holds."""
         if not store.check([self._keys.verdict]):
             return None
         written = read(store, self._keys.verdict)
-        found = Finding.from_bytes(written, self._world_size)
+        found = MissingReport.from_bytes(written, self._world_size)
         if found is None or found.unidentified:
             return None
         if found.count != store.add(self._keys.num_members, 0):
             return None
         return found if self._decoder is None else found.named_by(self._decoder)
 
-    def _find(self, store: Any) -> Finding:
-        arrivals = look(store, self._keys, self._world_size)
+    def _find(self, store: Any) -> MissingReport:
+        arrivals = read_arrivals(store, self._keys, self._world_size)
         names_of = self._names(store, arrivals.missing)
-        return Finding.of(arrivals, self._world_size, names_of)
+        return MissingReport.of(arrivals, self._world_size, names_of)
 
     def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        known = quietly(ranks.by_registry, store, missing)
+        known = guarded(rank_registry.by_registry, store, missing)
         roster = decoders.auto()
         return roster if known is None else decoders.chain(known, roster)
 
 
-def after_fork() -> None:
+def reset() -> None:
     """Be the child's: nothing watched, nobody registered."""
-    WATCH.forget()
-    ranks.forget()
+    WATCH.reset()
+    rank_registry.reset()

@@ -16,8 +16,8 @@ from opentelemetry import context, trace
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from tracedstore import names
 from tracedstore.core.recorder import RECORDER
-from tracedstore.signals import names
 
 _W3C = TraceContextTextMapPropagator()
 _HEADER = "traceparent"
@@ -101,7 +101,7 @@ class BarrierSpan:
         self._span.end(self._started + nanoseconds)
 
     @contextmanager
-    def instead_of_calls(self) -> Iterator[None]:
+    def suppress_call_spans(self) -> Iterator[None]:
         """Give the Store calls made meanwhile no spans: this one stands for them.
 
         They would be in traces of their own: what they belong to is not known yet.

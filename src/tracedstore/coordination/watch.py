@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tracedstore import names
 from tracedstore.core.recorder import Recorder
-from tracedstore.signals import names
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +37,9 @@ class BarrierWatch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start anew, as a forked child does, which has not the parent's thread."""
         self._changed = threading.Condition()
         self._waiting: set[Waiting] = set()

@@ -8,7 +8,7 @@ NEVER = 2**63
 class Budget:
     """A token bucket that a call can be tested against with one comparison.
 
-    This is the generic cell rate algorithm: instead of counting tokens it keeps the
+    This is the generic counts rate algorithm: instead of counting tokens it keeps the
     time from which the next call is let through, so the hot path only compares
     ``opens_at`` with the time it has anyway.
 

@@ -4,7 +4,8 @@ Exceptions of torch and etcd pass through the wrapper untouched. Our own:
 
     TracedStoreError
     ├── ConfigurationError (also a ValueError)
-    ├── BarrierTimeout (also a torch.distributed.DistStoreError; coordination/errors.py)
+    ├── BarrierTimeout (also a DistStoreError; coordination/barrier_timeout.py)
+    ├── CommandError
     └── DecoderError (coordination/environment.py)
 """
 
@@ -17,6 +18,13 @@ class TracedStoreError(Exception):
 
 class ConfigurationError(TracedStoreError, ValueError):
     """A setting has a value that cannot be used; says which, and what can."""
+
+
+class CommandError(TracedStoreError):
+    """A command cannot do what it was asked to.
+
+    The text is one sentence that names the thing, the value and the remedy.
+    """
 
 
 TIMEOUT = "timeout"

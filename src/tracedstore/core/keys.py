@@ -63,7 +63,7 @@ class KeyFamilies:
         families = {self.of(key) for key in keys}
         return families.pop() if len(families) == 1 else ""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start anew, as a forked child does."""
         self._known.clear()
 

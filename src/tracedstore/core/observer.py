@@ -43,7 +43,7 @@ class Failures:
         if first:
             self._tell(name, error)
 
-    def quietly(
+    def guarded(
         self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Do something that the job can do without; None where it fails."""
@@ -62,7 +62,7 @@ class Failures:
         """Tell whether the named part failed and is therefore off."""
         return name in self._counts
 
-    def forget(self, name: str | None = None) -> None:
+    def reset(self, name: str | None = None) -> None:
         """Let a part that is set up anew start clean; without a name, all of them."""
         self._lock = threading.Lock()  # a fork may have copied it locked
         if name is None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tracedstore import names
 from tracedstore.core.identity import StoreIdentity
-from tracedstore.signals import names
 
 Arguments = tuple[Any, ...]
 

@@ -1,6 +1,6 @@
-"""Write down how a call went: always into a cell, and to observers if it is notable.
+"""Write down how a call went: always into a counts, and to observers if it is notable.
 
-The cell is all that a call normally pays for. Only a call that is slow, fails,
+The counts is all that a call normally pays for. Only a call that is slow, fails,
 retries, keeps losing, or is let through by the span budget becomes an `Operation`
 that observers are told about.
 """
@@ -9,16 +9,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tracedstore.core.barriers import BarrierBook
+from tracedstore import names
+from tracedstore.core.barrier_stats import BarrierStats
 from tracedstore.core.budget import Budget, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
-from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
-from tracedstore.core.keys import KeyFamilies, shown
-from tracedstore.core.observer import Failures, Observers
-from tracedstore.core.operation import Attempts, Operation
-from tracedstore.core.patience import within
-from tracedstore.core.rendezvous import RendezvousBook
-from tracedstore.core.tally import (
+from tracedstore.core.counters import (
     BOUNDS,
     BUCKETS,
     NANOSECONDS,
@@ -26,14 +21,19 @@ from tracedstore.core.tally import (
     SWAPS_LOST,
     SWAPS_WON,
     Call,
-    Cell,
+    CountersByThread,
     Probe,
+    SeriesCounts,
     SeriesTable,
     StoreState,
-    Tallies,
-    ThreadTally,
+    ThreadCounters,
 )
-from tracedstore.signals import names
+from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
+from tracedstore.core.keys import KeyFamilies, shown
+from tracedstore.core.observer import Failures, Observers
+from tracedstore.core.operation import Attempts, Operation
+from tracedstore.core.rendezvous_stats import RendezvousStats
+from tracedstore.core.timeouts import run_with_timeout
 
 # Seconds that finding out more about a call that failed may take.
 _EXPLAIN_WITHIN = 2.0
@@ -48,7 +48,7 @@ class Recorder:
         slow_ns: From how long on a call is told of, whatever else it is.
         contended_after: Lost compare-and-sets in a row that are told of.
         budget: Which ordinary calls are told of.
-        tallies: What was counted, by thread.
+        counters: What was counted, by thread.
         series: The label sets that appeared.
         families: The key families that appeared.
         failures: The telemetry that broke.
@@ -60,14 +60,14 @@ class Recorder:
         detailed: Whether anybody reads events of debug level.
         tracing: Whether anybody takes spans.
         start_span: Starts a span, by its name; what it gives is OpenTelemetry's.
-        flush: Has spans exported, within so many seconds.
+        flush: Has spans exported, run_with_timeout so many seconds.
     """
 
     # After a round trip to a server the caches are cold, and what a call costs is the
     # memory it touches: slots, and what every call reads next to each other.
     __slots__ = (  # noqa: RUF023 - in the order of use
         "on",
-        "tallies",
+        "counters",
         "ticks",
         "budget",
         "slow_ns",
@@ -89,8 +89,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = True
-        self.barriers = BarrierBook()
-        self.rendezvous = RendezvousBook()
+        self.barriers = BarrierStats()
+        self.rendezvous = RendezvousStats()
         self.emit: Callable[..., None] = _nobody
         self.detailed: Callable[[], bool] = bool
         self.set_up: Callable[[], None] = _nothing
@@ -102,7 +102,7 @@ class Recorder:
         self.slow_ns = 10_000_000
         self.contended_after = 5
         self.budget: Budget = nothing()
-        self.tallies = Tallies()
+        self.counters = CountersByThread()
         self.series = SeriesTable()
         self.families = KeyFamilies()
         self.failures = Failures()
@@ -113,41 +113,48 @@ class Recorder:
         self.clock = clock
         self.ticks = clock.ticks
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Start counting from nothing, as a forked child must.
 
         The parent's calls are not the child's, and neither are the threads that
         were in them.
         """
-        self.tallies = Tallies(self.tallies.on_first_call)
-        self.barriers.forget()
-        self.rendezvous.forget()
-        self.families.forget()
-        self.failures.forget()
+        self.counters = CountersByThread(self.counters.on_first_call)
+        self.barriers.reset()
+        self.rendezvous.reset()
+        self.families.reset()
+        self.failures.reset()
 
     def broke(self, error: Exception) -> None:
         """Stop recording: the recording itself raised, so it cannot be trusted."""
         self.on = False
         self.failures.add(names.RECORDING, error)
 
-    def swap(self, state: StoreState, cell: Cell, *, won: bool | None) -> bool:
+    def swap(
+        self, state: StoreState, counts: SeriesCounts, *, won: bool | None
+    ) -> bool:
         """Count a compare-and-set, and tell whether its store keeps losing them."""
         if won is None:
             return False
         if won:
-            cell[SWAPS_WON] += 1
+            counts[SWAPS_WON] += 1
             state.losses_in_a_row = 0
             return False
-        cell[SWAPS_LOST] += 1
+        counts[SWAPS_LOST] += 1
         state.losses_in_a_row += 1
         return state.losses_in_a_row >= self.contended_after
 
     def returned(
-        self, tally: ThreadTally, call: Call, now: int, cell: Cell, result: Any
+        self,
+        counters: ThreadCounters,
+        call: Call,
+        now: int,
+        counts: SeriesCounts,
+        result: Any,
     ) -> None:
         """Tell of a call that returned, if it is notable or the budget allows it."""
         method, state, args, started, _ = call
-        attempts = _count_attempts(cell, state.probe) if state.probe else None
+        attempts = _count_attempts(counts, state.probe) if state.probe else None
         swapped = method.swapped(args, result) if method.swapped else None
         if (
             now >= self.budget.opens_at
@@ -156,7 +163,7 @@ class Recorder:
             or (attempts is not None and attempts.swaps_lost)
         ):
             self._tell(
-                tally,
+                counters,
                 call,
                 now,
                 value_bytes=method.size(args, result) if method.size else 0,
@@ -167,22 +174,26 @@ class Recorder:
                 ),
             )
         elif self.budget.counting:
-            tally.without_span += 1
+            counters.over_budget += 1
 
-    def failed(self, tally: ThreadTally, call: Call, error: BaseException) -> None:
+    def failed(
+        self, counters: ThreadCounters, call: Call, error: BaseException
+    ) -> None:
         """Write down a call that raised."""
         try:
             method, state, _, started, _ = call
             now = self.ticks()
             duration = now - started
             name = error_type(error)
-            cell = tally.cells[self.series.of(state.identity.kind, method, name)]
-            cell[BUCKETS + bisect_left(BOUNDS, duration)] += 1
-            cell[NANOSECONDS] += duration
-            attempts = _count_attempts(cell, state.probe) if state.probe else None
+            counts = counters.by_series[
+                self.series.of(state.identity.kind, method, name)
+            ]
+            counts[BUCKETS + bisect_left(BOUNDS, duration)] += 1
+            counts[NANOSECONDS] += duration
+            attempts = _count_attempts(counts, state.probe) if state.probe else None
             if not is_ordinary_answer(name):
                 self._tell(
-                    tally,
+                    counters,
                     call,
                     now,
                     error=error,
@@ -201,14 +212,16 @@ class Recorder:
             return {}
         try:
             # Whoever waits in vain may do so because the store hangs.
-            return within(_EXPLAIN_WITHIN, lambda: explain(method, args))
+            return run_with_timeout(_EXPLAIN_WITHIN, lambda: explain(method, args))
         except TimeoutError:
             return {}
         except Exception as error:
             self.failures.add(names.RENDEZVOUS, error)
             return {}
 
-    def _tell(self, tally: ThreadTally, call: Call, now: int, **facts: Any) -> None:
+    def _tell(
+        self, counters: ThreadCounters, call: Call, now: int, **facts: Any
+    ) -> None:
         method, state, args, started, _ = call
         admitted = now >= self.budget.opens_at
         if admitted:
@@ -226,7 +239,7 @@ class Recorder:
                 started_ns=self.clock.wall() - duration,
                 duration_ns=duration,
                 losses_in_a_row=state.losses_in_a_row,
-                thread_id=tally.thread_id,
+                thread_id=counters.thread_id,
                 in_flight=self._beside(state) if "error" not in facts else 0,
                 slow=duration >= self.slow_ns,
                 admitted=admitted,
@@ -236,15 +249,15 @@ class Recorder:
 
     def _beside(self, state: StoreState) -> int:
         """Count the calls in flight on a store, which may be why one was slow."""
-        under_way = (tally.call for tally in list(self.tallies.values()))
+        under_way = (counters.call for counters in list(self.counters.values()))
         return sum(call is not None and call[1] is state for call in under_way)
 
 
-def _count_attempts(cell: Cell, probe: Probe) -> Attempts:
+def _count_attempts(counts: SeriesCounts, probe: Probe) -> Attempts:
     attempts = probe.stop()
-    cell[SWAPS_WON] += attempts.swaps_won
-    cell[SWAPS_LOST] += attempts.swaps_lost
-    cell[RETRIES] += attempts.swaps_lost
+    counts[SWAPS_WON] += attempts.swaps_won
+    counts[SWAPS_LOST] += attempts.swaps_lost
+    counts[RETRIES] += attempts.swaps_lost
     return attempts
 
 

@@ -10,18 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
+from tracedstore.core.errors import CommandError
 from tracedstore.core.identity import ProcessIdentity
+from tracedstore.demo import rank_states
 from tracedstore.demo import summary as findings
-from tracedstore.demo import view
 from tracedstore.demo.fleet import Fleet
+from tracedstore.demo.outputs import Event, Signals
 from tracedstore.demo.rank import Folder, simulated_host
 from tracedstore.demo.screen import Screen, is_live
-from tracedstore.demo.signals import Event, Signals
-from tracedstore.demo.stores import address, served
-from tracedstore.signals import names
+from tracedstore.demo.store_servers import address, served
 
 # How long the start and each act take, about.
 _SECONDS = (1.0, 3.0, 3.0, 6.5, 8.0)
@@ -270,8 +270,8 @@ class _Show:
         # About as long as they take, so that something moves.
         part = min(1.0, (self._elapsed() - began) / _SECONDS[number])
         self._screen.show(
-            view.head(number, _ACTS, title, part, self._elapsed()),
-            view.rows(self._signals, self._screen.room),
+            rank_states.head(number, _ACTS, title, part, self._elapsed()),
+            rank_states.rows(self._signals, self._screen.room),
         )
 
     def _narrate(self, events: list[Event]) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
-from tracedstore.cli.errors import CommandError
 from tracedstore.coordination.ranges import fold
-from tracedstore.demo.ending import end_with
+from tracedstore.core.errors import CommandError
+from tracedstore.demo.parent_death import end_with
 from tracedstore.demo.rank import Folder, live
 
 

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 from tracedstore.coordination.barrier import barrier
-from tracedstore.coordination.errors import BarrierTimeout
-from tracedstore.demo.stores import connect
+from tracedstore.coordination.barrier_timeout import BarrierTimeout
+from tracedstore.demo.store_servers import connect
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap
 

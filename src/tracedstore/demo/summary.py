@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from tracedstore.cli.errors import CommandError
+from tracedstore import names
 from tracedstore.coordination.ranges import fold
+from tracedstore.core.errors import CommandError
+from tracedstore.demo.outputs import ExportedSpan, Signals
 from tracedstore.demo.rank import CHECKPOINT, Folder
-from tracedstore.demo.signals import Signals, Span
-from tracedstore.signals import names
 
 _MOST_WAITS = 3
 _MOST_LAST = 4
@@ -30,17 +30,17 @@ def totals(signals: Signals) -> dict[str, Any]:
         "cas_won": cas[names.WON],
         "cas_lost": cas[names.LOST],
         "barrier_visits": dict(visits),
-        "came_last": {
-            rank: metrics.came_last
+        "record_last_arrival": {
+            rank: metrics.record_last_arrival
             for rank, metrics in signals.metrics.items()
-            if metrics.came_last
+            if metrics.record_last_arrival
         },
     }
 
 
-def slowest_waits(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def slowest_waits(spans: Sequence[ExportedSpan]) -> list[dict[str, Any]]:
     """Find what took longest, and which rank waited for it longest."""
-    longest: dict[str, Span] = {}
+    longest: dict[str, ExportedSpan] = {}
     for span in sorted(spans, key=lambda span: span.seconds):
         longest[span.name] = span
     first = sorted(longest.values(), key=lambda span: -span.seconds)[:_MOST_WAITS]
@@ -81,7 +81,7 @@ def straggler(signals: Signals, prefixes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _prefix_of(span: Span) -> str | None:
+def _prefix_of(span: ExportedSpan) -> str | None:
     prefix: str | None = span.attributes.get(names.BARRIER_PREFIX)
     return prefix
 
@@ -154,10 +154,10 @@ def lines(summary: dict[str, Any]) -> list[str]:
     """Say it, each thing with its name in front."""
     failed = ", ".join(f"{n:,} {kind}" for kind, n in summary["failed_calls"].items())
     made, lost = summary["cas_won"] + summary["cas_lost"], summary["cas_lost"]
-    last = sorted(summary["came_last"].items(), key=lambda found: -found[1])
-    came_last = [f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST]]
+    last = sorted(summary["record_last_arrival"].items(), key=lambda found: -found[1])
+    record_last_arrival = [f"rank {rank}: {n}x" for rank, n in last[:_MOST_LAST]]
     if others := sum(n for _, n in last[_MOST_LAST:]):
-        came_last.append(f"others: {others}x")
+        record_last_arrival.append(f"others: {others}x")
     gone, late = summary["missing"], summary["straggler"]
     waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
@@ -169,7 +169,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
         ("CAS", f"{made:,} made, {lost:,} lost to another writer"),
         *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
-        ("came last", ", ".join(came_last)),
+        ("came last", ", ".join(record_last_arrival)),
         ("straggler", f"rank {late['rank']} on {late['host']}, {how}"),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),

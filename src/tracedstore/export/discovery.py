@@ -7,9 +7,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from tracedstore.coordination import ranks
-from tracedstore.coordination.missing import beside
-from tracedstore.core.patience import within
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.arrivals import side_connection
+from tracedstore.core.timeouts import run_with_timeout
 
 # Seconds that one store gets.
 _PATIENCE = 3.0
@@ -21,26 +21,28 @@ def targets() -> list[dict[str, Any]]:
 
     A store that does not answer, because its job is over, has none.
     """
-    found: dict[int, ranks.RankInfo] = {}
-    for store, world_size in ranks.stores():
+    found: dict[int, rank_registry.RankInfo] = {}
+    for store, world_size in rank_registry.stores():
         # One that hung the last time may hang still, and one thread in it is enough.
         if store in _being_read:
             continue
         with suppress(Exception):
-            found |= within(_PATIENCE, partial(_registered, store, world_size))
+            found |= run_with_timeout(
+                _PATIENCE, partial(_registered, store, world_size)
+            )
     return listed(found.values())
 
 
-def _registered(store: Any, world_size: int) -> dict[int, ranks.RankInfo]:
+def _registered(store: Any, world_size: int) -> dict[int, rank_registry.RankInfo]:
     _being_read.add(store)
     try:
-        with beside(store) as free:
-            return ranks.registered(free, range(world_size))
+        with side_connection(store) as free:
+            return rank_registry.registered(free, range(world_size))
     finally:
         _being_read.discard(store)
 
 
-def listed(infos: Iterable[ranks.RankInfo]) -> list[dict[str, Any]]:
+def listed(infos: Iterable[rank_registry.RankInfo]) -> list[dict[str, Any]]:
     """Write ranks down as ``http_sd`` and ``file_sd`` have them.
 
     Ranks without an endpoint are left out.
@@ -58,7 +60,7 @@ def listed(infos: Iterable[ranks.RankInfo]) -> list[dict[str, Any]]:
     ]
 
 
-def _labels(info: ranks.RankInfo) -> dict[str, str]:
+def _labels(info: rank_registry.RankInfo) -> dict[str, str]:
     known = {
         "run_id": info.run_id,
         "rank": info.rank,

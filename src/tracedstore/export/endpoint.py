@@ -43,7 +43,7 @@ class Endpoint:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{scheme}://{shown}:{self._server.port}/metrics"
         self.stop = self._server.stop
-        self.after_fork = self._server.after_fork
+        self.reset = self._server.reset
 
 
 def access_of(settings: Settings) -> Access:

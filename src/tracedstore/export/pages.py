@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from tracedstore.export import answers
+from tracedstore.export import process_status
 from tracedstore.export.discovery import targets
-from tracedstore.export.server import Answer, Page
+from tracedstore.export.server import Page, Response
 
 # Seconds for which an answer is good enough: whoever asks more often gets the last.
 _METRICS_HOLD = 0.5
@@ -24,26 +24,26 @@ _PATIENCE = 4.0
 def pages(registry: CollectorRegistry) -> Mapping[str, Page]:
     """Give the pages of this process, by their paths."""
 
-    def metrics(accept: str) -> Answer:
+    def metrics(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        return Answer(encode(registry), content_type)
+        return Response(encode(registry), content_type)
 
-    def health(_accept: str) -> Answer:
-        return Answer(b"ok\n")
+    def health(_accept: str) -> Response:
+        return Response(b"ok\n")
 
-    def discovery(_accept: str) -> Answer:
+    def discovery(_accept: str) -> Response:
         return _json(targets())
 
     return {
         "/metrics": _Held(metrics, _METRICS_HOLD),
         "/healthz": health,
-        "/inflight": _Held(answers.page, _METRICS_HOLD),
+        "/inflight": _Held(process_status.page, _METRICS_HOLD),
         "/sd": _Held(discovery, _TARGETS_HOLD),
     }
 
 
-def _json(found: Any) -> Answer:
-    return Answer(json.dumps(found).encode() + b"\n", "application/json")
+def _json(found: Any) -> Response:
+    return Response(json.dumps(found).encode() + b"\n", "application/json")
 
 
 class _Held:
@@ -57,17 +57,17 @@ class _Held:
         self._page = page
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[float, Answer]] = {}
+        self._kept: dict[str, tuple[float, Response]] = {}
 
-    def __call__(self, accept: str) -> Answer:
+    def __call__(self, accept: str) -> Response:
         if not self._lock.acquire(timeout=_PATIENCE):
-            return Answer(b"busy\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+            return Response(b"busy\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         try:
             return self._current(accept)
         finally:
             self._lock.release()
 
-    def _current(self, accept: str) -> Answer:
+    def _current(self, accept: str) -> Response:
         now = time.monotonic()
         made, answer = self._kept.get(accept, (None, None))
         if answer is None or made is None or now - made > self._seconds:

@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 from typing import Any, BinaryIO, cast
 
+from tracedstore import names
 from tracedstore.core.recorder import RECORDER
-from tracedstore.signals import names
 
 _MOST_CONNECTIONS = 8
 # Seconds between two connections, which is what bounds the processor time.
@@ -37,7 +37,7 @@ ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - whoever listens there was to
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """What is sent back."""
 
     body: bytes
@@ -46,7 +46,7 @@ class Answer:
 
 
 # Makes an answer, from the Accept header of the request.
-Page = Callable[[str], Answer]
+Page = Callable[[str], Response]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Server:
         """Whether this process has the port."""
         return self._listener.socket.fileno() >= 0
 
-    def after_fork(self) -> None:
+    def reset(self) -> None:
         """Let go of the port, which is the parent's."""
         self._listener.socket.close()
 
@@ -218,18 +218,20 @@ class _Request(BaseHTTPRequestHandler):
         if path not in access.open_pages and not (
             access.credentials is None or access.credentials(given)
         ):
-            self._send(Answer(b"credentials needed\n", status=HTTPStatus.UNAUTHORIZED))
+            self._send(
+                Response(b"credentials needed\n", status=HTTPStatus.UNAUTHORIZED)
+            )
         elif page is None:
             known = "\n".join(sorted(self.server.pages))
             self._send(
-                Answer(f"there is:\n{known}\n".encode(), status=HTTPStatus.NOT_FOUND)
+                Response(f"there is:\n{known}\n".encode(), status=HTTPStatus.NOT_FOUND)
             )
         else:
             self._send(_made(page, self.headers.get("Accept", "")))
 
     do_HEAD = do_GET  # noqa: N815 - likewise
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Response) -> None:
         self.send_response(answer.status)
         if answer.status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", 'Bearer, Basic realm="tracedstore"')
@@ -244,12 +246,12 @@ class _Request(BaseHTTPRequestHandler):
         """Say nothing: standard error is the job's."""
 
 
-def _made(page: Page, accept: str) -> Answer:
+def _made(page: Page, accept: str) -> Response:
     try:
         return page(accept)
     except Exception as error:
         RECORDER.failures.add(names.ENDPOINT, error)
-        return Answer(b"failed\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        return Response(b"failed\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class _Limited:

@@ -14,18 +14,19 @@ from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from tracedstore.coordination import barrier, ranks
+from tracedstore import names
+from tracedstore.coordination import barrier, rank_registry
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
-from tracedstore.export.ending import in_time, let_native_calls_end
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
-from tracedstore.signals import inflight, names
+from tracedstore.export.shutdown import in_time, let_native_calls_end
+from tracedstore.signals import inflight
 from tracedstore.signals.events import Events
-from tracedstore.signals.metrics import Metrics
+from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans, process_attributes
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class _Telemetry:
         self._spans = Spans(
             RECORDER, identity, provider, count_the_rest=settings.spans == "budget"
         )
-        self._metrics = Metrics(RECORDER, lambda: self._spans.suppressed_by_caller)
+        self._metrics = MetricsCollector(
+            RECORDER, lambda: self._spans.suppressed_by_caller
+        )
         self._events = Events(
             RECORDER,
             identity,
@@ -92,7 +95,7 @@ class _Telemetry:
         RECORDER.slow_ns = int(settings.slow_after * 1e9)
         RECORDER.contended_after = settings.contended_after
         RECORDER.budget = _budget(settings)
-        RECORDER.failures.forget()
+        RECORDER.failures.reset()
         RECORDER.failures.report = self._events.report_failure
         RECORDER.emit = self._events.emit
         RECORDER.detailed = self._events.detailed
@@ -102,8 +105,8 @@ class _Telemetry:
         RECORDER.observers.set(self._observers)
         if self._watch is not None:
             # The watch starts with the first call, here and in a forked child.
-            RECORDER.tallies.on_first_call = self._watch.ensure_running
-            if RECORDER.tallies:
+            RECORDER.counters.on_first_call = self._watch.ensure_running
+            if RECORDER.counters:
                 self._watch.ensure_running()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             _logger.warning(
@@ -122,7 +125,7 @@ class _Telemetry:
         try:
             self._endpoint = self._serve()
             self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
-            ranks.serve_at(self._endpoint.url)
+            rank_registry.serve_at(self._endpoint.url)
         except Exception as error:
             RECORDER.failures.add(names.ENDPOINT, error)
 
@@ -153,32 +156,32 @@ class _Telemetry:
     def stop(self, timeout: float) -> None:
         """Switch off; what was counted stays counted."""
         RECORDER.on = False
-        RECORDER.tallies.on_first_call = None
+        RECORDER.counters.on_first_call = None
         RECORDER.observers.set(())
         if self._endpoint is not None:
             self._endpoint.stop(timeout)
-            ranks.serve_at(None)
+            rank_registry.serve_at(None)
         if self._watch is not None:
             self._watch.stop(timeout)
         with suppress(KeyError):  # it is not there if registering failed
             self._registry.unregister(self._metrics)
 
-    def speak_for(self, identity: ProcessIdentity) -> None:
+    def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on what is told from here on."""
-        self._spans.speak_for(identity)
-        self._events.speak_for(identity)
+        self._spans.set_identity(identity)
+        self._events.set_identity(identity)
 
-    def after_fork(self) -> None:
+    def reset(self) -> None:
         """Be the child's: nothing counted, nothing in flight, no thread."""
         self._spans.suppressed_by_caller = 0
-        self._metrics.forget()
-        self._events.after_fork()
+        self._metrics.reset()
+        self._events.reset()
         if self._endpoint is not None:
-            self._endpoint.after_fork()
+            self._endpoint.reset()
             self._endpoint = None
         if self._watch is not None:
-            self._watch.after_fork()
-        RECORDER.forget()
+            self._watch.reset()
+        RECORDER.reset()
 
 
 _telemetry: _Telemetry | None = None
@@ -274,14 +277,14 @@ def ensure_configured() -> None:
             configure()
 
 
-def speak_for(rank: int, world_size: int) -> None:
+def set_identity(rank: int, world_size: int) -> None:
     """Put the rank that the process group gave this process on what is told of it."""
     global _in_group  # noqa: PLW0603 - one rank a process
     with _lock:
         if _in_group != (rank, world_size):
             _in_group = rank, world_size
             if _telemetry is not None:
-                _telemetry.speak_for(_identity())
+                _telemetry.set_identity(_identity())
 
 
 def _identity() -> ProcessIdentity:
@@ -334,9 +337,9 @@ def _set_hooks() -> None:
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - the parent's other threads may hold it
     _lock = threading.RLock()
-    barrier.after_fork()
+    barrier.reset()
     if _telemetry is not None:
-        _telemetry.after_fork()
+        _telemetry.reset()
 
 
 # For those that stand below this and have to be first sometimes.

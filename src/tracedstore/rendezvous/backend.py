@@ -11,14 +11,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 
+from tracedstore import names
+from tracedstore.core.counters import StoreState
 from tracedstore.core.identity import StoreIdentity, bottom_of, identify
 from tracedstore.core.operation import Arguments, Method, size_of
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.recording import forwarder
-from tracedstore.core.rendezvous import RendezvousView
-from tracedstore.core.tally import StoreState
-from tracedstore.rendezvous.state import Attendance, Snapshot, read
-from tracedstore.signals import names
+from tracedstore.core.rendezvous_stats import RendezvousView
+from tracedstore.core.store_proxy import forwarder
+from tracedstore.rendezvous.state import Attendance, RendezvousState, read
 
 _MOST_NODES_SHOWN = 64
 
@@ -173,7 +173,7 @@ class TracedRendezvousBackend(RendezvousBackend):
         return f"TracedRendezvousBackend({self._traced.inner!r})"
 
 
-def _view(snapshot: Snapshot, size: int) -> RendezvousView:
+def _view(snapshot: RendezvousState, size: int) -> RendezvousView:
     return RendezvousView(
         participants=len(snapshot.participants),
         wait_list=len(snapshot.wait_list),

@@ -22,20 +22,20 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from tracedstore.coordination import places, torchs_barrier
+from tracedstore import names
+from tracedstore.coordination import barrier_patch, membership
 from tracedstore.coordination.barrier import WATCH
 from tracedstore.coordination.watch import Waiting
 from tracedstore.core.recorder import RECORDER
-from tracedstore.rendezvous.agents import explainer
+from tracedstore.rendezvous.agent_keys import explainer
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.report import Attempt, tell, tell_waiting
 from tracedstore.rendezvous.state import Node
-from tracedstore.signals import names
+from tracedstore.rendezvous.telemetry import JoinAttempt, tell, tell_waiting
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
 # Does something that the rendezvous can do without; None where that fails.
-_quietly = partial(RECORDER.failures.quietly, names.RENDEZVOUS)
+_guarded = partial(RECORDER.failures.guarded, names.RENDEZVOUS)
 CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]]
 
 
@@ -62,7 +62,7 @@ def create(
     try:
         backend, store = create_backend(params)
     except RendezvousError as error:
-        attempt = Attempt(
+        attempt = JoinAttempt(
             backend=params.backend.removeprefix("traced-"),
             run_id=params.run_id,
             endpoint=params.endpoint,
@@ -73,7 +73,7 @@ def create(
             where=where,
         )
         if RECORDER.on:
-            _quietly(tell, error, attempt)
+            _guarded(tell, error, attempt)
         raise
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
@@ -128,8 +128,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._failure_told = False
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
-            _quietly(torchs_barrier.replace)
-        _quietly(_trace_store_of, handler, backend)
+            _guarded(barrier_patch.replace)
+        _guarded(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
         """Give the name by which torchrun was told to use this."""
@@ -147,7 +147,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         started = time.perf_counter_ns()
         watched = Waiting(lambda: self._waits(started), self._warn_after)
         if self._warn_after > 0:
-            _quietly(WATCH.add, watched)
+            _guarded(WATCH.add, watched)
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
         except Exception as error:
@@ -156,7 +156,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         finally:
             WATCH.remove(watched)
         self._ended("completed", started)
-        joined: RendezvousInfo | None = _quietly(self._joined, info)
+        joined: RendezvousInfo | None = _guarded(self._joined, info)
         return info if joined is None else joined
 
     def is_closed(self) -> bool:
@@ -200,8 +200,10 @@ class TracedRendezvousHandler(RendezvousHandler):
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        place = places.Place(info.rank, info.world_size, _names(self._traced_backend))
-        places.take(store, place)
+        place = membership.Membership(
+            info.rank, info.world_size, _names(self._traced_backend)
+        )
+        membership.record(store, place)
         if store is info.store:
             return info
         return RendezvousInfo(
@@ -223,15 +225,15 @@ class TracedRendezvousHandler(RendezvousHandler):
         ):
             return
         self._failure_told = True
-        _quietly(tell, error, self._attempt(during, started))
+        _guarded(tell, error, self._attempt(during, started))
 
     def _waits(self, started: int) -> None:
         if RECORDER.on:
             tell_waiting(self._attempt("next_rendezvous", started))
 
-    def _attempt(self, during: str, started: int) -> Attempt:
+    def _attempt(self, during: str, started: int) -> JoinAttempt:
         settings = getattr(self._inner, "settings", None)
-        return Attempt(
+        return JoinAttempt(
             backend=self._traced_backend.name,
             run_id=self.get_run_id(),
             endpoint=self._endpoint,
@@ -265,7 +267,7 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
 
     def get_traced_store() -> Store:
         store: Store = get_store(weak_handler())
-        traced = _quietly(_traced, store, backend)
+        traced = _guarded(_traced, store, backend)
         return store if traced is None else traced
 
     handler._get_store = get_traced_store  # noqa: SLF001 - there is no other way

@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class RendezvousState:
     """The state of a rendezvous at one time.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 @lru_cache(maxsize=4)
-def read(state: bytes) -> Snapshot | None:
+def read(state: bytes) -> RendezvousState | None:
     """Read a state; None where it is something else.
 
     The last ones are remembered: what is read for the metrics is read for the span.
@@ -110,7 +110,7 @@ def read(state: bytes) -> Snapshot | None:
         found = _Unpickler(io.BytesIO(state)).load()
         if type(found) is not _State:
             return None
-        return Snapshot(
+        return RendezvousState(
             round=int(found.round),
             complete=bool(found.complete),
             closed=bool(found.closed),
@@ -148,9 +148,9 @@ class Attendance:
         self._joined: dict[Node, None] = {}
         self._waiting: dict[Node, None] = {}
         self._heard: dict[Node, float] = {}
-        self.last: Snapshot | None = None
+        self.last: RendezvousState | None = None
 
-    def saw(self, snapshot: Snapshot) -> None:
+    def saw(self, snapshot: RendezvousState) -> None:
         """Take note of a state."""
         if self.last is not None and snapshot.round != self.last.round:
             # Who was in an earlier round is in this one as well, or is not.

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Final
 
 from tracedstore.coordination.ranges import unfold
-from tracedstore.report import words
-from tracedstore.report.facts import COMPLETED, Facts, Failure, Process, Said
-from tracedstore.report.rounds import Report, Round, rounds_of
+from tracedstore.report import formatting
+from tracedstore.report.barriers import Report, Round, rounds_of
+from tracedstore.report.records import COMPLETED, Facts, Failure, Process, Said
 from tracedstore.report.values import NOBODY
 
 # Seconds; below, a difference is how long the store took to let a rank go.
@@ -114,8 +114,10 @@ class Analysis:
 
     def when(self, moment: float) -> str:
         """Write a time in UTC, with the day where the logs are of more than one."""
-        days = {words.moment(each)[:10] for each in (self.facts.first, self.facts.last)}
-        return words.moment(moment)[11 if len(days) == 1 else 0 :]
+        days = {
+            formatting.moment(each)[:10] for each in (self.facts.first, self.facts.last)
+        }
+        return formatting.moment(moment)[11 if len(days) == 1 else 0 :]
 
     def clock_off(self, host: str) -> float:
         """Tell how far a host's clock is ahead; 0 if it agrees, or is not known."""

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tracedstore import names
 from tracedstore.report.analysis import Analysis, Incident
-from tracedstore.report.facts import FAILED, TIMEOUT, Failure, Process
+from tracedstore.report.formatting import duration, listed, number, plural, ranks
+from tracedstore.report.records import FAILED, TIMEOUT, Failure, Process
 from tracedstore.report.values import NOBODY
-from tracedstore.report.words import duration, listed, number, plural, ranks
-from tracedstore.signals import names
 
 _MOST_RANKS = 4
 _MOST_HOSTS = 3

@@ -4,24 +4,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 
 from tracedstore._version import __version__
-from tracedstore.report import plots, sections, troubles
+from tracedstore.report import incidents, plots, sections
 from tracedstore.report.analysis import Analysis, outcomes
-from tracedstore.report.facts import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.report.formatting import moment, number, plural, safe
 from tracedstore.report.headline import headline
-from tracedstore.report.reading import Tally
+from tracedstore.report.reader import ReadStats
+from tracedstore.report.records import COMPLETED, FAILED, TIMEOUT, WAITING
 from tracedstore.report.tables import code
-from tracedstore.report.words import moment, number, plural, safe
 
 # Nothing is fetched and nothing runs, even if something slipped through the escaping.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(analysis: Analysis, tally: Tally) -> str:
+def page(analysis: Analysis, stats: ReadStats) -> str:
     """Write it."""
-    return "".join(_parts(analysis, tally))
+    return "".join(_parts(analysis, stats))
 
 
-def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
+def _parts(analysis: Analysis, stats: ReadStats) -> Iterator[str]:
     facts = analysis.facts
     css = (files("tracedstore.report") / "page.css").read_text("utf-8")
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -35,13 +35,13 @@ def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
     yield f'<p id="lead">{safe(said.more)}</p>'
     yield (
         f'<p class="note">{moment(facts.first)} to {analysis.when(facts.last)} UTC'
-        f"{_jobs(analysis.jobs)}, from {plural(tally.files, 'file')}</p></header>"
+        f"{_jobs(analysis.jobs)}, from {plural(stats.files, 'file')}</p></header>"
     )
     yield _tiles(analysis)
     yield '<section><h2 id="incidents">Missing ranks</h2>'
-    yield from troubles.incidents(analysis)
+    yield from incidents.incidents(analysis)
     yield '</section><section><h2 id="failures">First failure</h2>'
-    yield from troubles.failures(analysis)
+    yield from incidents.failures(analysis)
     yield '</section><section><h2 id="barriers">Barriers</h2>'
     yield from _plots(analysis)
     yield '</section><section><h2 id="late">Stragglers</h2>'
@@ -54,7 +54,7 @@ def _parts(analysis: Analysis, tally: Tally) -> Iterator[str]:
     yield '</section><section><h2 id="clocks">Clocks</h2>'
     yield from sections.clocks(analysis)
     yield '</section><section><h2 id="read">What was read</h2>'
-    yield from sections.read(facts, tally)
+    yield from sections.read(facts, stats)
     yield f"</section><footer>tracedstore {safe(__version__)}</footer></body></html>\n"
 
 

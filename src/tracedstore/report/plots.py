@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from tracedstore.report.analysis import Analysis, Incident
-from tracedstore.report.facts import FAILED, TIMEOUT, WAITING
-from tracedstore.report.rounds import Round
-from tracedstore.report.words import clock_time, duration, ranks, safe
+from tracedstore.report.barriers import Round
+from tracedstore.report.formatting import clock_time, duration, ranks, safe
+from tracedstore.report.records import FAILED, TIMEOUT, WAITING
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 74, 14, 14, 34
 _MOST_DOTS = 3000

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tracedstore import names
 from tracedstore.report.analysis import CLOCK_AGREES, Analysis
-from tracedstore.report.facts import Calls, Facts
-from tracedstore.report.reading import Tally
+from tracedstore.report.formatting import duration, number, plural, safe
+from tracedstore.report.reader import ReadStats
+from tracedstore.report.records import Calls, Facts
 from tracedstore.report.tables import MOST_ROWS, code, more, table
-from tracedstore.report.words import duration, number, plural, safe
-from tracedstore.signals import names
 
 
 def stragglers(analysis: Analysis) -> Iterator[str]:
@@ -200,20 +200,20 @@ def clocks(analysis: Analysis) -> Iterator[str]:
     yield more(len(off), MOST_ROWS, "host")
 
 
-def read(facts: Facts, tally: Tally) -> Iterator[str]:
+def read(facts: Facts, stats: ReadStats) -> Iterator[str]:
     """How much of the input this is."""
     yield '<div class="pair">'
     yield table(
         "read",
         ["lines", "how many"],
         [
-            ["all", number(tally.lines)],
-            ["events", number(tally.events)],
-            ["spans of barriers", number(tally.spans)],
-            ["of others", number(tally.foreign)],
-            ["cut off, or mixed with others", number(tally.broken)],
-            ["events with fields that do not fit", number(tally.unfit)],
-            ["too long", number(tally.long)],
+            ["all", number(stats.lines)],
+            ["events", number(stats.events)],
+            ["spans of barriers", number(stats.spans)],
+            ["of others", number(stats.foreign)],
+            ["cut off, or mixed with others", number(stats.broken)],
+            ["events with fields that do not fit", number(stats.unfit)],
+            ["too long", number(stats.long)],
         ],
         numbers=(1,),
     )
@@ -224,7 +224,7 @@ def read(facts: Facts, tally: Tally) -> Iterator[str]:
         numbers=(1,),
     )
     yield "</div>"
-    if tally.damaged:
-        shown = "".join(f"<li>{safe(each)}</li>" for each in tally.damaged[:MOST_ROWS])
+    if stats.damaged:
+        shown = "".join(f"<li>{safe(each)}</li>" for each in stats.damaged[:MOST_ROWS])
         yield f'<p>Not read to the end:</p><ul id="damaged">{shown}</ul>'
-        yield more(len(tally.damaged), MOST_ROWS, "file")
+        yield more(len(stats.damaged), MOST_ROWS, "file")

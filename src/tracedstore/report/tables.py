@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tracedstore.report.words import plural, safe
+from tracedstore.report.formatting import plural, safe
 
 MOST_ROWS: Final = 50
 

@@ -12,11 +12,11 @@ from typing import Any, Final
 import structlog
 from opentelemetry import trace
 
+from tracedstore import names
 from tracedstore.core.errors import error_message, error_type
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
-from tracedstore.signals import names
 
 # The same trouble at the same place is told once in this time, with a count.
 _REPEAT_AFTER_NS = 10_000_000_000
@@ -115,18 +115,18 @@ class Events:
             error=error_message(error),
         )
 
-    def speak_for(self, identity: ProcessIdentity) -> None:
+    def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on the events from here on."""
         self._identity = identity
 
-    def after_fork(self) -> None:
+    def reset(self) -> None:
         """Let go of what the parent's threads may have held."""
         self._lock = threading.Lock()
         self._told = {}
 
     def _tell(self, operation: Operation, event: str, **facts: Any) -> None:
         store = operation.store
-        held_back = self._held_back(
+        suppressed_count = self._suppressed(
             (
                 event,
                 store.kind,
@@ -135,7 +135,7 @@ class Events:
                 operation.error_type,
             )
         )
-        if held_back is None:
+        if suppressed_count is None:
             return
         if operation.trace_id:
             facts["trace_id"] = operation.trace_id
@@ -149,22 +149,22 @@ class Events:
             key_count=operation.key_count,
             key_family=operation.family,
             duration_seconds=round(operation.seconds, 6),
-            held_back=held_back,
+            suppressed_count=suppressed_count,
             **facts,
         )
 
-    def _held_back(self, place: Place) -> int | None:
+    def _suppressed(self, place: Place) -> int | None:
         """Count the events held back at a place, or None to hold back this one."""
         now = self._recorder.ticks()
         with self._lock:
-            last, held_back = self._told.get(place, (None, 0))
+            last, suppressed_count = self._told.get(place, (None, 0))
             if last is not None and now - last < _REPEAT_AFTER_NS:
-                self._told[place] = (last, held_back + 1)
+                self._told[place] = (last, suppressed_count + 1)
                 return None
             if len(self._told) >= _MOST_PLACES:
                 self._told.clear()
             self._told[place] = (now, 0)
-            return held_back
+            return suppressed_count
 
     def _logger(self) -> Any:
         # Asked for each time: the application may configure structlog after us,

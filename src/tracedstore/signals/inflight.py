@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tracedstore import names
+from tracedstore.core.counters import Call, thread_names
 from tracedstore.core.keys import shown
 from tracedstore.core.recorder import Recorder
-from tracedstore.core.tally import Call, thread_names
-from tracedstore.signals import names
 
 # More than this at a time would drown the log that should help.
 _MOST_REPORTED_AT_ONCE = 16
@@ -52,7 +52,7 @@ def in_flight(recorder: Recorder) -> list[InFlight]:
     now = recorder.ticks()
     return [
         _described(recorder, names_by_id, thread_id, call, now)
-        for thread_id, call in recorder.tallies.calls()
+        for thread_id, call in recorder.counters.calls()
     ]
 
 
@@ -119,7 +119,7 @@ class StallWatch:
             except Exception as error:
                 self._recorder.failures.add(self.name, error)
 
-    def after_fork(self) -> None:
+    def reset(self) -> None:
         """Let go of what the parent's threads may have held."""
         self._starting = threading.Lock()
         self._stopped = threading.Event()
@@ -142,7 +142,7 @@ class StallWatch:
     def look(self) -> float:
         """Report what is due, and give the seconds until something can be again."""
         now = self._recorder.ticks()
-        calls = self._recorder.tallies.calls()
+        calls = self._recorder.counters.calls()
         reported = {id(call) for _, call in calls} & self._again.keys()
         self._again = {found: self._again[found] for found in reported}
         due = [found for found in calls if self._due(found[1]) <= now]

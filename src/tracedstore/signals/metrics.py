@@ -1,7 +1,7 @@
-"""The Prometheus collector: turns the tallies into metric families at a scrape.
+"""The Prometheus collector: turns the counters into metric families at a scrape.
 
 Calls never touch prometheus_client, which would cost more than a call to a HashStore
-does; they add to the tallies, and this adds those up when somebody asks.
+does; they add to the counters, and this adds those up when somebody asks.
 """
 
 from bisect import bisect_left
@@ -19,12 +19,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.core.barriers import BarrierBook, Durations, Result
-from tracedstore.core.operation import Operation
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.rendezvous import RendezvousBook
-from tracedstore.core.tally import (
+from tracedstore.core.barrier_stats import BarrierStats, Durations, Result
+from tracedstore.core.counters import (
     BOUNDS,
     BUCKETS,
     BYTES,
@@ -34,10 +32,12 @@ from tracedstore.core.tally import (
     SWAPS_LOST,
     SWAPS_WON,
     WAIT_BOUNDS,
-    Cell,
     Series,
+    SeriesCounts,
 )
-from tracedstore.signals import names
+from tracedstore.core.operation import Operation
+from tracedstore.core.recorder import Recorder
+from tracedstore.core.rendezvous_stats import RendezvousStats
 
 # Where the compare-and-sets inside one call are known; elsewhere only calls that are
 # compare-and-sets themselves have the metric.
@@ -47,10 +47,10 @@ _MADE_AGAIN = frozenset({"set_state"})
 
 _MOST_RANKS_NAMED = 64
 
-Sums = Mapping[Series, Cell]
+Sums = Mapping[Series, SeriesCounts]
 
 
-class Metrics(Collector):
+class MetricsCollector(Collector):
     """Exports what was counted, and remembers a trace for each histogram bucket."""
 
     name = names.METRICS_OBSERVER
@@ -76,7 +76,7 @@ class Metrics(Collector):
             (operation.started_ns + operation.duration_ns) / 1e9,
         )
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what is the parent's, as a forked child must."""
         self._exemplars = {}
 
@@ -99,7 +99,7 @@ class Metrics(Collector):
         yield family
 
     def _collect(self) -> Iterator[Family]:
-        sums = self._recorder.tallies.sums()
+        sums = self._recorder.counters.sums()
         every = self._recorder.series.all()
         yield self._histogram(names.OPERATION_DURATION, OPERATION_BOUNDS, every, sums)
         blocking = [series for series in every if series.method.blocks]
@@ -109,7 +109,7 @@ class Metrics(Collector):
         yield from _barriers(self._recorder.barriers)
         yield from _rendezvous(self._recorder.rendezvous)
         suppressed = _counter(names.SPANS_SUPPRESSED)
-        over_budget = self._recorder.tallies.without_span()
+        over_budget = self._recorder.counters.over_budget()
         suppressed.add_metric([names.OVER_BUDGET], over_budget)
         suppressed.add_metric(
             [names.SUPPRESSED_BY_CALLER], self._suppressed_by_caller()
@@ -128,8 +128,8 @@ class Metrics(Collector):
     ) -> Family:
         family = _histogram(metric)
         for series in every:
-            cell = sums[series]
-            cumulative = list(accumulate(cell[BUCKETS:]))
+            counts = sums[series]
+            cumulative = list(accumulate(counts[BUCKETS:]))
             ends = [*(BOUNDS.index(bound) for bound in bounds), len(BOUNDS)]
             buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
             start = 0
@@ -140,7 +140,7 @@ class Metrics(Collector):
                 buckets.append((le, count, exemplar) if exemplar else (le, count))
                 start = end + 1
             labels = [series.store, series.method.name, series.error_type]
-            family.add_metric(labels, buckets, cell[NANOSECONDS] / 1e9)
+            family.add_metric(labels, buckets, counts[NANOSECONDS] / 1e9)
         return family
 
     def _exemplar(self, series: Series, buckets: range) -> Exemplar | None:
@@ -152,7 +152,7 @@ class Metrics(Collector):
         return None
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Family]:
-        calls = [call for _, call in self._recorder.tallies.calls()]
+        calls = [call for _, call in self._recorder.counters.calls()]
         series = [state.series[method.index] for method, state, *_ in calls]
         where = [(found.store, found.method.name) for found in series]
         counts = Counter(where)
@@ -171,7 +171,7 @@ class Metrics(Collector):
         yield oldest
 
 
-def _barriers(book: BarrierBook) -> Iterator[Family]:
+def _barriers(book: BarrierStats) -> Iterator[Family]:
     yield _durations(names.BARRIER_DURATION, book.durations())
     last = _counter(names.BARRIER_LAST_ARRIVALS)
     for family, times in book.last_arrivals().items():
@@ -181,7 +181,7 @@ def _barriers(book: BarrierBook) -> Iterator[Family]:
     missing = _gauge(names.BARRIER_MISSING)
     rank_missing = _gauge(names.BARRIER_RANK_MISSING)
     # One a family: several barriers of a family at a time share its labels.
-    for stalled in {found.family: found for found in book.now_stalled()}.values():
+    for stalled in {found.family: found for found in book.stalled_barriers()}.values():
         arrived.add_metric([stalled.family], stalled.arrived)
         missing.add_metric([stalled.family], len(stalled.missing) + stalled.possible)
         for rank, host in list(stalled.missing.items())[:_MOST_RANKS_NAMED]:
@@ -189,7 +189,7 @@ def _barriers(book: BarrierBook) -> Iterator[Family]:
     yield from (arrived, missing, rank_missing)
 
 
-def _rendezvous(book: RendezvousBook) -> Iterator[Family]:
+def _rendezvous(book: RendezvousStats) -> Iterator[Family]:
     yield _durations(names.RENDEZVOUS_DURATION, book.durations())
     writes = _counter(names.RENDEZVOUS_WRITES)
     for labels, count in book.writes().items():

@@ -13,13 +13,13 @@ from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.util.types import AttributeValue
 
+from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.core.errors import error_message
 from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
-from tracedstore.signals import names
 
 # The version of the conventions whose names are used; all of them are stable there.
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.36.0"
@@ -107,7 +107,7 @@ class Spans:
             links=links,
         )
 
-    def speak_for(self, identity: ProcessIdentity) -> None:
+    def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on the spans from here on."""
         self._process = process_attributes(identity)
 

@@ -86,7 +86,7 @@ def take_part(command: dict[str, Any]) -> None:
             "names": error.missing_names,
             "arrived": error.arrived_ranks,
             "unidentified": error.unidentified_count,
-            "signed_twice": error.signed_twice_ranks,
+            "duplicates": error.duplicate_ranks,
             "text": str(error),
         }
     except Exception as error:

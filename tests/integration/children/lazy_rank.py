@@ -34,7 +34,7 @@ work.wait()
 report(
     sum=number.item(),
     native_threads=len(
-        RECORDER.tallies.keys() - {thread.ident for thread in threading.enumerate()}
+        RECORDER.counters.keys() - {thread.ident for thread in threading.enumerate()}
     ),
     counted=all_counted(REGISTRY),
     in_flight=len(tracedstore.in_flight()),

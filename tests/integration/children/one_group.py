@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import tracedstore
 from integration.harness import all_counted, report
-from tracedstore.coordination.ranks import registered
+from tracedstore.coordination.rank_registry import registered
 from tracedstore.core.identity import bottom_of
 
 for _ in sys.argv[2:]:

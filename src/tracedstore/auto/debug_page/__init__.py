@@ -6,6 +6,6 @@ from tracedstore.auto import debug_page
 start_debug_server(**debug_page.add())
 """
 
-from tracedstore.auto.debug_page.adding import add
+from tracedstore.auto.debug_page.install import add
 
 __all__ = ["add"]

@@ -15,10 +15,10 @@ from torch.distributed.debug._frontend import (
 )
 from torch.distributed.debug._store import get_world_size, tcpstore_client
 
-from tracedstore.auto.debug_page.asking import Directory, ask_all
+from tracedstore import names
+from tracedstore.auto.debug_page.rank_client import Directory, ask_all
 from tracedstore.auto.debug_page.view import View, view
 from tracedstore.coordination import decoders
-from tracedstore.signals import names
 
 PATH = f"/{names.SCOPE}"
 # Seconds for the whole page, whoever does not answer.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from tracedstore.coordination.decoders import Decoder, name_of, nameless
 from tracedstore.coordination.ranges import describe, fold
-from tracedstore.core.barriers import Stalled
-from tracedstore.export.answers import Answer
-from tracedstore.export.questions import Reply, State
+from tracedstore.core.barrier_stats import Stalled
+from tracedstore.export.inflight_client import Reply, State
+from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
 
 # Of more missing ranks than this, what they are doing is read in the table below.
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingBarrier:
     """A barrier that ranks are missing from.
 
     Attributes:
@@ -65,7 +65,7 @@ class View:
 
     summary: str
     trouble: str
-    barriers: tuple[Waiting, ...]
+    barriers: tuple[WaitingBarrier, ...]
     rows: tuple[Row, ...]
 
     def text(self) -> str:
@@ -164,7 +164,7 @@ def _idle(replies: Mapping[int, Reply]) -> Iterable[Row]:
             yield Row(ranks=_named(ranks), state=words)
 
 
-def _barriers(replies: Mapping[int, Reply]) -> tuple[Waiting, ...]:
+def _barriers(replies: Mapping[int, Reply]) -> tuple[WaitingBarrier, ...]:
     # Those that look at one barrier mostly find the same.
     found: dict[tuple[object, ...], tuple[Stalled, list[int]]] = {}
     for rank, reply in sorted(replies.items()):
@@ -172,7 +172,7 @@ def _barriers(replies: Mapping[int, Reply]) -> tuple[Waiting, ...]:
             key = stalled.family, stalled.arrived, *sorted(stalled.missing.items())
             found.setdefault(key, (stalled, []))[1].append(rank)
     return tuple(
-        Waiting(
+        WaitingBarrier(
             barrier=stalled.family,
             arrived=stalled.arrived,
             missing=_missing(stalled, replies),
@@ -222,7 +222,7 @@ def _line(call: InFlight) -> str:
     return ", ".join(parts)
 
 
-def _calls(answer: Answer) -> str:
+def _calls(answer: ProcessStatus) -> str:
     count = len(answer.calls) + answer.more_calls
     return "a Store call" if count == 1 else f"{count} Store calls"
 

@@ -3,7 +3,7 @@
 Python imports a module of this name while it starts, and `tracedstore-run` has put
 this one's folder first on PYTHONPATH. It is not part of the package, is loaded by all
 Python programs below that command, and therefore imports nothing. When torch is about
-to be imported, and not before, it loads ``tracedstore.auto.places``.
+to be imported, and not before, it loads ``tracedstore.auto.patches``.
 """
 
 import sys
@@ -18,9 +18,9 @@ class _UntilTorch:
             return
         sys.meta_path.remove(_UntilTorch)
         try:
-            from tracedstore.auto import places  # noqa: PLC0415 - see above
+            from tracedstore.auto import patches  # noqa: PLC0415 - see above
 
-            places.instrument()
+            patches.instrument()
         except ImportError:
             pass  # another Python, which has no tracedstore
         except Exception as error:

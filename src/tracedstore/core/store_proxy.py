@@ -1,0 +1,229 @@
+"""The recording seam: a Store that forwards every call and records how it went.
+
+This base is pure Python, on torch's Store trampoline. What it records into (`counters`,
+through `recorder`) is plain enough that a C++ base with the same interface can
+replace it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import Store
+
+from tracedstore.core.counters import BOUNDS, BUCKETS, BYTES, NANOSECONDS, StoreState
+from tracedstore.core.errors import TIMEOUT
+from tracedstore.core.identity import StoreIdentity
+from tracedstore.core.operation import METHODS, Method
+from tracedstore.core.recorder import Recorder
+
+# The C++ half of every wrapper has a timeout of its own, which a PrefixStore above
+# it and torch's C++ set without Python being told. This reads that one.
+_own_timeout: Callable[[Store], timedelta] = vars(Store)["timeout"].fget
+
+# Answered by the store object itself, without going to a server or a file.
+_ANSWERED_ON_THE_SPOT = ("has_extended_api", "set_timeout")
+
+
+def methods_of(store_class: type[Store]) -> dict[str, Method]:
+    """Number the operations that a Store class has.
+
+    A torch older than the table has fewer of them; one that is newer may have more,
+    which are forwarded and timed all the same, only without keys.
+    """
+    names = [
+        name
+        for name in dir(store_class)
+        if not name.startswith("_")
+        and name not in _ANSWERED_ON_THE_SPOT
+        and callable(getattr(store_class, name))
+    ]
+    known = [method for method in METHODS if method.name in names]
+    unknown = [
+        Method(name=name, parameters=(), keys="none")
+        for name in names
+        if name not in {method.name for method in METHODS}
+    ]
+    return {
+        method.name: replace(method, index=index)
+        for index, method in enumerate(known + unknown)
+    }
+
+
+class StoreProxy(Store):
+    """A Store that forwards every method to another one and records how it went.
+
+    Results, exceptions, blocking and timeouts are the inner store's. Nothing here
+    holds a lock while the inner store works.
+    """
+
+    # The only attribute of its own; see StoreState.
+    _traced: StoreState
+
+    def __init__(
+        self, inner: Store, identity: StoreIdentity, recorder: Recorder
+    ) -> None:
+        super().__init__()
+        state = StoreState(inner, identity, recorder)
+        # Asking for a label set is what exports it, as zero until something happens.
+        state.series = tuple(
+            recorder.series.of(identity.kind, method) for method in RECORDED.values()
+        )
+        for method in RECORDED.values():
+            if method.blocks:
+                recorder.series.of(identity.kind, method, TIMEOUT)
+        object.__setattr__(self, "_traced", state)
+        _take_timeout(self, state.inner.timeout)
+
+    # Whatever the caller passes goes to the inner store, which knows what it takes.
+
+    def set_timeout(self, *args: Any, **kwargs: Any) -> None:
+        """Set the inner store's timeout, and what torch's C++ takes for it."""
+        self._traced.inner.set_timeout(*args, **kwargs)
+        _take_timeout(self, self._traced.inner.timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The inner store's timeout."""
+        _pass_on_timeout(self)
+        timeout: timedelta = self._traced.inner.timeout
+        return timeout
+
+    def has_extended_api(self, *args: Any, **kwargs: Any) -> bool:
+        """Tell whether the inner store has append, multi_get and multi_set."""
+        extended: bool = self._traced.inner.has_extended_api(*args, **kwargs)
+        return extended
+
+    if TYPE_CHECKING:
+        # Forwarded like all the others (below); torch's stubs do not have these.
+        def append(self, key: str, value: str | bytes, /) -> None: ...
+        def multi_set(
+            self, keys: list[str], values: Sequence[str | bytes], /
+        ) -> None: ...
+        def barrier(
+            self, key: str, world_size: int, timeout: timedelta | None = None
+        ) -> None: ...
+        def clone(self, *args: Any, **kwargs: Any) -> Store: ...
+
+
+def _take_timeout(store: StoreProxy, timeout: timedelta) -> None:
+    """Let torch's C++ see the timeout that the inner store has."""
+    Store.set_timeout(store, timeout)
+    # Read back, because C++ keeps whole milliseconds.
+    store._traced.timeout = _own_timeout(store)  # noqa: SLF001 - a function of the class, kept off its surface
+
+
+def _pass_on_timeout(store: StoreProxy) -> None:
+    """Give the inner store the timeout that torch's C++ set on the wrapper."""
+    state = store._traced  # noqa: SLF001 - likewise
+    timeout = _own_timeout(store)
+    if timeout != state.timeout:
+        state.timeout = timeout
+        state.inner.set_timeout(timeout)
+
+
+def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
+    method: Method, bind: Callable[[Any], Callable[..., Any]]
+) -> Any:
+    """Make the method that forwards a call and records it.
+
+    Args:
+        method: What is called.
+        bind: Gives what to call of an inner store. It is asked on every call: what
+            the inner store has is its own affair, and what it lacks fails here as it
+            does there.
+
+    What it becomes a method of has its `StoreState` in ``_traced``; only a method
+    that blocks takes that to be a StoreProxy.
+    """
+    index, size, swapped = method.index, method.size, method.swapped
+    # A clone inherits the timeout; everything that blocks ends by it.
+    needs_timeout = method.blocks or method.name == "clone"
+
+    def forward(self: StoreProxy, *args: Any, **kwargs: Any) -> Any:  # noqa: C901
+        state = self._traced
+        if needs_timeout and _own_timeout(self) != state.timeout:
+            _pass_on_timeout(self)
+        inner = bind(state.inner)
+        recorder = state.recorder
+        if not recorder.on:
+            return inner(*args, **kwargs)
+        try:
+            counters = recorder.counters[get_ident()]
+            outer = counters.call
+            # A traced store above the PrefixStore above this one has recorded it.
+            recorded = outer is not None and outer[1].stands_on(state)
+            probe = state.probe
+            if probe is not None and not recorded:
+                probe.start()
+            named = method.positional(args, kwargs) if kwargs else args
+            started = recorder.ticks()
+        except Exception as error:
+            recorder.broke(error)
+            return inner(*args, **kwargs)
+        if recorded:
+            return inner(*args, **kwargs)
+        call = (method, state, named, started, outer)
+        # From here on the call shows as in flight, and must not stay there: an
+        # interrupt may come between any two lines.
+        try:
+            counters.call = call
+            result = inner(*args, **kwargs)
+        except BaseException as error:
+            counters.call = outer
+            recorder.failed(counters, call, error)
+            raise
+        counters.call = outer
+        try:
+            now = recorder.ticks()
+            duration = now - started
+            counts = counters.by_series[state.series[index]]
+            counts[BUCKETS + bisect_left(BOUNDS, duration)] += 1
+            counts[NANOSECONDS] += duration
+            if size is not None:
+                counts[BYTES] += size(named, result)
+            contended = swapped is not None and recorder.swap(
+                state, counts, won=swapped(named, result)
+            )
+            if (
+                now >= recorder.budget.opens_at
+                or duration >= recorder.slow_ns
+                or contended
+                or probe is not None
+            ):
+                recorder.returned(counters, call, now, counts, result)
+            elif recorder.budget.counting:
+                counters.over_budget += 1
+        except Exception as error:
+            recorder.broke(error)
+        return result
+
+    forward.__name__ = method.name
+    forward.__qualname__ = f"{StoreProxy.__name__}.{method.name}"
+    forward.__doc__ = f"Forward ``{method.name}`` to the inner store and record it."
+    return forward
+
+
+def _own_property(name: str) -> property:
+    return property(lambda self: getattr(self._traced.inner, name))
+
+
+# Every operation of this torch's Store, numbered.
+RECORDED = methods_of(Store)
+
+for _method in RECORDED.values():
+    setattr(StoreProxy, _method.name, forwarder(_method, attrgetter(_method.name)))
+# torch's C++ looks for these two under its own spelling. Going through the base
+# class reaches the inner store the way C++ would.
+for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
+    _bind = partial(partial, getattr(Store, _name))
+    setattr(StoreProxy, _spelling, forwarder(RECORDED[_name], _bind))
+# Properties that a newer Store may have are the inner store's too.
+for _name, _attribute in vars(Store).items():
+    if isinstance(_attribute, property) and _name != "timeout":
+        setattr(StoreProxy, _name, _own_property(_name))
