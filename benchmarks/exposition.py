@@ -20,7 +20,7 @@ from harness import Bar, finish, parser
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from tracedstore.core.barrier_stats import Stalled
+from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import pages
 from tracedstore.testing import FlakyStore
@@ -64,9 +64,9 @@ def everything() -> None:
             store.set(_word(name), "v")
     for name in range(200):
         tracedstore.barrier(dist.HashStore(), 1, _word(name), rank=0)
-        RECORDER.barriers.stalled(
-            RECORDER.barriers.token(),
-            Stalled(
+        RECORDER.barriers.record_stall(
+            RECORDER.barriers.begin(),
+            StalledBarrier(
                 family=RECORDER.families.of(_word(name)),
                 arrived=1,
                 missing={rank: f"node{rank}" for rank in range(1, 1024)},

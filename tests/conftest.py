@@ -20,11 +20,12 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
 from support.etcd import EtcdServer
+from tracedstore import barrier_patch
 from tracedstore import store as store_module
-from tracedstore.coordination import barrier_patch, rank_registry
+from tracedstore.coordination import rank_registry
 from tracedstore.core.counters import SeriesTable
+from tracedstore.core.identity import set_group_identity
 from tracedstore.core.recorder import RECORDER
-from tracedstore.export import setup
 
 # torch asks for the name behind the address of every connection. No name server has
 # one for loopback, so none is asked: a slow one would cost five seconds a time.
@@ -52,7 +53,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tracedstore.shutdown(timeout=1)
     barrier_patch.restore()
     rank_registry.reset()
-    setup._in_group = None
+    set_group_identity(None)
     RECORDER.reset()
     RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):

@@ -1,13 +1,11 @@
 """The public names, imported from where they are defined.
 
 `tracedstore/__init__.py` loads this module, and torch with it, when the first of these
-names is used. It loads all of them at once: `barrier` works without `wrap`, but needs
-the telemetry that `export.setup` sets up.
+names is used.
 """
 
 from tracedstore.auto.patches import instrument as instrument
 from tracedstore.auto.patches import uninstrument as uninstrument
-from tracedstore.coordination.barrier import barrier as barrier
 from tracedstore.coordination.barrier_timeout import BarrierTimeout as BarrierTimeout
 from tracedstore.coordination.exchange import get_all as get_all
 from tracedstore.coordination.exchange import store_timeout as store_timeout
@@ -16,6 +14,7 @@ from tracedstore.core.errors import ConfigurationError as ConfigurationError
 from tracedstore.core.errors import TracedStoreError as TracedStoreError
 from tracedstore.core.observer import Observer as Observer
 from tracedstore.core.operation import Operation as Operation
+from tracedstore.elastic import barrier as barrier
 from tracedstore.export.settings import Settings as Settings
 from tracedstore.export.setup import configure as configure
 from tracedstore.export.setup import in_flight as in_flight

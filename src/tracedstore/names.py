@@ -297,8 +297,8 @@ ATTRIBUTES: Final = {
     BARRIER_MISSING_TEXT: "Barrier, timeout: all of them, in ranges and by host.",
 }
 
-# In the context while a barrier makes Store calls, which its own span stands for.
-TOLD_BY_BARRIER: Final = "tracedstore.told-by-barrier"
+# Context key: set while a barrier makes Store calls, which its own span covers.
+SUPPRESS_CALL_SPANS: Final = "tracedstore.suppress-call-spans"
 
 OPERATION_SLOW: Final = "store.operation.slow"
 OPERATION_FAILED: Final = "store.operation.failed"

@@ -1,4 +1,4 @@
-"""TracedStore and wrap(): a Store that behaves like the one it wraps, and tells."""
+"""TracedStore and wrap(): a Store that behaves like the one it wraps, and is traced."""
 
 import sys
 from types import TracebackType
@@ -12,30 +12,30 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.store_proxy import StoreProxy
 from tracedstore.export.setup import ensure_configured
 
-# torch's C++ holds only the C++ half of a Python store. When the last Python
-# reference goes, the methods go with it, and the next call from C++ dies of an
-# INTERNAL ASSERT; init_process_group(store=wrap(...)) is all it takes. So every
-# wrapper is kept here until it is closed. Keyed by identity: pybind objects are
-# hashable, but an inner store might define __eq__.
+# torch's C++ holds only the C++ half of a Python store. When the last Python reference
+# is dropped, the Python methods go with it, and the next call from C++ fails an
+# INTERNAL ASSERT; init_process_group(store=wrap(...)) is all it takes. So every wrapper
+# is kept here until it is closed. Keyed by identity: pybind objects are hashable, but
+# an inner store might define __eq__.
 _kept_alive: dict[int, "TracedStore"] = {}
 
 
 def wrap(store: Store) -> "TracedStore":
     """Wrap any Store, so that its calls show in metrics, spans and events.
 
-    The result is a Store that torch takes everywhere, and behaves like the bare one:
-    same results, exceptions, timeouts and blocking. Wrapping a TracedStore gives that
-    same one back.
+    The result is a Store that torch accepts everywhere. It behaves like the bare one:
+    same results, exceptions, timeouts and blocking. Wrapping a TracedStore returns it
+    unchanged.
 
-    It stays alive until `TracedStore.close`, because torch's C++ may still use it
-    after the last Python reference is gone.
+    It stays alive until `TracedStore.close`: torch's C++ may still use it after the
+    last Python reference is dropped.
 
     Args:
-        store: What to wrap: TCPStore, FileStore, HashStore, PrefixStore, EtcdStore
-            or any other subclass of ``torch.distributed.Store``.
+        store: The store: TCPStore, FileStore, HashStore, PrefixStore, EtcdStore or any
+            other subclass of ``torch.distributed.Store``.
 
     Raises:
-        TypeError: It is no Store.
+        TypeError: The argument is no Store.
         ConfigurationError: This is the first use, and a ``TRACEDSTORE_*`` variable
             has a value that cannot be used.
     """
@@ -44,7 +44,7 @@ def wrap(store: Store) -> "TracedStore":
     if not isinstance(store, Store):
         raise TypeError(
             f"wrap() takes a torch.distributed.Store, not {type(store).__name__};"
-            " subclass Store, which torch's own functions insist on too"
+            " subclass Store, which torch's own functions require too"
         )
     ensure_configured()
     return TracedStore(store)
@@ -52,15 +52,15 @@ def wrap(store: Store) -> "TracedStore":
 
 @final
 class TracedStore(StoreProxy):
-    """A Store that tells what is done with it; made by `wrap`.
+    """A Store whose calls are recorded; created by `wrap`.
 
-    Everything else, attributes included, is the wrapped store's.
+    Every other attribute is the wrapped store's.
     """
 
     def __init__(self, store: Store) -> None:
         bottom = bottom_of(store)
         if isinstance(bottom, TracedStore):
-            # PrefixStores over a traced store: one of the two records a call.
+            # PrefixStores over a traced store: only one of the two records a call.
             below = bottom._traced  # noqa: SLF001 - of the same class
             super().__init__(store, below.identity, RECORDER)
             self._traced.below, self._traced.probe = below, below.probe
@@ -70,10 +70,10 @@ class TracedStore(StoreProxy):
         _kept_alive[id(self)] = self
 
     def clone(self, *args: Any, **kwargs: Any) -> "TracedStore":
-        """Clone the wrapped store; the clone is traced, and kept alive likewise.
+        """Clone the wrapped store; the clone is traced and kept alive as well.
 
-        torch's C++ clones stores (``split_group``) and keeps no Python reference,
-        so a clone is released when the store it came from is closed.
+        torch's C++ clones stores (``split_group``) and keeps no Python reference, so a
+        clone is released when its original is closed.
         """
         inner = self._traced.inner
         cloned = super().clone(*args, **kwargs)
@@ -85,10 +85,10 @@ class TracedStore(StoreProxy):
         return clone
 
     def close(self) -> None:
-        """Let go of the store, and of its clones: they no longer outlive their users.
+        """Release the store and its clones: they are no longer kept alive.
 
-        From here on they live as long as somebody in Python refers to them, like any
-        store. Do not close a store that a process group still uses.
+        From now on they live as long as Python code refers to them, like any store. Do
+        not close a store that a process group still uses.
         """
         _kept_alive.pop(id(self), None)
         for clone in list(self._traced.clones):
@@ -106,8 +106,8 @@ class TracedStore(StoreProxy):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        # Only asked for what this class does not have: host, port, path, client, ...
-        if name == "_traced":  # before __init__ is through
+        # Only called for what this class does not have: host, port, path, client, ...
+        if name == "_traced":  # before __init__ has set it
             raise AttributeError(name)
         return getattr(self._traced.inner, name)
 
@@ -131,7 +131,7 @@ class TracedStore(StoreProxy):
 
 
 def _probe(store: Store) -> Probe | None:
-    """Look inside an EtcdStore; where there is none, etcd is not even imported."""
+    """Return the probe of an EtcdStore; None, without importing etcd, for others."""
     module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
     if module is None or not isinstance(store, module.EtcdStore):
         return None

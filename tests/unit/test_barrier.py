@@ -16,7 +16,7 @@ from torch.distributed.elastic.utils import store as torchs
 import tracedstore
 from support.events import Events, check
 from tracedstore import BarrierTimeout
-from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.testing import FlakyStore
 
 
@@ -246,13 +246,16 @@ class TestMetrics:
         assert sample("last_arrivals_total") == 1
 
     def test_gauges_while_stalled(
-        self, store: Any, registry: CollectorRegistry
+        self,
+        store: Any,
+        registry: CollectorRegistry,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Who is missing where, while it lasts, and nothing afterwards."""
+        """The missing ranks and hosts while the barrier waits, and none afterwards."""
         seen: list[tuple[Any, ...]] = []
-        emit = RECORDER.emit
+        emit = TELEMETRY.emit
 
-        def look(event: str, **fields: Any) -> None:
+        def observe(event: str, **fields: Any) -> None:
             emit(event, **fields)
             if event == "barrier.waiting":
                 seen.append(gauges())
@@ -266,7 +269,7 @@ class TestMetrics:
                 registry.get_sample_value("tracedstore_barrier_rank_missing", rank),
             )
 
-        RECORDER.emit = look
+        monkeypatch.setattr(TELEMETRY, "emit", observe)
         meet(
             store,
             0,

@@ -12,7 +12,8 @@ from torch.distributed.elastic.utils import store as torchs_store
 
 import tracedstore
 from integration.harness import in_threads, results
-from tracedstore.coordination import barrier_patch, membership
+from tracedstore import barrier_patch
+from tracedstore.coordination import membership
 from tracedstore.coordination.membership import Membership
 from tracedstore.core.recorder import RECORDER
 

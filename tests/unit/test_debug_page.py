@@ -28,7 +28,7 @@ from tracedstore.auto.debug_page.rank_client import Directory, ask_all
 from tracedstore.auto.debug_page.view import view
 from tracedstore.coordination.decoders import nameless
 from tracedstore.coordination.rank_registry import RankInfo, register
-from tracedstore.core.barrier_stats import Stalled
+from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import process_status
 from tracedstore.export.inflight_client import Reply
@@ -47,7 +47,7 @@ CALL = InFlight(
     waited_seconds=12.34,
     thread="MainThread",
 )
-STALLED = Stalled(
+STALLED = StalledBarrier(
     family="epoch/*",
     arrived=5,
     missing={1: "node1", 2: "node1", 4: "rank 4"},
@@ -107,7 +107,7 @@ class TestAnswer:
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
-        RECORDER.barriers.stalled(RECORDER.barriers.token(), STALLED)
+        RECORDER.barriers.record_stall(RECORDER.barriers.begin(), STALLED)
         server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
@@ -331,7 +331,7 @@ class TestView:
 
     def test_missing_without_names(self) -> None:
         """Nobody is accused who may have arrived."""
-        unsure = Stalled(family="b", arrived=2, missing={}, possible=3)
+        unsure = StalledBarrier(family="b", arrived=2, missing={}, possible=3)
         (waiting,) = view({0: answered(0, barriers=(unsure,))}, "", str).barriers
 
         assert waiting.missing == "missing 3, some arrived without a name"
@@ -385,9 +385,9 @@ class TestAdd:
         class Asked:
             frontend = FrontendServer.__new__(FrontendServer)
 
-        RECORDER.barriers.stalled(
-            RECORDER.barriers.token(),
-            Stalled(family="<b>", arrived=1, missing={1: "node1"}, possible=0),
+        RECORDER.barriers.record_stall(
+            RECORDER.barriers.begin(),
+            StalledBarrier(family="<b>", arrived=1, missing={1: "node1"}, possible=0),
         )
         (_, page, *_) = debug_page.add()["handlers"]
         (route,) = page.routes()

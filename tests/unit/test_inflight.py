@@ -1,4 +1,4 @@
-"""What is blocked now is visible now."""
+"""Calls in flight, and the reports of those that stall."""
 
 import threading
 from collections.abc import Iterator
@@ -10,8 +10,21 @@ from prometheus_client import CollectorRegistry
 
 import tracedstore
 from tracedstore.core.recorder import RECORDER
-from tracedstore.signals.inflight import StallWatch
+from tracedstore.core.telemetry import NullTelemetry
+from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.signals.inflight import StallReporter
 from tracedstore.testing import FakeClock, FlakyStore
+
+
+class EventLog(NullTelemetry):
+    """Keeps the events that are emitted."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Keep the event."""
+        self.events.append({"event": event, **fields})
 
 
 class Blocked:
@@ -19,7 +32,8 @@ class Blocked:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.clock = FakeClock()
-        self.events: list[dict[str, Any]] = []
+        log = EventLog()
+        self.events = log.events
         tracedstore.configure(
             registry=registry,
             clock=self.clock.clock,
@@ -27,12 +41,9 @@ class Blocked:
             stall_after=0,
             spans="off",
         )
-        self.watch = StallWatch(RECORDER, self._emit, after=30)
+        self.stalls = StallReporter(RECORDER, log, after=30)
         self.flaky = FlakyStore()
         self.store = tracedstore.wrap(self.flaky)
-
-    def _emit(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
 
     @contextmanager
     def call(self, *keys: str, name: str = "waiter") -> Iterator[None]:
@@ -66,7 +77,7 @@ def blocked(registry: CollectorRegistry) -> Blocked:
 class TestInFlight:
     """The table of calls in flight."""
 
-    def test_what_is_told(self, blocked: Blocked) -> None:
+    def test_fields(self, blocked: Blocked) -> None:
         """Operation, store, key, since when, and in which thread."""
         with blocked.call("worker/1", "worker/2"):
             blocked.clock.advance(5)
@@ -86,7 +97,7 @@ class TestInFlight:
         assert tracedstore.in_flight() == []
 
     def test_gauges(self, blocked: Blocked, registry: CollectorRegistry) -> None:
-        """How many, and since when the oldest; the latter is absent when idle."""
+        """The number, and the start of the oldest, which is absent without a call."""
         labels = {"store": "flaky_store", "operation": "wait"}
 
         def gauges() -> tuple[float | None, float | None]:
@@ -105,8 +116,8 @@ class TestInFlight:
         assert gauges() == (0, None)
 
 
-class TestStallWatch:
-    """A call that stays in flight is reported while it stays."""
+class TestStallReporter:
+    """A call that stays in flight is reported while it does."""
 
     def test_doubling(self, blocked: Blocked) -> None:
         """After 30 s, then each time the wait has doubled; not in between."""
@@ -114,7 +125,7 @@ class TestStallWatch:
         with blocked.call("worker/1"):
             for _ in range(250):
                 blocked.clock.advance(1)
-                blocked.watch.look()
+                blocked.stalls.report()
             waited = [event["waited_seconds"] for event in blocked.events]
 
         assert waited == [30.0, 60.0, 120.0, 240.0]
@@ -132,62 +143,63 @@ class TestStallWatch:
         }
 
     def test_sleeps_until_something_can_be_due(self, blocked: Blocked) -> None:
-        """It looks no more often than it has to."""
-        assert blocked.watch.look() == 30
+        """It runs no more often than necessary."""
+        assert blocked.stalls.report() == 30
         with blocked.call("key"):
             blocked.clock.advance(12)
-            assert blocked.watch.look() == 18
+            assert blocked.stalls.report() == 18
             blocked.clock.advance(18)
             # The next one of this call is in 30 s, and so is any new call's first.
-            assert blocked.watch.look() == 30
+            assert blocked.stalls.report() == 30
             assert len(blocked.events) == 1
 
     def test_each_call_has_its_own_time(self, blocked: Blocked) -> None:
-        """A second call that follows the first is not taken for it."""
+        """A later call is not mistaken for an earlier one."""
         for _ in range(2):
             with blocked.call("key"):
                 blocked.clock.advance(31)
-                blocked.watch.look()
+                blocked.stalls.report()
 
         assert [event["waited_seconds"] for event in blocked.events] == [31, 31]
 
     def test_does_not_drown_the_log(self, blocked: Blocked) -> None:
-        """Of many calls that stall together sixteen are told, and their number."""
+        """Of many calls that stall together sixteen are reported, with their number."""
         with ExitStack() as calls:
             for number in range(20):
                 calls.enter_context(blocked.call(f"key/{number}"))
             blocked.clock.advance(31)
-            blocked.watch.look()
+            blocked.stalls.report()
 
         assert len(blocked.events) == 16
         assert {event["stalled_calls"] for event in blocked.events} == {20}
 
-    def test_a_broken_log_switches_it_off(self, blocked: Blocked) -> None:
-        """It is counted as a failure of its own, and the call goes on."""
-        told = threading.Event()
+    def test_broken_log(self, blocked: Blocked) -> None:
+        """The failure is counted, and the call is not affected."""
+        emitted = threading.Event()
 
-        def broken(_event: str, **_fields: Any) -> None:
-            told.set()
-            raise OSError("disk full")
+        class BrokenLog(NullTelemetry):
+            def emit(self, event: str, **fields: Any) -> None:
+                emitted.set()
+                raise OSError("disk full")
 
-        watch = StallWatch(RECORDER, broken, after=0)
+        stalls = StallReporter(RECORDER, BrokenLog(), after=0)
+        watch = Watch("inflight", stalls.report, after=0)
         with blocked.call("key"):
-            watch.ensure_running()
-            assert told.wait(20)
-            watch.stop(20)
+            WATCHER.add(watch)
+            assert emitted.wait(20)
+            WATCHER.remove(watch)
+            WATCHER.stop_if_idle(20)
 
-        assert RECORDER.failures.counts() == {"inflight": 1}
-        watch.ensure_running()
+        assert RECORDER.failures.counts()["inflight"] >= 1
 
     def test_starts_with_the_first_call(
         self, registry: CollectorRegistry, events: Any
     ) -> None:
-        """Nothing runs before, and then a real stall is really reported."""
+        """No thread runs before; then a real stall is reported."""
 
         def watching() -> bool:
             return any(
-                thread.name == "tracedstore-stall-watch"
-                for thread in threading.enumerate()
+                thread.name == "tracedstore-watcher" for thread in threading.enumerate()
             )
 
         tracedstore.configure(registry=registry, stall_after=0.05, log_format="json")

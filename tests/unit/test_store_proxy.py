@@ -9,6 +9,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 import tracedstore
 from tracedstore import Operation
+from tracedstore.core.operation import Reason
 from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 
@@ -67,7 +68,7 @@ class TestNotable:
         recorded.store.set("worker/3", "value")
 
         told = recorded.last()
-        assert told.slow
+        assert told.reasons == Reason.SLOW | Reason.OVERDUE
         assert told.method.name == "set"
         assert told.store.kind == "flaky_store"
         assert told.keys == ("worker/3",)

@@ -281,8 +281,7 @@ def _replace_barrier(module: ModuleType) -> None:
     _finder.cancel(_BARRIERS_COPY)  # replacing imports it
     try:
         # torch never imports these by itself, so torch is complete by now.
-        from tracedstore.coordination import barrier_patch  # noqa: PLC0415 - likewise
-        from tracedstore.export import setup  # noqa: F401, PLC0415 - barriers set it up
+        from tracedstore import barrier_patch  # noqa: PLC0415 - see the docstring
 
         barrier_patch.replace()
         _undo.append(barrier_patch.restore)

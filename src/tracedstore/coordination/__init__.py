@@ -1,1 +1,1 @@
-"""What ranks do together: barriers, exchange, who is who."""
+"""What ranks do together: barrier, arrivals, rank registry, decoders, exchange."""

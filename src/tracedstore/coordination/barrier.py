@@ -1,19 +1,19 @@
-"""The barrier that says who is missing: torch's own, with names.
+"""One rank's barrier call: torch's barrier, and the names of missing ranks.
 
-The keys are torch's (see `protocol`), so traced and plain ranks meet in one barrier.
-A rank that arrives signs the ledger and counts itself; the last one says so; the
-others wait for that. While they wait, the first to have arrived look who is missing
-and warn; at the timeout everybody knows.
+The keys are torch's (see `protocol`), so traced and plain ranks meet in one barrier. A
+rank that arrives writes its arrival into the ledger and adds itself to the count. The
+last one sets a key, which the others wait for. While they wait, the first ranks to
+arrive read who is missing and warn. At the timeout every rank knows.
 
-The store's own timeout is left alone: the one wait there is has a timeout of its own,
-so other threads that use the store do not notice.
+The store's timeout is not changed: the one wait has its own, so other threads that use
+the store are not affected.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from tracedstore import names
 from tracedstore.coordination import decoders, rank_registry
@@ -32,79 +32,41 @@ from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import Keys, Last, Ledger
-from tracedstore.coordination.watch import BarrierWatch, Waiting
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.watcher import WATCHER, Watch
 
-WATCH: Final = BarrierWatch(RECORDER)
-
-# How many of those that arrived first look who is missing. One may die of it; ten
-# thousand would storm the store.
-_LOOKERS = 2
-# How often to read_arrivals again for names of ranks that were counted without one.
-_LOOK_AGAIN = 0.1
-# Seconds that looking may take: the store may be gone, or hang.
-_LOOK_WITHIN = 5.0
-# Seconds that the others give those that read_arrivals to say what they found.
-_VERDICT_WITHIN = 1.0
+# How many of the first ranks to arrive read who is missing. One of them may die; with
+# ten thousand the store would be overloaded.
+_READERS = 2
+# Seconds between reads while ranks that were counted have not written their names.
+_READ_INTERVAL = 0.1
+# Seconds that reading may take: the store may be gone, or hang.
+_READ_TIMEOUT = 5.0
+# Seconds that the other ranks wait for the readers' report.
+_REPORT_TIMEOUT = 1.0
 
 
-def barrier(
-    store: AnyStore,
-    world_size: int,
-    key_prefix: str,
-    barrier_timeout: float = 300,
-    rank: int | None = None,
-    rank_tracing_decoder: Callable[[int], str] | None = None,
-    trace_timeout: float = 10,
-    *,
-    warn_after: float = 30,
-) -> None:
-    """Wait until all ranks are here, and say who is not.
-
-    A drop-in for ``torch.distributed.elastic.utils.store.barrier``, on every store.
-    A prefix is for one use.
+class BarrierCall:
+    """One rank's call of one barrier.
 
     Args:
-        store: Through which the ranks meet; need not be traced.
-        world_size: How many ranks there are.
-        key_prefix: What the barrier's keys begin with.
-        barrier_timeout: Seconds to wait.
-        rank: Which rank this is. Without it others cannot name it.
-        rank_tracing_decoder: Turns a rank into a name; by default what the ranks
-            registered, else what the scheduler's environment says.
-        trace_timeout: Seconds to give ranks that arrived without a name to write it.
-        warn_after: Seconds after which `barrier.waiting` is told, if this rank is
-            among the first; told again each time the wait has doubled. 0 for never.
-
-    Raises:
-        BarrierTimeout: Some rank did not come in time.
-        AssertionError: A decoder was given, and no rank.
+        store: The store through which the ranks meet.
+        world_size: Number of ranks.
+        key_prefix: Prefix of the barrier's keys.
+        timeout: Seconds to wait.
+        rank: The rank of this process, where it is known.
+        decoder: Returns the name of a rank.
+        trace_timeout: Seconds for ranks that arrived without a name to write it.
     """
-    if rank is None and rank_tracing_decoder is not None:
-        raise AssertionError("Tracing requires rank information")
-    visit = _Visit(
-        store,
-        world_size,
-        Keys(key_prefix),
-        barrier_timeout,
-        rank,
-        rank_tracing_decoder,
-        trace_timeout,
-    )
-    RECORDER.set_up()
-    visit.make(warn_after)
-
-
-class _Visit:
-    """One rank's visit of one barrier."""
 
     def __init__(
         self,
         store: AnyStore,
         world_size: int,
-        keys: Keys,
+        key_prefix: str,
         timeout: float,
         rank: int | None,
         decoder: Callable[[int], str] | None,
@@ -112,194 +74,198 @@ class _Visit:
     ) -> None:
         self._store = store
         self._world_size = world_size
-        self._keys = keys
+        self._keys = Keys(key_prefix)
         self._timeout = timeout
         self._rank = rank
         self._decoder = decoder
         self._trace_timeout = trace_timeout
         self._in_ledger = False
-        self._told = BarrierTelemetry(keys.prefix, rank, world_size)
+        self._telemetry = BarrierTelemetry(TELEMETRY, key_prefix, rank, world_size)
 
-    def make(self, warn_after: float) -> None:
-        """Arrive, wait for the others, and tell how it was."""
-        place = 0
-        with self._told.span.suppress_call_spans():
+    def run(self, warn_after: float) -> None:
+        """Arrive, and wait for the other ranks.
+
+        Raises:
+            BarrierTimeout: A rank did not arrive in time.
+        """
+        order = 0
+        with self._telemetry.span.suppress_call_spans():
             try:
-                place = self._arrive()
-                last = self._wait(place, warn_after)
+                order = self._arrive()
+                last = self._wait(order, warn_after)
             except Exception as error:
                 if error_type(error) != TIMEOUT:
-                    self._told.failed(error)
+                    self._telemetry.failed(error)
                     raise
-                timeout = self._timed_out(place)
+                timeout = self._timed_out(order)
                 raise timeout from None
-            self._told.completed(last)
+            except BaseException:
+                self._telemetry.interrupted()
+                raise
+            self._telemetry.completed(last)
 
     def _arrive(self) -> int:
+        """Record the arrival; return its position, from 1."""
         if self._rank is not None:
             guarded(rank_registry.register, self._store, self._rank, self._world_size)
             self._in_ledger = bool(
                 guarded(record_arrival, self._store, self._keys, self._rank)
             )
-        place: int = self._store.add(self._keys.num_members, 1)
-        self._told.arrived(place)
-        if place > self._world_size:
-            guarded(self._stale, place)
-        elif place == 1 < self._world_size and self._told.span.wanted:
-            guarded(self._lead)
-        return place
+        order: int = self._store.add(self._keys.num_members, 1)
+        self._telemetry.arrived(order)
+        if order > self._world_size:
+            guarded(self._report_stale, order)
+        elif order == 1 < self._world_size and self._telemetry.span.enabled:
+            guarded(self._publish_traceparent)
+        return order
 
-    def _wait(self, place: int, warn_after: float) -> Last:
-        """Wait for the last one; give what it said."""
-        if place == self._world_size:
+    def _wait(self, order: int, warn_after: float) -> Last:
+        """Wait for the last rank; return what it wrote."""
+        if order == self._world_size:
             return self._complete()
-        watched = None
-        if warn_after > 0 and place <= _LOOKERS:
-            watched = Waiting(self._warn, warn_after)
-            guarded(WATCH.add, watched)
+        watch = None
+        if warn_after > 0 and order <= _READERS:
+            watch = Watch(names.BARRIERS, self._warn, warn_after)
+            guarded(WATCHER.add, watch)
         try:
             self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
         finally:
-            if watched is not None:
-                WATCH.remove(watched)
-        if not (RECORDER.detailed() or self._told.span.wanted):
+            if watch is not None:
+                WATCHER.remove(watch)
+        if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
             return Last()
         written = guarded(read, self._store, self._keys.last_member)
         return Last() if written is None else Last.from_bytes(written)
 
     def _complete(self) -> Last:
-        """Let the others go, as the last one."""
+        """Complete the barrier, as the last rank."""
         shared, ledger = "", None
-        if self._told.span.wanted:
-            # Before the others go, because they learn from this one where to belong.
-            shared, ledger = guarded(self._shared) or ("", None)
+        if self._telemetry.span.enabled:
+            # Before the barrier completes: the others read the shared trace from here.
+            shared, ledger = guarded(self._shared_trace) or ("", None)
         last = Last(self._rank, shared)
         self._store.set(self._keys.last_member, last.to_json())
-        self._told.record_last_arrival()
+        self._telemetry.arrived_last()
         if self._rank is not None:
             guarded(self._audit, ledger)
         return last
 
-    # What follows may not fail the barrier.
+    # The rest is optional and must not fail the barrier.
 
-    def _lead(self) -> None:
-        """Leave a trace for the others to join, as the first one."""
-        self._told.span.begin()
-        traceparent = self._told.span.traceparent()
+    def _publish_traceparent(self) -> None:
+        """Publish the trace that the other ranks join, as the first rank."""
+        self._telemetry.span.begin()
+        traceparent = self._telemetry.span.traceparent()
         if traceparent:
             lead(self._store, self._keys, traceparent)
 
-    def _shared(self) -> tuple[str, Ledger]:
-        """Find the trace that all belong to: the first one's, else this one's."""
+    def _shared_trace(self) -> tuple[str, Ledger]:
+        """Return the trace that all ranks join: the first rank's, else this one's."""
         ledger = read_ledger(self._store, self._keys, signed=self._in_ledger)
         shared = leader(self._store, self._keys, ledger)
         if not shared:
-            # The first one is plain torch's, or came just now.
-            self._told.span.begin()
-            shared = self._told.span.traceparent()
+            # The first rank runs plain torch, or has not published its trace yet.
+            self._telemetry.span.begin()
+            shared = self._telemetry.span.traceparent()
         return shared, ledger
 
     def _audit(self, ledger: Ledger | None) -> None:
-        """Tell if a rank was counted twice, and the barrier let go too early."""
+        """Report a rank that was counted twice: the barrier completed too early."""
         if ledger is None and self._in_ledger:
             ledger = read_ledger(self._store, self._keys, signed=True)
         if duplicates(self._store, self._keys, ledger or Ledger()):
-            self._stale(self._world_size)
+            self._report_stale(self._world_size)
 
-    def _stale(self, arrived: int) -> None:
-        found = read_arrivals(self._store, self._keys, self._world_size)
-        self._told.stale(arrived, found.duplicates)
+    def _report_stale(self, arrived: int) -> None:
+        arrivals = read_arrivals(self._store, self._keys, self._world_size)
+        self._telemetry.stale(arrived, arrivals.duplicates)
 
     def _warn(self) -> None:
-        finding = run_with_timeout(_LOOK_WITHIN, self._look_beside)
-        if finding.unnamed:
-            self._told.waiting(finding)
+        report = run_with_timeout(_READ_TIMEOUT, self._read_while_waiting)
+        if report.unnamed:
+            self._telemetry.waiting(report)
 
-    def _look_beside(self) -> MissingReport:
+    def _read_while_waiting(self) -> MissingReport:
         with (
-            self._told.span.suppress_call_spans(),
+            self._telemetry.span.suppress_call_spans(),
             side_connection(self._store) as store,
         ):
-            finding = self._find(store)
-            if finding.unnamed:
-                store.set(self._keys.verdict, finding.to_bytes())
-            return finding
+            report = self._read_missing(store)
+            if report.unnamed:
+                store.set(self._keys.verdict, report.to_bytes())
+            return report
 
-    def _timed_out(self, place: int) -> BarrierTimeout:
+    def _timed_out(self, order: int) -> BarrierTimeout:
         try:
-            patience = self._trace_timeout + _LOOK_WITHIN
-            finding = run_with_timeout(patience, lambda: self._look_at_the_end(place))
+            report = run_with_timeout(
+                self._trace_timeout + _READ_TIMEOUT,
+                lambda: self._read_after_timeout(order),
+            )
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-            finding = MissingReport.nothing(self._world_size)
-        return self._told.timed_out(
-            finding, self._timeout, own_names=self._decoder is not None
+            report = MissingReport.nothing(self._world_size)
+        return self._telemetry.timed_out(
+            report, self._timeout, own_names=self._decoder is not None
         )
 
-    def _look_at_the_end(self, place: int) -> MissingReport:
-        # Not beside it: the wait is over, so its connection is free. Another one could
-        # not be had where rank 0 served the store, gave up first, and is gone.
+    def _read_after_timeout(self, order: int) -> MissingReport:
+        # Not a side connection: the wait is over, so the store's own one is free. A new
+        # one fails where rank 0 served the store, timed out first and has exited.
         store = self._store
-        with self._told.span.suppress_call_spans():
+        with self._telemetry.span.suppress_call_spans():
             if self._rank is not None and store.has_extended_api():
-                # Where plain torch's rank 0 looks for us; elsewhere it is there.
+                # Plain torch's rank 0 reads this key. Other stores have it already.
                 store.set(self._keys.trace(self._rank), "here")
-            finding = self._settled(store, place)
+            report = self._final_report(store, order)
             if self._rank == 0:
-                # Plain torch's other ranks wait for this one to have looked.
+                # Plain torch's other ranks wait for rank 0 to have read.
                 store.set(self._keys.tracing_gate, "<val_ignored>")
-        return finding
+        return report
 
-    def _settled(self, store: Any, place: int) -> MissingReport:
-        """Find out who is missing, from somebody who has or by looking.
+    def _final_report(self, store: Any, order: int) -> MissingReport:
+        """Return who is missing, from another rank's report or by reading.
 
-        Those that arrived without a name get until trace_timeout to write it; where
-        this rank has none either, torch's barrier would not wait, and nor does this.
+        Ranks that arrived without a name get until trace_timeout to write it. Where
+        this rank has none either, torch's barrier does not wait, nor does this one.
         """
         trace_timeout = 0.0 if self._rank is None else self._trace_timeout
-        if place > _LOOKERS and trace_timeout:
-            # The first to arrive time out first, or at about the same time.
-            patience = min(_VERDICT_WITHIN, trace_timeout)
+        if order > _READERS and trace_timeout:
+            # The first ranks to arrive time out first, or at about the same time.
+            report_timeout = min(_REPORT_TIMEOUT, trace_timeout)
             with suppress(Exception):
-                store.wait([self._keys.verdict], timedelta(seconds=patience))
-            verdict = self._verdict(store)
-            if verdict is not None:
-                return verdict
+                store.wait([self._keys.verdict], timedelta(seconds=report_timeout))
+            published = self._published_report(store)
+            if published is not None:
+                return published
         deadline = time.monotonic() + trace_timeout
         while True:
-            finding = self._find(store)
-            if not finding.unidentified or time.monotonic() >= deadline:
+            report = self._read_missing(store)
+            if not report.unidentified or time.monotonic() >= deadline:
                 break
-            time.sleep(_LOOK_AGAIN)
-        store.set(self._keys.verdict, finding.to_bytes())
-        return finding
+            time.sleep(_READ_INTERVAL)
+        store.set(self._keys.verdict, report.to_bytes())
+        return report
 
-    def _verdict(self, store: Any) -> MissingReport | None:
-        """Read what somebody found, if that still holds."""
+    def _published_report(self, store: Any) -> MissingReport | None:
+        """Return another rank's report, if no rank has arrived since."""
         if not store.check([self._keys.verdict]):
             return None
         written = read(store, self._keys.verdict)
-        found = MissingReport.from_bytes(written, self._world_size)
-        if found is None or found.unidentified:
+        report = MissingReport.from_bytes(written, self._world_size)
+        if report is None or report.unidentified:
             return None
-        if found.count != store.add(self._keys.num_members, 0):
+        if report.count != store.add(self._keys.num_members, 0):
             return None
-        return found if self._decoder is None else found.named_by(self._decoder)
+        return report if self._decoder is None else report.named_by(self._decoder)
 
-    def _find(self, store: Any) -> MissingReport:
+    def _read_missing(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)
-        names_of = self._names(store, arrivals.missing)
-        return MissingReport.of(arrivals, self._world_size, names_of)
+        decoder = self._decoder_for(store, arrivals.missing)
+        return MissingReport.of(arrivals, self._world_size, decoder)
 
-    def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
+    def _decoder_for(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        known = guarded(rank_registry.by_registry, store, missing)
+        registered = guarded(rank_registry.by_registry, store, missing)
         roster = decoders.auto()
-        return roster if known is None else decoders.chain(known, roster)
-
-
-def reset() -> None:
-    """Be the child's: nothing watched, nobody registered."""
-    WATCH.reset()
-    rank_registry.reset()
+        return roster if registered is None else decoders.chain(registered, roster)

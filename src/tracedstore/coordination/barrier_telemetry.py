@@ -1,6 +1,5 @@
-"""What is told of one rank's visit of a barrier: gauges, span, events, exception."""
+"""Gauges, span, events and exception of one rank's barrier call."""
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,38 +12,42 @@ from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_messa
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import Last
 from tracedstore.coordination.trace_context import BarrierSpan
-from tracedstore.core.barrier_stats import Result, Stalled
+from tracedstore.core.barrier_stats import Result, StalledBarrier
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.keys import printable
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import Telemetry
 
-# Seconds that the exporter of spans gets before the job learns of a timeout, and may
-# end by it.
-_FLUSH_WITHIN = 1.0
-# Ranks that a span lists; backends cut long lists, or the whole span.
-_MOST_LISTED = 64
-# Does something that the barrier can do without; None where that fails.
+# Seconds for exporting spans before `BarrierTimeout` is raised, which may end the job.
+_FLUSH_TIMEOUT = 1.0
+# Maximum number of ranks in a span attribute; backends cut long lists, or the span.
+_MAX_RANKS_LISTED = 64
+# Runs an optional step of a barrier; on failure counts it and returns None.
 guarded = partial(RECORDER.failures.guarded, names.BARRIERS)
 
 
 class BarrierTelemetry:
-    """Tells of one visit; what fails here is counted, and does not fail the barrier.
+    """Emits the telemetry of one barrier call. Failures are counted, never raised.
 
     Attributes:
-        span: The visit's span.
+        span: The span of the call.
     """
 
-    def __init__(self, prefix: str, rank: int | None, world_size: int) -> None:
+    def __init__(
+        self, telemetry: Telemetry, prefix: str, rank: int | None, world_size: int
+    ) -> None:
+        self._telemetry = telemetry
         self._prefix = prefix
         self._shown = printable(prefix)
         self._rank = rank
         self._world_size = world_size
-        self._started = time.perf_counter_ns()
-        self._place = 0
+        self._started = RECORDER.ticks()
+        self._order = 0
         self._arrival = 0.0
         self._family = RECORDER.families.of(self._shown)
-        self._token = RECORDER.barriers.token()
+        self._call = RECORDER.barriers.begin()
         self.span = BarrierSpan(
+            telemetry,
             self._family,
             {
                 names.BARRIER_PREFIX: self._shown,
@@ -53,122 +56,124 @@ class BarrierTelemetry:
             },
         )
 
-    def arrived(self, place: int) -> None:
-        """Note that the store has counted this rank."""
-        self._place = place
+    def arrived(self, order: int) -> None:
+        """Record that the store counted this rank, and its position."""
+        self._order = order
         self._arrival = self._waited()
 
-    def record_last_arrival(self) -> None:
-        """Count that the others waited for this rank."""
+    def arrived_last(self) -> None:
+        """Count that this rank arrived last."""
         RECORDER.barriers.record_last_arrival(self._family)
 
-    def stale(self, arrived: int, duplicates: Sequence[int]) -> None:
-        """Tell that the prefix was used before."""
+    def stale(self, arrived: int, duplicate_ranks: Sequence[int]) -> None:
+        """Emit `barrier.stale_key`: the prefix was used before."""
         self._emit(
             names.BARRIER_STALE_KEY,
             arrived_count=arrived,
-            duplicate_ranks=list(duplicates),
+            duplicate_ranks=list(duplicate_ranks),
         )
 
-    def waiting(self, finding: MissingReport) -> None:
-        """Tell who is missing, while this rank waits."""
-        RECORDER.barriers.stalled(
-            self._token,
-            Stalled(
-                family=self._family,
-                arrived=finding.count,
-                missing=dict(zip(finding.missing, finding.missing_names, strict=True)),
-                possible=finding.missing_count if finding.possibly_missing else 0,
-            ),
+    def waiting(self, report: MissingReport) -> None:
+        """Set the gauges and emit `barrier.waiting`, unless the call has ended."""
+        stalled = StalledBarrier(
+            family=self._family,
+            arrived=report.count,
+            missing=dict(zip(report.missing, report.missing_names, strict=True)),
+            possible=report.missing_count if report.possibly_missing else 0,
         )
-        self.span.begin(finding.traceparent)
-        self._emit(names.BARRIER_WAITING, **finding.facts())
+        if not RECORDER.barriers.record_stall(self._call, stalled):
+            return
+        self.span.begin(report.traceparent)
+        self._emit(names.BARRIER_WAITING, **report.facts())
 
     def completed(self, last: Last) -> None:
-        """Tell that everybody came."""
-        if self.span.wanted:
+        """End the call as completed."""
+        if self.span.enabled:
             guarded(self.span.begin, last.traceparent)
             guarded(self.span.join, last.traceparent)
         self._end(
             "completed",
             {} if last.rank is None else {names.BARRIER_LAST_RANK: last.rank},
         )
-        if RECORDER.detailed():
+        if self._telemetry.emits_debug_events():
             self._emit(
-                names.BARRIER_COMPLETED, last_rank=last.rank, arrival_order=self._place
+                names.BARRIER_COMPLETED,
+                last_rank=last.rank,
+                arrival_order=self._order,
             )
 
     def failed(self, error: Exception) -> None:
-        """Tell that the store failed, whose error goes to the caller as it is."""
+        """Emit `barrier.failed` and end the call; the caller raises the error."""
         kind, message = error_type(error), error_message(error)
         guarded(self.span.begin)
         self._emit(names.BARRIER_FAILED, error_type=kind, error=message)
         self._end("failed", {error_attributes.ERROR_TYPE: kind}, message)
 
+    def interrupted(self) -> None:
+        """End a call that an interrupt ended, such as KeyboardInterrupt."""
+        self._end("failed", {})
+
     def timed_out(
-        self, finding: MissingReport, timeout: float, *, own_names: bool
+        self, report: MissingReport, timeout: float, *, own_names: bool
     ) -> BarrierTimeout:
-        """Tell who is missing, at the end, and give what to raise.
+        """Emit `barrier.timeout`, end the call and return the exception to raise.
 
         Args:
-            finding: Who is.
-            timeout: After how long, in seconds.
-            own_names: They were named by the caller's own decoder.
+            report: Who is missing.
+            timeout: The barrier's timeout in seconds.
+            own_names: The caller's own decoder named the ranks.
         """
-        guarded(self.span.begin, finding.traceparent)
-        self._emit(names.BARRIER_TIMEOUT, **finding.facts(), timeout_seconds=timeout)
-        error = self._exception(finding, timeout, own_names=own_names)
+        guarded(self.span.begin, report.traceparent)
+        self._emit(names.BARRIER_TIMEOUT, **report.facts(), timeout_seconds=timeout)
+        error = self._exception(report, timeout, own_names=own_names)
         self._end(
             "timeout",
             {
                 error_attributes.ERROR_TYPE: TIMEOUT,
-                names.BARRIER_ARRIVED_COUNT: finding.count,
-                names.BARRIER_MISSING_COUNT: finding.missing_count,
-                names.BARRIER_MISSING_RANKS: finding.missing[:_MOST_LISTED],
-                names.BARRIER_MISSING_TEXT: finding.described(),
+                names.BARRIER_ARRIVED_COUNT: report.count,
+                names.BARRIER_MISSING_COUNT: report.missing_count,
+                names.BARRIER_MISSING_RANKS: report.missing[:_MAX_RANKS_LISTED],
+                names.BARRIER_MISSING_TEXT: report.described(),
             },
             error_message(error),
         )
-        if self.span.wanted:
-            guarded(RECORDER.flush, _FLUSH_WITHIN)
+        if self.span.enabled:
+            guarded(self._telemetry.flush, _FLUSH_TIMEOUT)
         return error
 
     def _exception(
-        self, finding: MissingReport, timeout: float, *, own_names: bool
+        self, report: MissingReport, timeout: float, *, own_names: bool
     ) -> BarrierTimeout:
-        shown: Sequence[str] = finding.missing_names
+        shown: Sequence[str] = report.missing_names
         if not own_names:
-            # torch's own decoder, where none is given, is str().
+            # torch's default decoder is str().
             shown = [
                 str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
-                for rank, name in zip(finding.missing, shown, strict=True)
+                for rank, name in zip(report.missing, shown, strict=True)
             ]
-        words = torch_message(
-            self._prefix, self._rank, self._world_size, shown, timeout
-        )
+        text = torch_message(self._prefix, self._rank, self._world_size, shown, timeout)
         return BarrierTimeout(
-            f"{words}: {finding.described()}",
+            f"{text}: {report.described()}",
             key_prefix=self._prefix,
             rank=self._rank,
             world_size=self._world_size,
             timeout=timeout,
             waited=self._waited(),
-            arrived_ranks=finding.arrived,
-            missing_ranks=finding.missing,
-            missing_names=finding.missing_names,
-            possibly_missing_ranks=finding.possibly_missing,
-            unidentified_count=finding.unidentified,
-            duplicate_ranks=finding.duplicates,
+            arrived_ranks=report.arrived,
+            missing_ranks=report.missing,
+            missing_names=report.missing_names,
+            possibly_missing_ranks=report.possibly_missing,
+            unidentified_count=report.unidentified,
+            duplicate_ranks=report.duplicates,
         )
 
     def _end(
         self, result: Result, attributes: Mapping[str, Any], error: str | None = None
     ) -> None:
-        duration = time.perf_counter_ns() - self._started
-        RECORDER.barriers.released(self._token)
-        RECORDER.barriers.ended(self._family, result, duration)
+        duration = RECORDER.ticks() - self._started
+        RECORDER.barriers.end(self._call, self._family, result, duration)
         arrival = {
-            names.BARRIER_ARRIVAL_ORDER: self._place,
+            names.BARRIER_ARRIVAL_ORDER: self._order,
             names.BARRIER_ARRIVAL: self._arrival,
         }
         guarded(
@@ -176,22 +181,22 @@ class BarrierTelemetry:
             duration,
             {
                 names.BARRIER_RESULT: result,
-                **(arrival if self._place else {}),
+                **(arrival if self._order else {}),
                 **attributes,
             },
             error,
         )
 
     def _waited(self) -> float:
-        return (time.perf_counter_ns() - self._started) / 1e9
+        return (RECORDER.ticks() - self._started) / 1e9
 
-    def _emit(self, event: str, **facts: Any) -> None:
+    def _emit(self, event: str, **fields: Any) -> None:
         guarded(
-            RECORDER.emit,
+            self._telemetry.emit,
             event,
-            # As somebody reads it: where, who, how long, and then the rest.
+            # In reading order: which barrier, who is missing, how long, the rest.
             barrier=self._shown,
-            **facts,
+            **fields,
             waited_seconds=round(self._waited(), 6),
             **({} if self._rank is None else {"rank": self._rank}),
             world_size=self._world_size,

@@ -1,10 +1,10 @@
 """One trace over all ranks of a barrier.
 
-The first to arrive starts its span at once and leaves its traceparent in the store;
-the last one passes it on to everybody with the news that the barrier is complete. Each
-rank's span is a child of the first one's, or, where its caller is in a trace of its
-own, stays there with a link. All but the first one's are made at the end and dated
-back, when it is known what they belong to.
+The first rank to arrive starts its span at once and publishes its traceparent in the
+store. The last rank passes it on to all others in the key that completes the barrier.
+Each rank's span is a child of the first rank's span; where the caller is in a trace
+already, the span stays in that trace and links to the first rank's. All spans but the
+first rank's are created at the end, with their start times, when their parent is known.
 """
 
 import threading
@@ -18,39 +18,47 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import Telemetry
 
 _W3C = TraceContextTextMapPropagator()
 _HEADER = "traceparent"
 
 
 class BarrierSpan:
-    """The span of one rank's visit of a barrier, in the trace that all share."""
+    """The span of one rank's barrier call, in the trace that all ranks share.
 
-    def __init__(self, family: str, attributes: Mapping[str, Any]) -> None:
-        self.wanted = RECORDER.tracing()
+    Attributes:
+        enabled: Spans are recorded; otherwise every method has no effect.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry, family: str, attributes: Mapping[str, Any]
+    ) -> None:
+        self._telemetry = telemetry
+        self.enabled = telemetry.tracing_enabled()
         self._family = family
         self._attributes = attributes
         self._started = RECORDER.clock.wall()
-        # The caller's, because a warning is told from another thread.
-        self._caller = context.get_current() if self.wanted else None
+        # The caller's context: a warning starts the span in the watcher's thread.
+        self._caller = context.get_current() if self.enabled else None
         self._span: Span | None = None
         self._joined: SpanContext | None = None
-        self._told = False
+        self._published = False
         self._lock = threading.Lock()
 
     def begin(self, shared: str = "") -> None:
-        """Start it, unless it is started.
+        """Start the span, unless it is started.
 
         Args:
-            shared: The traceparent that all ranks share, where it is known; without
-                one this span may become what they share.
+            shared: The traceparent that all ranks share, where it is known. Without
+                one, the other ranks may join this span.
         """
         with self._lock:
-            if self.wanted and self._span is None:
+            if self.enabled and self._span is None:
                 self._start(_parsed(shared))
 
     def join(self, shared: str) -> None:
-        """Belong to the trace that all ranks share, late as it may be."""
+        """Move the span into the shared trace; link to it if events have its ids."""
         if self._span is None:
             return
         with self._lock:
@@ -60,15 +68,15 @@ class BarrierSpan:
             known = (self._joined, self._span.get_span_context())
             if other.span_id in {one.span_id for one in known if one is not None}:
                 return
-            if self._told:
+            if self._published:
                 self._span.add_link(other)
             else:
-                # Two came at the same time, and the last one did not see what the
-                # first one left. A span that is never ended is never exported.
+                # Two ranks arrived at the same time, and the last one did not read the
+                # first one's traceparent. A span that is not ended is not exported.
                 self._start(other)
 
     def traceparent(self) -> str:
-        """Give what the others join, "" where there is nothing to join."""
+        """Return the traceparent that other ranks join, "" without a span."""
         if self._span is None:
             return ""
         headers: dict[str, str] = {}
@@ -76,11 +84,11 @@ class BarrierSpan:
         return headers.get(_HEADER, "")
 
     def ids(self) -> dict[str, str]:
-        """Give the ids that an event about this visit carries."""
+        """Return the trace and span ids for an event of this call."""
         found = None if self._span is None else self._span.get_span_context()
         if found is None or not (found.is_valid and found.trace_flags.sampled):
             return {}
-        self._told = True
+        self._published = True
         return {
             "trace_id": trace.format_trace_id(found.trace_id),
             "span_id": trace.format_span_id(found.span_id),
@@ -92,7 +100,7 @@ class BarrierSpan:
         attributes: Mapping[str, Any],
         error: str | None = None,
     ) -> None:
-        """End it, so long after its start; with an error, if there was one."""
+        """End the span, this long after its start; with an error, if there is one."""
         if self._span is None:
             return
         self._span.set_attributes(dict(attributes))
@@ -102,14 +110,14 @@ class BarrierSpan:
 
     @contextmanager
     def suppress_call_spans(self) -> Iterator[None]:
-        """Give the Store calls made meanwhile no spans: this one stands for them.
+        """Create no spans for Store calls in this context: this span covers them.
 
-        They would be in traces of their own: what they belong to is not known yet.
+        Theirs would be in other traces: their parent is not known yet.
         """
-        if not self.wanted:
+        if not self.enabled:
             yield
             return
-        token = context.attach(context.set_value(names.TOLD_BY_BARRIER, True))
+        token = context.attach(context.set_value(names.SUPPRESS_CALL_SPANS, True))
         try:
             yield
         finally:
@@ -126,7 +134,7 @@ class BarrierSpan:
                 parent = trace.set_span_in_context(
                     trace.NonRecordingSpan(shared), parent
                 )
-        self._span = RECORDER.start_span(
+        self._span = self._telemetry.start_span(
             f"barrier {self._family}",
             attributes=self._attributes,
             started_ns=self._started,

@@ -1,1 +1,1 @@
-"""What one call was, and how it is recorded. Knows no signal and no exporter."""
+"""The record of one call: the Store proxy, counters, observers, clock, identity."""

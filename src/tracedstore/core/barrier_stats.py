@@ -1,6 +1,6 @@
-"""What the barriers of this process did, and which of them wait now.
+"""Counts of this process's barriers, and the barriers that are stalled now.
 
-A barrier is a rare and slow thing next to a Store call, so a lock is taken here.
+Barriers are rare and slow next to Store calls, so these counts take a lock.
 """
 
 import threading
@@ -25,24 +25,25 @@ class Durations:
     nanoseconds: int = 0
 
     def add(self, nanoseconds: int) -> None:
-        """Count one that took so long."""
+        """Count one duration."""
         self.buckets[bisect_left(WAIT_BOUNDS, nanoseconds)] += 1
         self.nanoseconds += nanoseconds
 
     def copy(self) -> "Durations":
-        """Give what was counted so far."""
+        """Return a copy of the counts."""
         return Durations(list(self.buckets), self.nanoseconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stalled:
-    """A barrier that waits, as it was found when somebody last looked.
+class StalledBarrier:
+    """A barrier that waits, as of the last report.
 
     Attributes:
-        family: The family of its key prefix.
-        arrived: How many arrived.
+        family: The key family of its prefix.
+        arrived: Number of ranks that arrived.
         missing: The ranks that did not, each with the name of its host.
-        possible: How many may be missing, where some arrived without a name.
+        possible: Number of ranks that may be missing, where some arrived without a
+            name.
     """
 
     family: str
@@ -52,60 +53,67 @@ class Stalled:
 
 
 class BarrierStats:
-    """Counts barriers that ended, and knows those that do not."""
+    """Counts barrier calls, and keeps the stalled ones."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew, as a forked child does."""
+        """Start from zero, as a forked child must."""
         self._lock = threading.Lock()
         self._durations: defaultdict[tuple[str, Result], Durations] = defaultdict(
             Durations
         )
-        self._last: Counter[str] = Counter()
-        self._stalled: dict[int, Stalled] = {}
-        self._tokens = count()
+        self._last_arrivals: Counter[str] = Counter()
+        # None until the call is reported as stalled.
+        self._calls: dict[int, StalledBarrier | None] = {}
+        self._ids = count()
 
-    def ended(self, family: str, result: Result, nanoseconds: int) -> None:
-        """Count a barrier that ended."""
+    def begin(self) -> int:
+        """Note that a barrier call began; return its id."""
         with self._lock:
+            call = next(self._ids)
+            self._calls[call] = None
+            return call
+
+    def record_stall(self, call: int, stalled: StalledBarrier) -> bool:
+        """Keep a barrier as stalled; return False if its call has ended.
+
+        The watcher reads the missing ranks in its own thread. The barrier may complete
+        meanwhile, and its gauges must not stay set then.
+        """
+        with self._lock:
+            if call not in self._calls:
+                return False
+            self._calls[call] = stalled
+            return True
+
+    def end(self, call: int, family: str, result: Result, nanoseconds: int) -> None:
+        """Count a barrier call that ended."""
+        with self._lock:
+            self._calls.pop(call, None)
             self._durations[family, result].add(nanoseconds)
 
     def record_last_arrival(self, family: str) -> None:
-        """Count that this process was the one the others waited for."""
+        """Count that this process arrived last."""
         with self._lock:
-            self._last[family] += 1
-
-    def token(self) -> int:
-        """Name one visit of one barrier."""
-        return next(self._tokens)
-
-    def stalled(self, token: int, found: Stalled) -> None:
-        """Show a barrier as stalled, as it was just found."""
-        with self._lock:
-            self._stalled[token] = found
-
-    def released(self, token: int) -> None:
-        """Show it no longer."""
-        with self._lock:
-            self._stalled.pop(token, None)
+            self._last_arrivals[family] += 1
 
     def durations(self) -> dict[tuple[str, Result], Durations]:
-        """Give the histograms; every result of a family that has one is there."""
+        """Return the histograms; a family that has one has one for every result."""
         with self._lock:
             for family in {family for family, _ in self._durations}:
                 for result in RESULTS:
                     self._durations[family, result]
-            return {labels: found.copy() for labels, found in self._durations.items()}
+            return {labels: each.copy() for labels, each in self._durations.items()}
 
     def last_arrivals(self) -> dict[str, int]:
-        """Give how often this process came last, by family."""
+        """Return how often this process arrived last, by family."""
         with self._lock:
             families = {family for family, _ in self._durations}
-            return {family: self._last[family] for family in families}
+            return {family: self._last_arrivals[family] for family in families}
 
-    def stalled_barriers(self) -> list[Stalled]:
-        """List the barriers that are stalled now."""
+    def stalled(self) -> list[StalledBarrier]:
+        """Return the barriers that are stalled now."""
         with self._lock:
-            return list(self._stalled.values())
+            return [stalled for stalled in self._calls.values() if stalled is not None]

@@ -1,46 +1,46 @@
-"""How many ordinary calls may get a span: a rate with a burst."""
+"""The span budget: how many ordinary calls get a span, as a rate with a burst."""
 
-# Ticks are integers; so are these, because the hot path compares them.
+# Integers like ticks: the fast path compares them.
 ALWAYS = -(2**63)
 NEVER = 2**63
 
 
 class Budget:
-    """A token bucket that a call can be tested against with one comparison.
+    """A token bucket that costs a call one comparison.
 
-    This is the generic counts rate algorithm: instead of counting tokens it keeps the
-    time from which the next call is let through, so the hot path only compares
-    ``opens_at`` with the time it has anyway.
+    This is the generic cell rate algorithm. It does not count tokens; it keeps the
+    time from which the next call is admitted, so the fast path only compares
+    ``opens_at`` with the time that it has read anyway.
 
     Attributes:
-        opens_at: Ticks from which a call is let through.
-        counting: Calls that are not let through are to be counted; off while
-            there is nobody to give spans to.
+        opens_at: Ticks from which a call is admitted.
+        counting: Calls that are not admitted are counted; off while there is no
+            tracer provider.
     """
 
     __slots__ = ("_due", "_interval", "_tolerance", "counting", "opens_at")
 
     def __init__(self, rate: float, burst: int) -> None:
         self._interval = int(1e9 / rate) if rate > 0 else NEVER
-        # One of the burst is the call being tested itself.
+        # The call being tested is one of the burst.
         self._tolerance = (burst - 1) * self._interval
         self._due = ALWAYS
         self.opens_at = ALWAYS if rate > 0 else NEVER
         self.counting = False
 
     def spend(self, now: int) -> None:
-        """Take one call off the budget. Races let a call too many through, no more."""
+        """Take one call off the budget. A race admits one call too many, no more."""
         self._due = max(self._due, now) + self._interval
         self.opens_at = self._due - self._tolerance
 
     def pause(self, until: int) -> None:
-        """Let nothing through before a time, and count nothing meanwhile."""
+        """Admit nothing before a time, and count nothing until then."""
         self.opens_at = until
         self.counting = False
 
 
 class Unlimited(Budget):
-    """Every call is let through."""
+    """Admits every call."""
 
     __slots__ = ()
 
@@ -48,9 +48,9 @@ class Unlimited(Budget):
         super().__init__(rate=1, burst=1)
 
     def spend(self, now: int) -> None:
-        """Nothing is ever used up."""
+        """Do nothing."""
 
 
 def nothing() -> Budget:
-    """Let no call through."""
+    """Return a budget that admits no call."""
     return Budget(rate=0, burst=1)

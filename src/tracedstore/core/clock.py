@@ -1,4 +1,4 @@
-"""Time, as something that can be handed in."""
+"""The clock that recording reads, replaceable in tests."""
 
 import time
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where the recording takes its time from.
+    """A monotonic clock and the time of day.
 
     Attributes:
         ticks: A monotonic time in nanoseconds; durations are differences of it.
-        wall: The time of day in nanoseconds since the epoch; it may jump, so it
-            only ever dates what ``ticks`` measured.
+        wall: The time of day in nanoseconds since the epoch. It may jump, so it only
+            dates what ``ticks`` measured.
     """
 
     ticks: Callable[[], int] = time.perf_counter_ns
     wall: Callable[[], int] = time.time_ns
 
     def wall_of(self, ticks: int) -> int:
-        """Date an earlier reading of ``ticks``."""
+        """Return the time of day of an earlier reading of ``ticks``."""
         return self.wall() - (self.ticks() - ticks)
 
 

@@ -1,12 +1,12 @@
-"""What recording writes into: plain numbers, each with a single writer.
+"""What recording counts into: plain integers, each with a single writer.
 
-Every thread has a counters of its own, so counting takes no lock and loses nothing.
-Counters are found by the thread's id and not by a ``threading.local``: a thread of
-torch's C++ gets a new Python thread state for every call it makes, and would leave a
-``threading.local`` behind each time. An id is used again once its thread is gone,
-and so is its counters.
+Every thread has counters of its own, so counting takes no lock and loses nothing.
+They are found by the thread's id and not by a ``threading.local``: a thread of torch's
+C++ gets a new Python thread state for every call it makes, and would leave a
+``threading.local`` behind each time. The id of a thread that ended is used again, and
+so are its counters.
 
-A counts is a flat list of integers, which a C++ base could fill just as well.
+The counts of a series are a flat list of integers, which a C++ base can fill as well.
 """
 
 import threading
@@ -14,11 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import Arguments, Attempts, Method
+from tracedstore.core.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from tracedstore.core.recorder import Recorder
@@ -38,13 +39,14 @@ WAIT_BOUNDS: tuple[int, ...] = (
 )
 BOUNDS: tuple[int, ...] = tuple(sorted({*OPERATION_BOUNDS, *WAIT_BOUNDS}))
 
-# A counts: five sums, then one count per bucket, the last one beyond all bounds.
+# The counts of a series: five sums, then one count per bucket; the last bucket is
+# beyond all bounds.
 NANOSECONDS, BYTES, SWAPS_WON, SWAPS_LOST, RETRIES, BUCKETS = range(6)
 _EMPTY_COUNTS = (0,) * (BUCKETS + len(BOUNDS) + 1)
 SeriesCounts = list[int]
 
-MOST_STORE_KINDS = 16
-MOST_ERROR_TYPES = 16
+MAX_STORE_KINDS = 16
+MAX_ERROR_TYPES = 16
 OTHER = "other"
 
 
@@ -69,61 +71,59 @@ class SeriesTable:
         self._error_types: set[str] = set()
 
     def of(self, store: str, method: Method, error_type: str = "") -> Series:
-        """Give the one Series of a label set."""
-        store = _bounded(store, self._stores, MOST_STORE_KINDS)
+        """Return the one Series of a label set."""
+        store = _bounded(store, self._stores, MAX_STORE_KINDS)
         if error_type:
-            error_type = _bounded(error_type, self._error_types, MOST_ERROR_TYPES)
-        # setdefault is atomic: two threads that are first together get the same.
+            error_type = _bounded(error_type, self._error_types, MAX_ERROR_TYPES)
+        # setdefault is atomic: two threads that create one together get the same.
         return self._all.setdefault(
             (store, method.name, error_type), Series(store, method, error_type)
         )
 
     def all(self) -> list[Series]:
-        """List every label set that was asked for, in that order."""
+        """Return every label set, in the order of creation."""
         return list(self._all.values())
 
 
-def _bounded(name: str, names: set[str], most: int) -> str:
+def _bounded(name: str, names: set[str], limit: int) -> str:
     if name not in names:
-        if len(names) >= most:
+        if len(names) >= limit:
             return OTHER
         names.add(name)
     return name
 
 
 class Probe(Protocol):
-    """Sees what a store does inside one call, where the store lets it be seen."""
+    """Counts the requests that a store makes inside one call (EtcdStore)."""
 
     def start(self) -> None:
-        """A call of this thread begins."""
+        """Begin to count, for a call of this thread."""
 
     def stop(self) -> Attempts:
-        """It ended: this is what happened inside it."""
+        """Return what was counted since `start`."""
 
 
-# Says more of a call, from its method and its arguments, as fields of an event.
+# Returns further event fields for a call that waits, from its method and arguments.
 Explain = Callable[[Method, Arguments], Mapping[str, Any]]
 
 
 class StoreState:
-    """What the wrapper of one store keeps.
+    """The state of one wrapper.
 
     It is one object, apart from the wrapper, so that the wrapper has a single
-    attribute of its own and every other name is the inner store's.
+    attribute of its own and every other attribute is the inner store's.
 
     Attributes:
-        inner: The store that does the work. Any: torch's stubs know less than
-            half of its methods, and it may have more of its own.
+        inner: The wrapped store. Any: torch's stubs know less than half of its
+            methods, and it may have more of its own.
         identity: What it is called in every signal.
-        recorder: Where its calls are written down.
+        recorder: What its calls are recorded into.
         series: The label set of each method's successes, by `Method.index`.
-        below: The state of the traced store that this one stands on through
-            PrefixStores, if it does: what this one records, that one need not.
-        clones: The traced clones of this one that are still there; they are
-            released with it.
-        probe: Sees what happens inside a call.
-        explain: Says more of a call that waits in vain, by asking the store: only
-            for a call that timed out or stalls.
+        below: The state of the traced store below this one, where PrefixStores are
+            between them. A call is recorded once, by the upper one.
+        clones: The traced clones of this store. They are released with it.
+        probe: Counts the requests inside a call.
+        explain: Adds fields to the event of a call that timed out or stalls.
         timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
     """
@@ -156,27 +156,49 @@ class StoreState:
         self.losses_in_a_row = 0
 
     def stands_on(self, other: "StoreState") -> bool:
-        """Tell whether this one's calls go through the other one."""
+        """Return whether this store's calls go through the other one."""
         below = self.below
         while below is not None and below is not other:
             below = below.below
         return below is other
 
 
-# A call under way: what, on which store, with what, since when (ticks), and the call
-# of the same thread that it is inside of. A plain tuple, because a named one takes five
-# times as long to make and every call makes one.
+# A call in flight: method, state of its store, arguments, start (ticks), and the call
+# of the same thread that it is inside of. A plain tuple: a NamedTuple takes five times
+# as long to create, and every call creates one. `ActiveCall` is the same for readers.
 Call = tuple[Method, StoreState, Arguments, int, "Call | None"]
 
 
-class ThreadCounters:
-    """What one thread counted, and the calls it is in.
+class ActiveCall(NamedTuple):
+    """A call in flight, as `CountersByThread.calls` returns it.
 
     Attributes:
-        thread_id: Whose it is.
-        call: The call this thread is in; its last item is the one around it.
-        by_series: Its counts by series.
-        over_budget: Ordinary calls the span budget had no room for.
+        method: The Store method.
+        state: The state of the wrapper that was called.
+        args: Its arguments, by position.
+        started: When it began, in ticks.
+        outer: The call of the same thread that it is inside of.
+        thread_id: The thread that made it.
+        call: The tuple that the recording keeps. Its identity is the call's.
+    """
+
+    method: Method
+    state: StoreState
+    args: Arguments
+    started: int
+    outer: Call | None
+    thread_id: int
+    call: Call
+
+
+class ThreadCounters:
+    """The counts of one thread, and the calls it is in.
+
+    Attributes:
+        thread_id: The thread.
+        call: The innermost call that the thread is in.
+        by_series: Its counts.
+        over_budget: Ordinary calls that got no span because the budget was spent.
     """
 
     __slots__ = ("by_series", "call", "over_budget", "thread_id")
@@ -193,24 +215,19 @@ def _new_counts() -> SeriesCounts:
 
 
 class CountersByThread(dict[int, ThreadCounters]):
-    """The counters of all threads, by thread id; asking for a new one makes it.
+    """The counters of all threads, by thread id; a lookup creates missing ones."""
 
-    Attributes:
-        on_first_call: Called when a thread makes its first call.
-    """
-
-    def __init__(self, on_first_call: Callable[[], None] | None = None) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
         super().__init__()
-        self.on_first_call = on_first_call
+        self._telemetry = telemetry
 
     def __missing__(self, thread_id: int) -> ThreadCounters:
         counters = self[thread_id] = ThreadCounters(thread_id)
-        if self.on_first_call is not None:
-            self.on_first_call()
+        self._telemetry.thread_called()
         return counters
 
     def sums(self) -> Mapping[Series, SeriesCounts]:
-        """Add up the by_series of all threads."""
+        """Return the sums over all threads."""
         totals: defaultdict[Series, SeriesCounts] = defaultdict(_new_counts)
         for counters in list(self.values()):
             for series, counts in list(counters.by_series.items()):
@@ -220,22 +237,28 @@ class CountersByThread(dict[int, ThreadCounters]):
         return totals
 
     def over_budget(self) -> int:
-        """Count the ordinary calls the span budget had no room for."""
+        """Return how many ordinary calls got no span because the budget was spent."""
         return sum(counters.over_budget for counters in list(self.values()))
 
-    def calls(self) -> list[tuple[int, Call]]:
-        """List the calls under way, each with its thread's id, oldest first."""
-        under_way: list[tuple[int, Call]] = []
+    def in_flight_on(self, state: StoreState) -> int:
+        """Return how many threads are in a call of a store."""
+        calls = [counters.call for counters in list(self.values())]
+        return sum(call is not None and call[1] is state for call in calls)
+
+    def calls(self) -> list[ActiveCall]:
+        """Return the calls in flight, oldest first."""
+        active: list[ActiveCall] = []
         for counters in list(self.values()):
             call = counters.call
             while call is not None:
-                under_way.append((counters.thread_id, call))
-                call = call[4]
-        return sorted(under_way, key=lambda found: found[1][3])
+                found = ActiveCall(*call, counters.thread_id, call)
+                active.append(found)
+                call = found.outer
+        return sorted(active, key=lambda found: found.started)
 
 
 def thread_names() -> dict[int, str]:
-    """Name the threads Python knows; torch's own are not among them."""
+    """Return the names of the threads that Python knows; torch's own are not there."""
     return {
         thread.ident: thread.name
         for thread in threading.enumerate()

@@ -1,6 +1,6 @@
-"""The package's own exceptions, and what a foreign one is called in telemetry.
+"""The package's exceptions, and how other exceptions appear in telemetry.
 
-Exceptions of torch and etcd pass through the wrapper untouched. Our own:
+Exceptions of torch and etcd pass through the wrapper unchanged. The package's own:
 
     TracedStoreError
     ├── ConfigurationError (also a ValueError)
@@ -10,14 +10,18 @@ Exceptions of torch and etcd pass through the wrapper untouched. Our own:
 """
 
 import re
+import traceback
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.parent
 
 
 class TracedStoreError(Exception):
-    """Base of every exception this package raises by itself."""
+    """Base of the exceptions that this package raises."""
 
 
 class ConfigurationError(TracedStoreError, ValueError):
-    """A setting has a value that cannot be used; says which, and what can."""
+    """A setting has a value that cannot be used; the text names both."""
 
 
 class CommandError(TracedStoreError):
@@ -29,29 +33,29 @@ class CommandError(TracedStoreError):
 
 TIMEOUT = "timeout"
 
-# How each store words a timeout (torch 2.13): TCPStore "wait timeout after 50ms,
+# The texts of each store's timeout (torch 2.13): TCPStore "wait timeout after 50ms,
 # keys: /k" and "barrier timeout after ...", HashStore and FileStore.wait "Wait
 # timeout", FileStore.get "Timeout waiting for key: k after 50 ms", a TCPStore
-# that cannot connect "The client socket has timed out after ...". Anchored to
-# the start, because keys stand further back and may be called anything.
+# that cannot connect "The client socket has timed out after ...". Matched at the
+# start only: keys follow, and a key may be any text.
 _TIMEOUT_TEXT = re.compile(
     r"(wait|barrier) timeout|timeout waiting for|the client socket has timed out",
     re.IGNORECASE,
 )
-# "queue is empty" is the ordinary answer to queue_pop(key, block=False), which
-# torch words as an exception. It is counted, but it is no incident.
+# queue_pop(key, block=False) on an empty queue raises this. It is counted, but it is
+# no failure.
 _ORDINARY_ANSWERS = frozenset({"torch.distributed.QueueEmptyError"})
 
-# Texts of these may carry what the caller passed in (pybind's "Invoked with:
-# ...", int()'s "invalid literal"), and values are never recorded.
+# Texts of these may quote the caller's arguments (pybind's "Invoked with: ...", int()'s
+# "invalid literal"), and values are never recorded.
 _MAY_QUOTE_VALUES = (TypeError, ValueError, AssertionError)
-_LONGEST_MESSAGE = 256
+_MAX_MESSAGE_LENGTH = 256
 
 
 def error_type(error: BaseException) -> str:
-    """Name an exception for the ``error_type`` label and ``error.type``.
+    """Return the ``error_type`` label and ``error.type`` of an exception.
 
-    Every store words its timeout differently (DistStoreError, RuntimeError,
+    Every store raises another exception on timeout (DistStoreError, RuntimeError,
     LookupError); all of them are ``timeout``. Anything else is its qualified class
     name.
     """
@@ -64,28 +68,37 @@ def error_type(error: BaseException) -> str:
 
 
 def is_ordinary_answer(error_type: str) -> bool:
-    """Tell whether an exception of this type is an answer rather than a failure."""
+    """Return whether an exception of this type is an answer and no failure."""
     return error_type in _ORDINARY_ANSWERS
 
 
 def error_message(error: BaseException) -> str:
-    """Give the first line of an exception's text, if it cannot hold a value."""
-    # Ours quotes settings, but no secret ones.
+    """Return the first line of an exception's text, "" if it may quote a value."""
+    # ConfigurationError quotes settings, but no secret ones.
     ours = isinstance(error, ConfigurationError)
     if isinstance(error, _MAY_QUOTE_VALUES) and not ours:
         return ""
-    # str() of a foreign exception is foreign code.
+    # str() of an exception runs its class's code.
     try:
         lines = str(error).splitlines()
     except Exception:
         return ""
-    return lines[0][:_LONGEST_MESSAGE] if lines else ""
+    return lines[0][:_MAX_MESSAGE_LENGTH] if lines else ""
+
+
+def error_location(error: BaseException) -> str:
+    """Return ``file:line function`` of the innermost frame of this package, or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_PACKAGE):
+            return f"{path.relative_to(_PACKAGE)}:{frame.lineno} {frame.name}"
+    return ""
 
 
 def _is_timeout(error: BaseException) -> bool:
     if isinstance(error, TimeoutError):
         return True
-    # EtcdStore raises a plain LookupError; its subclasses mean something else.
+    # EtcdStore raises a plain LookupError; subclasses have other meanings.
     if type(error) is LookupError:
         return True
     return isinstance(error, RuntimeError) and bool(

@@ -1,10 +1,10 @@
-"""Who speaks: which store a call went to, and which process made it."""
+"""The identity of stores and of this process, as every signal carries it."""
 
 import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,13 +16,13 @@ class StoreIdentity:
     """What a store is called in every signal.
 
     Attributes:
-        kind: Its class in snake case, of what is below any PrefixStore: the
+        kind: The class of the store below any PrefixStore, in snake case: the
             ``store`` label.
         system: OpenTelemetry's ``db.system.name``.
         address: Host, or path of the file.
         port: Port of its server, where it has one.
-        namespace: What every key is put under, where that can be read.
-        in_process: No other process can see it (HashStore).
+        namespace: The prefix of every key, where it can be read.
+        in_process: Its content is visible to this process only (HashStore).
     """
 
     kind: str
@@ -34,12 +34,12 @@ class StoreIdentity:
 
     @property
     def server(self) -> str:
-        """Where it is, for people: host:port, or a path."""
+        """Its location as text: host:port, or a path."""
         return self.address if self.port is None else f"{self.address}:{self.port}"
 
 
 def bottom_of(store: Store) -> Store:
-    """Peel PrefixStores off a store, down to what holds the data."""
+    """Return the store below all PrefixStores."""
     # Older torch has no _underlying_non_prefix_store; underlying_store is enough.
     while type(store).__name__ == "PrefixStore":
         store = store.underlying_store  # type: ignore[attr-defined]
@@ -47,9 +47,9 @@ def bottom_of(store: Store) -> Store:
 
 
 def identify(bottom: Store) -> StoreIdentity:
-    """Tell what a store, peeled of its PrefixStores, says about itself.
+    """Return the identity of a store that is no PrefixStore.
 
-    The prefix of a PrefixStore cannot be read from Python, so it is not told.
+    The prefix of a PrefixStore cannot be read from Python and is not part of it.
     """
     kind = _snake_case(type(bottom).__name__)
     is_etcd = kind == "etcd_store"
@@ -75,13 +75,13 @@ def _snake_case(name: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Which process of which job speaks; what is not known is None.
+    """The identity of a process in its job; what is unknown is None.
 
     Attributes:
-        run_id: The job: ``TRACEDSTORE_RUN_ID``, else torchrun's.
-        rank: Its rank, as torchrun and ``env://`` have it in ``RANK``.
-        local_rank: Its rank on this host.
-        world_size: How many ranks there are.
+        run_id: The job: ``TRACEDSTORE_RUN_ID``, else torchrun's run id.
+        rank: The rank: the process group's, else ``RANK``.
+        local_rank: The rank on this host, ``LOCAL_RANK``.
+        world_size: The number of ranks: the process group's, else ``WORLD_SIZE``.
     """
 
     run_id: str | None = None
@@ -91,7 +91,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "ProcessIdentity":
-        """Read what torchrun and ``env://`` put into the environment."""
+        """Read the variables that torchrun and ``env://`` set."""
         return cls(
             run_id=environ.get("TRACEDSTORE_RUN_ID")
             or environ.get("TORCHELASTIC_RUN_ID")
@@ -103,17 +103,36 @@ class ProcessIdentity:
 
     @cached_property
     def host(self) -> str:
-        """This machine's name."""
+        """The name of this machine."""
         return socket.gethostname()
 
     def fields(self) -> dict[str, Any]:
-        """Give what is known, flat, as it goes on every event."""
+        """Return what is known, as the fields of every event."""
         known = {key: value for key, value in asdict(self).items() if value is not None}
-        # Not a field of the record: a forked child has a pid of its own.
+        # Read each time: a forked child has another pid.
         return known | {"host": self.host, "pid": os.getpid()}
 
 
 def _number(text: str | None) -> int | None:
-    # These are torch's variables: whether a strange one is an error is for torch
-    # to say.
+    # These are torch's variables; torch raises for bad values.
     return int(text) if text is not None and text.strip().isdecimal() else None
+
+
+# Rank and world size of the default process group. They are more reliable than the
+# environment, which may have none (``tcp://``, mp.spawn). A process has one rank.
+_group: tuple[int, int] | None = None
+
+
+def set_group_identity(rank: int | None, world_size: int = 0) -> None:
+    """Set the rank and world size that the process group has; None for no group."""
+    global _group  # noqa: PLW0603 - see above
+    _group = None if rank is None else (rank, world_size)
+
+
+def process_identity() -> ProcessIdentity:
+    """Return the identity of this process, as far as it is known now."""
+    identity = ProcessIdentity.from_environment(os.environ)
+    if _group is None:
+        return identity
+    rank, world_size = _group
+    return replace(identity, rank=rank, world_size=world_size)

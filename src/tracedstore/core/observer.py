@@ -1,11 +1,9 @@
-"""Who is told of a call, and what happens when the telling fails.
+"""Observers of finished calls, and what happens when telemetry fails.
 
-An observer that raises is removed, counted and reported once: telemetry may fail,
-the job may not fail of it. Observers are told in order and know nothing of each
-other.
+An observer that raises is removed, counted and reported once. Telemetry may fail; the
+job must not. Observers run in order and do not know each other.
 """
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,40 +11,41 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from tracedstore.core.operation import Operation
-
-# Where a failure is reported when the ordinary way of reporting is what failed.
-_last_resort = logging.getLogger("tracedstore")
+from tracedstore.core.telemetry import NULL_TELEMETRY, Telemetry
 
 
 class Observer(Protocol):
-    """Is told of finished calls, in the thread that made them."""
+    """Observes finished calls, in the thread that made them."""
 
     name: str
 
     def observe(self, operation: Operation) -> None:
-        """Take note of one call; must be quick and must not call the store."""
+        """Observe one call; must be quick and must not call the store."""
 
 
 class Failures:
-    """The telemetry that broke: switched off, counted, reported once."""
+    """Counts failures of the telemetry, and reports the first one of each part."""
 
-    def __init__(self) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
         self._counts: Counter[str] = Counter()
+        # Parts that failed since they were set up.
+        self._failed: set[str] = set()
         self._lock = threading.Lock()
-        self.report: Callable[[str, BaseException], None] | None = None
 
     def add(self, name: str, error: BaseException) -> None:
-        """Count a failure of the named part, and report the first one of it."""
+        """Count a failure of the named part; report it if it is the first one."""
         with self._lock:
             self._counts[name] += 1
-            first = self._counts[name] == 1
+            first = name not in self._failed
+            self._failed.add(name)
         if first:
-            self._tell(name, error)
+            self._report(name, error)
 
     def guarded(
         self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Do something that the job can do without; None where it fails."""
+        """Run an optional step; on failure count it and return None."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -54,51 +53,46 @@ class Failures:
             return None
 
     def counts(self) -> dict[str, int]:
-        """Give the number of failures of each part that had one."""
+        """Return the number of failures of each part that had one."""
         with self._lock:
             return dict(self._counts)
 
     def has(self, name: str) -> bool:
-        """Tell whether the named part failed and is therefore off."""
-        return name in self._counts
+        """Return whether the named part failed since it was set up."""
+        return name in self._failed
 
-    def reset(self, name: str | None = None) -> None:
-        """Let a part that is set up anew start clean; without a name, all of them."""
+    def rearm(self, *names: str) -> None:
+        """Note that parts are set up anew; without names, all. Counts stay."""
+        with self._lock:
+            self._failed.difference_update(names or list(self._failed))
+
+    def reset(self) -> None:
+        """Start from zero, as a forked child must."""
         self._lock = threading.Lock()  # a fork may have copied it locked
-        if name is None:
-            self._counts.clear()
-        else:
-            self._counts.pop(name, None)
+        self._counts.clear()
+        self._failed.clear()
 
-    def _tell(self, name: str, error: BaseException) -> None:
+    def _report(self, name: str, error: BaseException) -> None:
         try:
-            if self.report is not None:
-                self.report(name, error)
-                return
+            self._telemetry.report_failure(name, error)
         except Exception as reporting_error:
-            error = reporting_error
-        with suppress(Exception):  # nobody is left to tell
-            _last_resort.error(
-                "telemetry.disabled: %s raised %r and is switched off; "
-                "the job is not affected",
-                name,
-                error,
-            )
+            with suppress(Exception):
+                NULL_TELEMETRY.report_failure(name, reporting_error)
 
 
 class Observers:
-    """The observers of a process, in the order in which they are told."""
+    """The observers of a process, in order."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._observers: tuple[Observer, ...] = ()
 
     def set(self, observers: Iterable[Observer]) -> None:
-        """Replace all of them."""
+        """Replace all observers."""
         self._observers = tuple(observers)
 
-    def tell(self, operation: Operation) -> None:
-        """Tell every observer; one that raises is told nothing from then on."""
+    def notify(self, operation: Operation) -> None:
+        """Let every observer observe a call; remove one that raises."""
         for observer in self._observers:
             try:
                 observer.observe(operation)

@@ -1,7 +1,8 @@
-"""What one call was: the one table of Store methods, and the record of a call."""
+"""The table of Store methods, and the record of one call."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Flag, auto
 from typing import Any, Literal
 
 from tracedstore import names
@@ -16,17 +17,17 @@ class Method:
 
     Attributes:
         name: As the caller spells it.
-        index: Its place in a store's row of series, given out by `methods_of`.
-        parameters: Names by which a Python store may be given its arguments;
-            torch's own stores take most of them by position only.
+        index: Its index in a store's tuple of series, assigned by `methods_of`.
+        parameters: The names of its parameters. Python stores take keywords; torch's
+            own stores take most arguments by position only.
         keys: Whether the first argument is a key, a list of keys, or neither.
         blocks: May hold its caller for up to the store's timeout.
-        size: Bytes of value that a call moved, from its arguments and result;
-            None where a call moves no value.
-        swapped: Whether a compare-and-set went through, from its arguments and
-            result; None, or gives None, where a call is none.
-        contended: The event that tells of compare-and-sets lost in a row.
-        attributes: What else its span says, from its arguments and result.
+        size: Returns the bytes of value that a call moved, from its arguments and
+            result; None for a method that moves no value.
+        swapped: Returns whether a compare-and-set was won, from its arguments and
+            result; None for a method, or a call, that is no compare-and-set.
+        contended: The event for compare-and-sets lost in a row.
+        attributes: Returns further span attributes, from its arguments and result.
     """
 
     name: str
@@ -40,27 +41,27 @@ class Method:
     attributes: Callable[[Arguments, Any], Mapping[str, Any]] | None = None
 
     def positional(self, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
-        """Order keyword arguments as the table has them; unknown ones are dropped."""
+        """Return all arguments by position; unknown keywords are dropped."""
         missing = self.parameters[len(args) :]
         return args + tuple(kwargs.get(name) for name in missing)
 
     def keys_of(self, args: Arguments) -> tuple[Iterable[Any], int]:
-        """Find the keys among the arguments of a call, and how many they are."""
+        """Return the keys among the arguments of a call, and their number."""
         if self.keys == "none" or not args:
             return (), 0
         if self.keys == "one":
             return (args[0],), 1
         keys = args[0]
-        # A lone string where a list is due is the caller's mistake, which the
-        # store answers for; taken as a sequence it would become many keys.
+        # A string instead of a list is the caller's mistake, which the store raises
+        # for; taken as a sequence it would become many keys.
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
             return (keys,), 1
         return keys, len(keys)
 
 
 def size_of(value: Any) -> int:
-    """Give the bytes a value takes in the store, 0 where that cannot be told."""
-    if type(value) is bytes:  # what it nearly always is
+    """Return the bytes that a value takes in the store, 0 where that is unknown."""
+    if type(value) is bytes:  # the common case, first
         return len(value)
     if isinstance(value, (bytes, bytearray)):
         return len(value)
@@ -93,17 +94,16 @@ def _swapped(args: Arguments, result: Any) -> bool | None:
         return False
     expected, desired = args[1], args[2]
     if expected == desired:
-        return None  # whichever it was, nothing changed: a way to read without waiting
+        return None  # nothing can change: it reads the key without waiting
     if isinstance(desired, str):
         desired = desired.encode("utf-8", "surrogatepass")
-    # A missing key answers with the *expected* value, so only "is it what I wanted"
-    # tells who won.
+    # For a missing key the result is the *expected* value, so only a result equal to
+    # the desired value means that the compare-and-set was won.
     return bool(result == desired)
 
 
-# Everything of torch.distributed.Store that goes to the store's server or file.
-# set_timeout, timeout and has_extended_api are answered on the spot and are not
-# operations.
+# The methods of torch.distributed.Store that go to the store's server or file.
+# set_timeout, timeout and has_extended_api do not, and are not operations.
 METHODS: tuple[Method, ...] = (
     Method(name="set", parameters=("key", "value"), size=_written(1)),
     Method(name="get", blocks=True, size=_read),
@@ -143,14 +143,13 @@ METHODS: tuple[Method, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """What a store did inside one call, where that can be seen (EtcdStore).
+    """The requests that a store made inside one call (EtcdStore).
 
     Attributes:
         requests: Requests made to the store's server.
-        swaps_won: Compare-and-sets that went through.
-        swaps_lost: Compare-and-sets that somebody else was faster than; each is
-            one retry of the call.
-        watch_timeouts: Watches that ended with nothing to tell.
+        swaps_won: Compare-and-sets won.
+        swaps_lost: Compare-and-sets lost to another writer; each is one retry.
+        watch_timeouts: Watches that ended without a change.
     """
 
     requests: int = 0
@@ -159,32 +158,53 @@ class Attempts:
     watch_timeouts: int = 0
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Operation:
-    """One finished call that observers are told about.
+class Reason(Flag):
+    """Why a call is notable; `Recorder` decides, and the signals follow.
 
     Attributes:
-        method: What was called.
-        store: On which store.
+        SAMPLED: The span budget had room for it.
+        SLOW: It took at least ``slow_after``.
+        OVERDUE: It took longer than a call of its kind should: ``slow_after`` for a
+            call that does not block, ``stall_after`` for one that may.
+        FAILED: It raised, and that is not an ordinary answer.
+        RETRIED: It repeated compare-and-sets.
+        CONTENDED: Its store lost ``contended_after`` compare-and-sets in a row.
+    """
+
+    NONE = 0
+    SAMPLED = auto()
+    SLOW = auto()
+    OVERDUE = auto()
+    FAILED = auto()
+    RETRIED = auto()
+    CONTENDED = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Operation:
+    """One finished, notable call.
+
+    Attributes:
+        method: The Store method.
+        store: The store.
         keys: The first keys, printable.
-        key_count: How many keys there were.
-        family: The family all these keys share, or "".
+        key_count: Number of keys.
+        family: The family that all these keys share, or "".
         started_ns: When it began, in nanoseconds since the epoch.
         duration_ns: How long it took, as its caller saw it.
+        reasons: Why it is notable.
         error: The exception that reached the caller.
         error_type: That exception's name in telemetry, "" on success.
         value_bytes: Bytes of value written or read.
-        swapped: Whether a compare-and-set went through; None if it was none.
-        losses_in_a_row: Compare-and-sets this store lost since it last won one.
-        attempts: What happened inside the call, where that can be seen.
-        thread_id: Which thread called.
-        in_flight: Other calls that were in flight on this store when it returned.
-        slow: It took longer than it should: over the slow threshold.
-        admitted: The span budget has room for it, whatever else it is.
-        attributes: What else its span says.
-        explained: What else its event says, of a call that timed out.
-        trace_id: Set by the spans observer, for those after it.
-        span_id: Likewise.
+        swapped: Whether a compare-and-set was won; None if it was none.
+        losses_in_a_row: Compare-and-sets that this store lost since it last won one.
+        attempts: The requests inside the call, where they are counted.
+        thread_id: The thread that made it.
+        in_flight: Other calls in flight on this store when it returned.
+        attributes: Further span attributes.
+        explained: Further event fields of a call that timed out.
+        trace_id: Set by the spans observer, for the observers after it.
+        span_id: The same.
     """
 
     method: Method
@@ -194,6 +214,7 @@ class Operation:
     family: str
     started_ns: int
     duration_ns: int
+    reasons: Reason = Reason.NONE
     error: BaseException | None = None
     error_type: str = ""
     value_bytes: int = 0
@@ -202,8 +223,6 @@ class Operation:
     attempts: Attempts | None = None
     thread_id: int = 0
     in_flight: int = 0
-    slow: bool = False
-    admitted: bool = False
     attributes: Mapping[str, Any] | None = None
     explained: Mapping[str, Any] | None = None
     trace_id: str = field(default="", init=False)
@@ -211,7 +230,7 @@ class Operation:
 
     @property
     def seconds(self) -> float:
-        """How long it took, in seconds."""
+        """The duration in seconds."""
         return self.duration_ns / 1e9
 
     @property

@@ -1,8 +1,8 @@
-"""Write down how a call went: always into a counts, and to observers if it is notable.
+"""Records calls: into counters always, and to observers if a call is notable.
 
-The counts is all that a call normally pays for. Only a call that is slow, fails,
-retries, keeps losing, or is let through by the span budget becomes an `Operation`
-that observers are told about.
+Counting is all that an ordinary call pays for. A call that is slow, fails, retries,
+keeps losing compare-and-sets, or is within the span budget becomes an `Operation`,
+which the observers get. Whether it does is decided here, once (`Recorder._reasons`).
 """
 
 from bisect import bisect_left
@@ -31,12 +31,13 @@ from tracedstore.core.counters import (
 from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
-from tracedstore.core.operation import Attempts, Operation
+from tracedstore.core.operation import Arguments, Attempts, Method, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
+from tracedstore.core.telemetry import TELEMETRY, Telemetry
 from tracedstore.core.timeouts import run_with_timeout
 
-# Seconds that finding out more about a call that failed may take.
-_EXPLAIN_WITHIN = 2.0
+# Seconds that explaining a call that failed may take.
+_EXPLAIN_TIMEOUT = 2.0
 
 
 class Recorder:
@@ -45,25 +46,20 @@ class Recorder:
     Attributes:
         on: Calls are recorded; off, they are only forwarded.
         ticks: The clock of the fast path.
-        slow_ns: From how long on a call is told of, whatever else it is.
-        contended_after: Lost compare-and-sets in a row that are told of.
-        budget: Which ordinary calls are told of.
-        counters: What was counted, by thread.
-        series: The label sets that appeared.
-        families: The key families that appeared.
-        failures: The telemetry that broke.
-        observers: Who is told.
-        barriers: What the barriers did.
-        rendezvous: What the rendezvous did.
-        emit: Writes an event, by its name and fields.
-        set_up: Sets the telemetry up, unless it is.
-        detailed: Whether anybody reads events of debug level.
-        tracing: Whether anybody takes spans.
-        start_span: Starts a span, by its name; what it gives is OpenTelemetry's.
-        flush: Has spans exported, run_with_timeout so many seconds.
+        slow_ns: Duration from which a call is slow.
+        overdue_ns: Duration from which a call that may block is overdue.
+        contended_after: Lost compare-and-sets in a row that are contention.
+        budget: Which ordinary calls get a span.
+        counters: The counts, by thread.
+        series: The label sets that exist.
+        families: The key families that exist.
+        failures: The failures of the telemetry itself.
+        observers: What notable calls go to.
+        barriers: Counts of barriers.
+        rendezvous: Counts of rendezvous.
     """
 
-    # After a round trip to a server the caches are cold, and what a call costs is the
+    # After a round trip to a server the caches are cold, and the cost of a call is the
     # memory it touches: slots, and what every call reads next to each other.
     __slots__ = (  # noqa: RUF023 - in the order of use
         "on",
@@ -74,38 +70,30 @@ class Recorder:
         "clock",
         "barriers",
         "contended_after",
-        "detailed",
-        "emit",
         "families",
         "failures",
-        "flush",
         "observers",
+        "overdue_ns",
         "rendezvous",
         "series",
-        "set_up",
-        "start_span",
-        "tracing",
+        "_telemetry",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
         self.on = True
         self.barriers = BarrierStats()
         self.rendezvous = RendezvousStats()
-        self.emit: Callable[..., None] = _nobody
-        self.detailed: Callable[[], bool] = bool
-        self.set_up: Callable[[], None] = _nothing
-        self.tracing: Callable[[], bool] = bool
-        self.start_span: Callable[..., Any] = _nobody
-        self.flush: Callable[[float], None] = _nothing
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
         self.slow_ns = 10_000_000
+        self.overdue_ns = 30e9
         self.contended_after = 5
         self.budget: Budget = nothing()
-        self.counters = CountersByThread()
+        self.counters = CountersByThread(telemetry)
         self.series = SeriesTable()
         self.families = KeyFamilies()
-        self.failures = Failures()
+        self.failures = Failures(telemetry)
         self.observers = Observers(self.failures)
 
     def use_clock(self, clock: Clock) -> None:
@@ -114,26 +102,25 @@ class Recorder:
         self.ticks = clock.ticks
 
     def reset(self) -> None:
-        """Start counting from nothing, as a forked child must.
+        """Start from zero, as a forked child must.
 
-        The parent's calls are not the child's, and neither are the threads that
-        were in them.
+        Neither the parent's counts nor its threads are the child's.
         """
-        self.counters = CountersByThread(self.counters.on_first_call)
+        self.counters = CountersByThread(self._telemetry)
         self.barriers.reset()
         self.rendezvous.reset()
         self.families.reset()
         self.failures.reset()
 
-    def broke(self, error: Exception) -> None:
-        """Stop recording: the recording itself raised, so it cannot be trusted."""
+    def stop_recording(self, error: Exception) -> None:
+        """Record nothing more: recording itself raised and cannot be trusted."""
         self.on = False
         self.failures.add(names.RECORDING, error)
 
-    def swap(
+    def count_swap(
         self, state: StoreState, counts: SeriesCounts, *, won: bool | None
     ) -> bool:
-        """Count a compare-and-set, and tell whether its store keeps losing them."""
+        """Count a compare-and-set; return whether its store keeps losing them."""
         if won is None:
             return False
         if won:
@@ -152,23 +139,25 @@ class Recorder:
         counts: SeriesCounts,
         result: Any,
     ) -> None:
-        """Tell of a call that returned, if it is notable or the budget allows it."""
-        method, state, args, started, _ = call
+        """Record a call that returned and may be notable.
+
+        The fast path calls this for every call that is sampled, slow or contended, and
+        for every call with a probe, whose compare-and-sets only `Probe.stop` knows.
+        """
+        method, state, args, _, _ = call
         attempts = _count_attempts(counts, state.probe) if state.probe else None
         swapped = method.swapped(args, result) if method.swapped else None
-        if (
-            now >= self.budget.opens_at
-            or now - started >= self.slow_ns
-            or swapped is False
-            or (attempts is not None and attempts.swaps_lost)
-        ):
-            self._tell(
+        reasons = self._reasons(call, now, swapped=swapped, attempts=attempts)
+        if reasons:
+            self._notify(
                 counters,
                 call,
                 now,
+                reasons,
                 value_bytes=method.size(args, result) if method.size else 0,
                 swapped=swapped,
                 attempts=attempts,
+                in_flight=self.counters.in_flight_on(state),
                 attributes=(
                     method.attributes(args, result) if method.attributes else None
                 ),
@@ -179,57 +168,95 @@ class Recorder:
     def failed(
         self, counters: ThreadCounters, call: Call, error: BaseException
     ) -> None:
-        """Write down a call that raised."""
+        """Record a call that raised."""
         try:
-            method, state, _, started, _ = call
+            method, state, args, started, _ = call
             now = self.ticks()
             duration = now - started
             name = error_type(error)
-            counts = counters.by_series[
-                self.series.of(state.identity.kind, method, name)
-            ]
+            series = self.series.of(state.identity.kind, method, name)
+            counts = counters.by_series[series]
             counts[BUCKETS + bisect_left(BOUNDS, duration)] += 1
             counts[NANOSECONDS] += duration
             attempts = _count_attempts(counts, state.probe) if state.probe else None
-            if not is_ordinary_answer(name):
-                self._tell(
-                    counters,
-                    call,
-                    now,
-                    error=error,
-                    error_type=name,
-                    attempts=attempts,
-                    explained=self.explained(call) if name == TIMEOUT else None,
-                )
+            if is_ordinary_answer(name):
+                return
+            self._notify(
+                counters,
+                call,
+                now,
+                self._reasons(call, now, failed=True, attempts=attempts),
+                error=error,
+                error_type=name,
+                attempts=attempts,
+                explained=(
+                    self.explain(method, state, args) if name == TIMEOUT else None
+                ),
+            )
         except Exception as recording_error:
-            self.broke(recording_error)
+            self.stop_recording(recording_error)
 
-    def explained(self, call: Call) -> Mapping[str, Any]:
-        """Say more of a call that waits in vain, where its store has more to say."""
-        method, state, args, *_ = call
+    def explain(
+        self, method: Method, state: StoreState, args: Arguments
+    ) -> Mapping[str, Any]:
+        """Return further event fields for a call that waits, {} without any."""
         explain = state.explain
         if explain is None:
             return {}
         try:
-            # Whoever waits in vain may do so because the store hangs.
-            return run_with_timeout(_EXPLAIN_WITHIN, lambda: explain(method, args))
+            # A call may wait because its store hangs.
+            return run_with_timeout(_EXPLAIN_TIMEOUT, lambda: explain(method, args))
         except TimeoutError:
             return {}
         except Exception as error:
             self.failures.add(names.RENDEZVOUS, error)
             return {}
 
-    def _tell(
-        self, counters: ThreadCounters, call: Call, now: int, **facts: Any
+    def _reasons(
+        self,
+        call: Call,
+        now: int,
+        *,
+        failed: bool = False,
+        swapped: bool | None = None,
+        attempts: Attempts | None = None,
+    ) -> Reason:
+        """Decide why a call is notable; no other code does."""
+        method, state, _, started, _ = call
+        duration = now - started
+        retries = attempts.swaps_lost if attempts else 0
+        lost = swapped is False or retries > 0
+        reasons = Reason.NONE
+        if now >= self.budget.opens_at:
+            reasons |= Reason.SAMPLED
+        if duration >= self.slow_ns:
+            reasons |= Reason.SLOW
+        # Waiting is what a call that may block is for.
+        if duration >= (self.overdue_ns if method.blocks else self.slow_ns):
+            reasons |= Reason.OVERDUE
+        if failed:
+            reasons |= Reason.FAILED
+        if retries:
+            reasons |= Reason.RETRIED
+        if lost and max(retries, state.losses_in_a_row) >= self.contended_after:
+            reasons |= Reason.CONTENDED
+        return reasons
+
+    def _notify(
+        self,
+        counters: ThreadCounters,
+        call: Call,
+        now: int,
+        reasons: Reason,
+        **details: Any,
     ) -> None:
         method, state, args, started, _ = call
-        admitted = now >= self.budget.opens_at
-        if admitted:
+        if Reason.SAMPLED in reasons:
             self.budget.spend(now)
         keys, key_count = method.keys_of(args)
         keys_shown = shown(keys)
         duration = now - started
-        self.observers.tell(
+        self.observers.notify(
             Operation(
                 method=method,
                 store=state.identity,
@@ -238,19 +265,12 @@ class Recorder:
                 family=self.families.of_all(keys_shown),
                 started_ns=self.clock.wall() - duration,
                 duration_ns=duration,
+                reasons=reasons,
                 losses_in_a_row=state.losses_in_a_row,
                 thread_id=counters.thread_id,
-                in_flight=self._beside(state) if "error" not in facts else 0,
-                slow=duration >= self.slow_ns,
-                admitted=admitted,
-                **facts,
+                **details,
             )
         )
-
-    def _beside(self, state: StoreState) -> int:
-        """Count the calls in flight on a store, which may be why one was slow."""
-        under_way = (counters.call for counters in list(self.counters.values()))
-        return sum(call is not None and call[1] is state for call in under_way)
 
 
 def _count_attempts(counts: SeriesCounts, probe: Probe) -> Attempts:
@@ -261,14 +281,6 @@ def _count_attempts(counts: SeriesCounts, probe: Probe) -> Attempts:
     return attempts
 
 
-def _nothing(*_args: Any) -> None:
-    pass
-
-
-def _nobody(_what: str, **_facts: Any) -> None:
-    """Tell nobody, while nothing is set up."""
-
-
-# What every store of this process records into. It does nothing by itself: no thread,
+# What every store of this process records into. It has no effect by itself: no thread,
 # no registration, no clock read until the first call of a wrapped store.
-RECORDER: Final = Recorder()
+RECORDER: Final = Recorder(TELEMETRY)

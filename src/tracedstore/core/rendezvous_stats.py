@@ -1,6 +1,6 @@
-"""What the rendezvous of this process did, and how its state was last seen.
+"""Counts of this process's rendezvous, and their state as last read or written.
 
-A rendezvous is a rare and slow thing next to a Store call, so a lock is taken here.
+Rendezvous are rare and slow next to Store calls, so these counts take a lock.
 """
 
 import threading
@@ -13,7 +13,7 @@ from tracedstore.core.barrier_stats import RESULTS, Durations, Result
 Write = Literal["accepted", "conflict", "failed"]
 WRITES: tuple[Write, ...] = ("accepted", "conflict", "failed")
 
-_MOST_BACKENDS = 16
+_MAX_BACKENDS = 16
 _OTHER = "other"
 
 
@@ -22,13 +22,13 @@ class RendezvousView:
     """The state of a rendezvous, as it was last read or written.
 
     Attributes:
-        participants: How many nodes have joined the round.
-        wait_list: How many wait for the next one.
-        round: Which round it is.
-        complete: The round has all the nodes it takes.
+        participants: Number of nodes that joined the round.
+        wait_list: Number of nodes that wait for the next round.
+        round: The number of the round.
+        complete: The round has all its nodes.
         size: Bytes of the state.
-        oldest_heartbeat: When the node that is silent for longest was last heard of,
-            in seconds since the epoch; None where none was yet.
+        oldest_heartbeat: The oldest of the nodes' last heartbeats, in seconds since
+            the epoch; None without a heartbeat.
     """
 
     participants: int
@@ -46,7 +46,7 @@ class RendezvousStats:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew, as a forked child does."""
+        """Start from zero, as a forked child must."""
         self._lock = threading.Lock()
         self._backends: set[str] = set()
         self._writes: Counter[tuple[str, Write]] = Counter()
@@ -55,28 +55,28 @@ class RendezvousStats:
         )
         self._views: dict[str, RendezvousView] = {}
 
-    def opened(self, backend: str) -> None:
-        """Count for a backend from zero on."""
+    def open(self, backend: str) -> None:
+        """Export the counts of a backend, from zero."""
         with self._lock:
             self._known(backend)
 
-    def wrote(self, backend: str, result: Write) -> None:
+    def record_write(self, backend: str, result: Write) -> None:
         """Count a write of the state."""
         with self._lock:
             self._writes[self._known(backend), result] += 1
 
-    def saw(self, backend: str, view: RendezvousView) -> None:
-        """Keep how the state was last seen."""
+    def record_view(self, backend: str, view: RendezvousView) -> None:
+        """Keep the state as last read or written."""
         with self._lock:
             self._views[self._known(backend)] = view
 
-    def ended(self, backend: str, result: Result, nanoseconds: int) -> None:
-        """Count a rendezvous that this process took part in."""
+    def end(self, backend: str, result: Result, nanoseconds: int) -> None:
+        """Count a round that this process joined, or failed to join."""
         with self._lock:
             self._durations[self._known(backend), result].add(nanoseconds)
 
     def writes(self) -> dict[tuple[str, Write], int]:
-        """Give the counts; every result of a known backend is there."""
+        """Return the counts; a backend has one for every result."""
         with self._lock:
             return {
                 (backend, result): self._writes[backend, result]
@@ -85,12 +85,12 @@ class RendezvousStats:
             }
 
     def views(self) -> dict[str, RendezvousView]:
-        """Give the last view of each backend that showed one."""
+        """Return the last view of each backend that has one."""
         with self._lock:
             return dict(self._views)
 
     def durations(self) -> dict[tuple[str, Result], Durations]:
-        """Give the histograms; every result of a known backend is there."""
+        """Return the histograms; a backend has one for every result."""
         with self._lock:
             return {
                 (backend, result): self._durations[backend, result].copy()
@@ -99,9 +99,9 @@ class RendezvousStats:
             }
 
     def _known(self, backend: str) -> str:
-        # A name is a label, and anybody may write a backend.
+        # The name becomes a label, and users write backends of their own.
         if backend not in self._backends:
-            if len(self._backends) >= _MOST_BACKENDS:
+            if len(self._backends) >= _MAX_BACKENDS:
                 backend = _OTHER
             self._backends.add(backend)
         return backend

@@ -1,8 +1,8 @@
-"""The recording seam: a Store that forwards every call and records how it went.
+"""The recording seam: a Store that forwards every call and records it.
 
-This base is pure Python, on torch's Store trampoline. What it records into (`counters`,
-through `recorder`) is plain enough that a C++ base with the same interface can
-replace it.
+This base is pure Python, on torch's Store trampoline. It records into plain integers
+(`counters`, through `recorder`), so that a C++ base with the same interface can replace
+it.
 """
 
 from bisect import bisect_left
@@ -22,25 +22,25 @@ from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import METHODS, Method
 from tracedstore.core.recorder import Recorder
 
-# The C++ half of every wrapper has a timeout of its own, which a PrefixStore above
-# it and torch's C++ set without Python being told. This reads that one.
+# The C++ half of every wrapper has its own timeout, which a PrefixStore above it and
+# torch's C++ set without a call into Python. This reads that timeout.
 _own_timeout: Callable[[Store], timedelta] = vars(Store)["timeout"].fget
 
-# Answered by the store object itself, without going to a server or a file.
-_ANSWERED_ON_THE_SPOT = ("has_extended_api", "set_timeout")
+# Methods of the store object itself, which do not go to a server or a file.
+_NO_OPERATIONS = ("has_extended_api", "set_timeout")
 
 
 def methods_of(store_class: type[Store]) -> dict[str, Method]:
-    """Number the operations that a Store class has.
+    """Return the operations of a Store class by name, with their indexes.
 
-    A torch older than the table has fewer of them; one that is newer may have more,
-    which are forwarded and timed all the same, only without keys.
+    A torch older than the table has fewer of them. A newer one may have more, which
+    are forwarded and timed as well, but without keys.
     """
     names = [
         name
         for name in dir(store_class)
         if not name.startswith("_")
-        and name not in _ANSWERED_ON_THE_SPOT
+        and name not in _NO_OPERATIONS
         and callable(getattr(store_class, name))
     ]
     known = [method for method in METHODS if method.name in names]
@@ -56,13 +56,13 @@ def methods_of(store_class: type[Store]) -> dict[str, Method]:
 
 
 class StoreProxy(Store):
-    """A Store that forwards every method to another one and records how it went.
+    """A Store that forwards every method to another one and records the call.
 
-    Results, exceptions, blocking and timeouts are the inner store's. Nothing here
-    holds a lock while the inner store works.
+    Results, exceptions, blocking and timeouts are the inner store's. No lock is held
+    while the inner store works.
     """
 
-    # The only attribute of its own; see StoreState.
+    # The only attribute of the wrapper itself; see StoreState.
     _traced: StoreState
 
     def __init__(
@@ -70,7 +70,7 @@ class StoreProxy(Store):
     ) -> None:
         super().__init__()
         state = StoreState(inner, identity, recorder)
-        # Asking for a label set is what exports it, as zero until something happens.
+        # Creating a label set exports it, as zero until the first call.
         state.series = tuple(
             recorder.series.of(identity.kind, method) for method in RECORDED.values()
         )
@@ -80,10 +80,10 @@ class StoreProxy(Store):
         object.__setattr__(self, "_traced", state)
         _take_timeout(self, state.inner.timeout)
 
-    # Whatever the caller passes goes to the inner store, which knows what it takes.
+    # Arguments go to the inner store unchanged, and its errors for bad ones come back.
 
     def set_timeout(self, *args: Any, **kwargs: Any) -> None:
-        """Set the inner store's timeout, and what torch's C++ takes for it."""
+        """Set the inner store's timeout, and the one that torch's C++ reads."""
         self._traced.inner.set_timeout(*args, **kwargs)
         _take_timeout(self, self._traced.inner.timeout)
 
@@ -95,12 +95,12 @@ class StoreProxy(Store):
         return timeout
 
     def has_extended_api(self, *args: Any, **kwargs: Any) -> bool:
-        """Tell whether the inner store has append, multi_get and multi_set."""
+        """Return whether the inner store has append, multi_get and multi_set."""
         extended: bool = self._traced.inner.has_extended_api(*args, **kwargs)
         return extended
 
     if TYPE_CHECKING:
-        # Forwarded like all the others (below); torch's stubs do not have these.
+        # Forwarded like the others (below); torch's stubs lack these.
         def append(self, key: str, value: str | bytes, /) -> None: ...
         def multi_set(
             self, keys: list[str], values: Sequence[str | bytes], /
@@ -112,15 +112,15 @@ class StoreProxy(Store):
 
 
 def _take_timeout(store: StoreProxy, timeout: timedelta) -> None:
-    """Let torch's C++ see the timeout that the inner store has."""
+    """Copy the inner store's timeout to where torch's C++ reads it."""
     Store.set_timeout(store, timeout)
-    # Read back, because C++ keeps whole milliseconds.
+    # Read back: C++ keeps whole milliseconds.
     store._traced.timeout = _own_timeout(store)  # noqa: SLF001 - a function of the class, kept off its surface
 
 
 def _pass_on_timeout(store: StoreProxy) -> None:
-    """Give the inner store the timeout that torch's C++ set on the wrapper."""
-    state = store._traced  # noqa: SLF001 - likewise
+    """Copy the timeout that torch's C++ set on the wrapper to the inner store."""
+    state = store._traced  # noqa: SLF001 - as in _take_timeout
     timeout = _own_timeout(store)
     if timeout != state.timeout:
         state.timeout = timeout
@@ -130,19 +130,18 @@ def _pass_on_timeout(store: StoreProxy) -> None:
 def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
     method: Method, bind: Callable[[Any], Callable[..., Any]]
 ) -> Any:
-    """Make the method that forwards a call and records it.
+    """Return the method that forwards a call and records it.
 
     Args:
-        method: What is called.
-        bind: Gives what to call of an inner store. It is asked on every call: what
-            the inner store has is its own affair, and what it lacks fails here as it
-            does there.
+        method: The Store method.
+        bind: Returns the bound method of an inner store. It runs on every call, so
+            that a method which the inner store lacks fails as it does there.
 
-    What it becomes a method of has its `StoreState` in ``_traced``; only a method
-    that blocks takes that to be a StoreProxy.
+    The class that gets the method keeps its `StoreState` in ``_traced``. Only a method
+    that blocks requires a StoreProxy.
     """
     index, size, swapped = method.index, method.size, method.swapped
-    # A clone inherits the timeout; everything that blocks ends by it.
+    # A clone inherits the timeout, and a blocking call ends by it.
     needs_timeout = method.blocks or method.name == "clone"
 
     def forward(self: StoreProxy, *args: Any, **kwargs: Any) -> Any:  # noqa: C901
@@ -156,7 +155,7 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
         try:
             counters = recorder.counters[get_ident()]
             outer = counters.call
-            # A traced store above the PrefixStore above this one has recorded it.
+            # A traced store above, with a PrefixStore between, records the call.
             recorded = outer is not None and outer[1].stands_on(state)
             probe = state.probe
             if probe is not None and not recorded:
@@ -164,13 +163,13 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
             named = method.positional(args, kwargs) if kwargs else args
             started = recorder.ticks()
         except Exception as error:
-            recorder.broke(error)
+            recorder.stop_recording(error)
             return inner(*args, **kwargs)
         if recorded:
             return inner(*args, **kwargs)
         call = (method, state, named, started, outer)
-        # From here on the call shows as in flight, and must not stay there: an
-        # interrupt may come between any two lines.
+        # From here on the call is in flight, and must not stay so: an interrupt may
+        # be raised between any two lines.
         try:
             counters.call = call
             result = inner(*args, **kwargs)
@@ -187,9 +186,10 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
             counts[NANOSECONDS] += duration
             if size is not None:
                 counts[BYTES] += size(named, result)
-            contended = swapped is not None and recorder.swap(
+            contended = swapped is not None and recorder.count_swap(
                 state, counts, won=swapped(named, result)
             )
+            # A cheap necessary condition; `returned` decides.
             if (
                 now >= recorder.budget.opens_at
                 or duration >= recorder.slow_ns
@@ -200,7 +200,7 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
             elif recorder.budget.counting:
                 counters.over_budget += 1
         except Exception as error:
-            recorder.broke(error)
+            recorder.stop_recording(error)
         return result
 
     forward.__name__ = method.name
@@ -213,17 +213,17 @@ def _own_property(name: str) -> property:
     return property(lambda self: getattr(self._traced.inner, name))
 
 
-# Every operation of this torch's Store, numbered.
+# Every operation of this torch's Store, with its index.
 RECORDED = methods_of(Store)
 
 for _method in RECORDED.values():
     setattr(StoreProxy, _method.name, forwarder(_method, attrgetter(_method.name)))
-# torch's C++ looks for these two under its own spelling. Going through the base
-# class reaches the inner store the way C++ would.
+# torch's C++ calls these two by its own spelling. Binding through the base class
+# reaches the inner store as C++ would.
 for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
     _bind = partial(partial, getattr(Store, _name))
     setattr(StoreProxy, _spelling, forwarder(RECORDED[_name], _bind))
-# Properties that a newer Store may have are the inner store's too.
+# Properties of a newer torch's Store are the inner store's too.
 for _name, _attribute in vars(Store).items():
     if isinstance(_attribute, property) and _name != "timeout":
         setattr(StoreProxy, _name, _own_property(_name))

@@ -1,4 +1,4 @@
-"""Wait for something that may never end, for so long and no longer."""
+"""Bounds in time for work that has none."""
 
 import threading
 from collections.abc import Callable
@@ -8,32 +8,34 @@ T = TypeVar("T")
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
-    """Do something in a thread, and leave it behind if it takes too long.
+    """Run work in a thread and abandon it after a timeout.
 
-    For calls that nothing else can bound: a TCPStore tries to connect to a server that
-    is gone for as long as its timeout, and waits without end for one that hangs.
+    For Store calls that nothing else bounds: a TCPStore retries a connection to a
+    server that is gone for as long as its own timeout, and waits without end for one
+    that hangs.
 
     Raises:
-        TimeoutError: It took too long. It may still go on.
+        TimeoutError: The work took too long, and may still go on; or no thread can be
+            started, and the work was not run.
         Exception: What the work raised.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            done.append(work())
+            results.append(work())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="tracedstore-bounded", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # too many of them, or the interpreter is on its way out
-        return work()
+    except RuntimeError as error:  # the limit is reached, or the interpreter finalizes
+        raise TimeoutError(f"not run: {error}") from error
     thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError(f"no end after {seconds:g} s")
-    return done[0]
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"not finished after {seconds:g} s")
+    return results[0]

@@ -15,9 +15,9 @@ from typing import Any
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
-from tracedstore.coordination.barrier import barrier
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.demo.store_servers import connect
+from tracedstore.elastic import barrier
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap
 

@@ -1,1 +1,1 @@
-"""How telemetry leaves the process: settings, set-up and shutdown."""
+"""How telemetry leaves the process: settings, set-up, HTTP endpoint, shutdown."""

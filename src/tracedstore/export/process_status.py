@@ -1,55 +1,54 @@
-"""What a process answers when somebody asks what it is doing."""
+"""The status of this process: its calls in flight and stalled barriers, as JSON."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tracedstore.coordination.ranges import by_host, fold, unfold
-from tracedstore.core.barrier_stats import Stalled
-from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core.barrier_stats import StalledBarrier
+from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import server
 from tracedstore.signals.inflight import InFlight, in_flight
 
-# A thread has one call in flight; a process with more threads than this in calls is
-# described well enough by the oldest of them.
-_MOST_CALLS = 64
+# Maximum number of calls listed. A thread has one call in flight, and the oldest ones
+# describe a process with more threads well enough.
+_MAX_CALLS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """What one process is doing.
+    """The status of one process.
 
     Attributes:
-        process: Who says this: rank, host, pid, run id, as far as known.
-        recording: Whether calls are recorded there at all.
-        calls: The Store calls that have not returned, oldest first.
-        more_calls: How many more there are.
-        barriers: The barriers that it waits at and found ranks missing from.
+        process: Its identity: rank, host, pid, run id, as far as known.
+        recording: Whether it records calls.
+        calls: Its Store calls in flight, oldest first.
+        more_calls: Number of further calls in flight.
+        barriers: Its stalled barriers.
     """
 
     process: Mapping[str, Any]
     recording: bool
     calls: tuple[InFlight, ...]
     more_calls: int
-    barriers: tuple[Stalled, ...]
+    barriers: tuple[StalledBarrier, ...]
 
     @classmethod
     def now(cls) -> "ProcessStatus":
-        """Tell what this process is doing."""
+        """Return the status of this process."""
         calls = in_flight(RECORDER)
         return cls(
-            process=ProcessIdentity.from_environment(os.environ).fields(),
+            process=process_identity().fields(),
             recording=RECORDER.on,
-            calls=tuple(calls[:_MOST_CALLS]),
-            more_calls=max(0, len(calls) - _MOST_CALLS),
-            barriers=tuple(RECORDER.barriers.stalled_barriers()),
+            calls=tuple(calls[:_MAX_CALLS]),
+            more_calls=max(0, len(calls) - _MAX_CALLS),
+            barriers=tuple(RECORDER.barriers.stalled()),
         )
 
     def to_bytes(self) -> bytes:
-        """Write it as JSON; the missing ranks folded, because they may be many."""
+        """Return it as JSON; missing ranks are folded, as they may be many."""
         return json.dumps(
             {
                 "process": dict(self.process),
@@ -75,7 +74,7 @@ class ProcessStatus:
 
     @classmethod
     def from_bytes(cls, written: bytes) -> "ProcessStatus":
-        """Read it; anything else is a ValueError."""
+        """Parse it; raise ValueError for anything else."""
         try:
             found = json.loads(written)
             return cls(
@@ -86,17 +85,17 @@ class ProcessStatus:
                 barriers=tuple(map(_stalled, found["barriers"])),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("not the answer of a rank") from error
+            raise ValueError("not the status of a process") from error
 
 
 def _call(found: Mapping[str, Any]) -> InFlight:
-    # The types of its fields are str, int and float, which also convert.
+    # The fields' types (str, int, float) convert their values.
     kinds: dict[str, Any] = {field.name: field.type for field in fields(InFlight)}
     return InFlight(**{name: kind(found[name]) for name, kind in kinds.items()})
 
 
-def _stalled(found: Mapping[str, Any]) -> Stalled:
-    return Stalled(
+def _stalled(found: Mapping[str, Any]) -> StalledBarrier:
+    return StalledBarrier(
         family=str(found["barrier"]),
         arrived=int(found["arrived_count"]),
         missing={
@@ -109,5 +108,5 @@ def _stalled(found: Mapping[str, Any]) -> Stalled:
 
 
 def page(_accept: str) -> server.Response:
-    """Say it over HTTP."""
+    """Return the page ``/inflight``."""
     return server.Response(ProcessStatus.now().to_bytes() + b"\n", "application/json")

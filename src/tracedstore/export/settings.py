@@ -151,7 +151,16 @@ class Settings:
     def load(
         cls, given: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     ) -> "Settings":
-        """Take what is given, the environment for the rest, defaults for the last."""
+        """Load the settings: as given, else from the environment, else the default.
+
+        Raises:
+            TypeError: There is no setting of a given name.
+            ConfigurationError: A setting has a value that cannot be used.
+        """
+        known = [setting.name for setting in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"there is no setting {name!r}; there are: {known}")
         values = {}
         for setting in fields(cls):
             variable = PREFIX + setting.name.upper()

@@ -1,29 +1,31 @@
-"""Switch the telemetry of a process on, change it, and end it."""
+"""Sets up, replaces and ends the telemetry of a process."""
 
 import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
-from opentelemetry.trace import TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
-from tracedstore.coordination import barrier, rank_registry
+from tracedstore.coordination import rank_registry
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
-from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
+from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
-from tracedstore.export.shutdown import in_time, let_native_calls_end
+from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
 from tracedstore.signals import inflight
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import MetricsCollector
@@ -32,12 +34,11 @@ from tracedstore.signals.spans import Spans, process_attributes
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
 
-
 _logger = logging.getLogger(names.SCOPE)
 
 
-class _Telemetry:
-    """What is switched on in this process."""
+class ConfiguredTelemetry:
+    """The telemetry of a process, as configured; a `core.telemetry.Telemetry`."""
 
     def __init__(
         self,
@@ -47,22 +48,21 @@ class _Telemetry:
         clock: Clock,
         more_observers: Iterable[Observer],
     ) -> None:
-        identity = _identity()
-        # Whether it can be used is known before what was set up before is stopped.
+        identity = process_identity()
+        # Raises before the telemetry that was set up before is stopped.
         access = access_of(settings)
         self._serve = partial(Endpoint, settings, access, registry, identity)
         self._endpoint: Endpoint | None = None
         self.provider = provider
         self.own_provider: SDKTracerProvider | None = None
         if settings.tracing and provider is None:
-            # The SDK is loaded only where it is asked for.
+            # The SDK is imported only where it is used.
             from tracedstore.export.tracing import set_up_provider  # noqa: PLC0415
 
             self.own_provider = set_up_provider(process_attributes(identity))
-        never = float("inf")
         self._registry = registry
         self._spans = Spans(
-            RECORDER, identity, provider, count_the_rest=settings.spans == "budget"
+            RECORDER, identity, provider, count_suppressed=settings.spans == "budget"
         )
         self._metrics = MetricsCollector(
             RECORDER, lambda: self._spans.suppressed_by_caller
@@ -71,14 +71,10 @@ class _Telemetry:
             RECORDER,
             identity,
             log_format="off" if settings.disabled else settings.log_format,
-            blocked_after=settings.stall_after or never,
-            contended_after=settings.contended_after,
         )
-        self._watch = (
-            inflight.StallWatch(RECORDER, self._events.emit, settings.stall_after)
-            if settings.stall_after
-            else None
-        )
+        self._stalls = inflight.StallReporter(RECORDER, self, settings.stall_after)
+        self._stall_watch: Watch | None = None
+        self._watch_lock = threading.Lock()
         self._observers: tuple[Observer, ...] = (
             *([self._spans] if settings.spans != "off" else []),
             self._metrics,
@@ -88,26 +84,76 @@ class _Telemetry:
         self._clock = clock
         self._settings = settings
 
+    # What the package emits through, as `core.telemetry.TELEMETRY`.
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Write an event through structlog."""
+        self._events.emit(event, **fields)
+
+    def emits_debug_events(self) -> bool:
+        """Return whether events of debug level are written."""
+        return self._events.emits_debug_events()
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Emit `telemetry.disabled`."""
+        self._events.report_failure(observer, error)
+
+    def tracing_enabled(self) -> bool:
+        """Return whether spans started now are recorded."""
+        on = RECORDER.on and self._settings.spans != "off"
+        return on and self._spans.enabled()
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        parent: Context | None,
+        links: Sequence[Link] = (),
+    ) -> Span | None:
+        """Start a span; return None where there is no tracer provider."""
+        return self._spans.start(
+            name,
+            attributes=attributes,
+            started_ns=started_ns,
+            parent=parent,
+            links=links,
+        )
+
+    def flush(self, timeout: float) -> None:
+        """Export finished spans; return after the timeout at the latest."""
+        export_with_timeout(self._flush, timeout)
+
+    def thread_called(self) -> None:
+        """Watch the calls in flight from a process's first call on.
+
+        A forked child gets its watch here: it has the parent's telemetry, but not the
+        parent's watcher thread.
+        """
+        after = self._settings.stall_after
+        with self._watch_lock:
+            if self._stall_watch is not None or not after:
+                return
+            self._stall_watch = Watch(names.INFLIGHT, self._stalls.report, after)
+        RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._stall_watch)
+
+    # What `configure`, `shutdown` and a fork do with it.
+
     def start(self) -> None:
-        """Switch on."""
+        """Begin to record and emit."""
         settings = self._settings
         RECORDER.use_clock(self._clock)
         RECORDER.slow_ns = int(settings.slow_after * 1e9)
+        never = float("inf")
+        RECORDER.overdue_ns = (settings.stall_after or never) * 1e9
         RECORDER.contended_after = settings.contended_after
         RECORDER.budget = _budget(settings)
-        RECORDER.failures.reset()
-        RECORDER.failures.report = self._events.report_failure
-        RECORDER.emit = self._events.emit
-        RECORDER.detailed = self._events.detailed
-        RECORDER.flush = self.flush
-        RECORDER.start_span = self._spans.start
-        RECORDER.tracing = self._tracing
+        RECORDER.failures.rearm()
+        TELEMETRY.install(self)
         RECORDER.observers.set(self._observers)
-        if self._watch is not None:
-            # The watch starts with the first call, here and in a forked child.
-            RECORDER.counters.on_first_call = self._watch.ensure_running
-            if RECORDER.counters:
-                self._watch.ensure_running()
+        if RECORDER.counters:
+            self.thread_called()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             _logger.warning(
                 "PROMETHEUS_MULTIPROC_DIR is set, but its files carry no custom"
@@ -119,31 +165,34 @@ class _Telemetry:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.on = not settings.disabled
         if settings.http_port is not None and not settings.disabled:
-            self._start_endpoint()
+            RECORDER.failures.guarded(names.ENDPOINT, self._start_endpoint)
 
     def _start_endpoint(self) -> None:
-        try:
-            self._endpoint = self._serve()
-            self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
-            rank_registry.serve_at(self._endpoint.url)
-        except Exception as error:
-            RECORDER.failures.add(names.ENDPOINT, error)
+        self._endpoint = self._serve()
+        self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
+        rank_registry.serve_at(self._endpoint.url)
 
-    def _tracing(self) -> bool:
-        on = RECORDER.on and self._settings.spans != "off"
-        return on and self._spans.wanted()
-
-    def flush(self, timeout: float) -> None:
-        """Have spans exported; return in time, exported or not."""
-        in_time(self._flush, timeout)
+    def stop(self, timeout: float) -> None:
+        """Record and emit no more. Counts stay."""
+        RECORDER.on = False
+        TELEMETRY.install(NULL_TELEMETRY)
+        RECORDER.observers.set(())
+        if self._endpoint is not None:
+            self._endpoint.stop(timeout)
+            rank_registry.serve_at(None)
+        if self._stall_watch is not None:
+            WATCHER.remove(self._stall_watch)
+            WATCHER.stop_if_idle(timeout)
+        with suppress(KeyError):  # it is not there if registering failed
+            self._registry.unregister(self._metrics)
 
     def end(self, timeout: float) -> None:
-        """Have spans exported, and end what was set up for them, in time."""
-        in_time(self._end, timeout)
+        """Export finished spans and end the provider set up here, within a timeout."""
+        export_with_timeout(self._end, timeout)
 
     def _flush(self, timeout: float) -> None:
         provider = self.own_provider or self.provider or trace.get_tracer_provider()
-        # The API has no force_flush, the SDK's provider does.
+        # OpenTelemetry's API has no force_flush; the SDK's provider does.
         force_flush = getattr(provider, "force_flush", None)
         if force_flush is not None:
             force_flush(int(timeout * 1000))
@@ -153,41 +202,26 @@ class _Telemetry:
         if self.own_provider is not None:
             self.own_provider.shutdown()
 
-    def stop(self, timeout: float) -> None:
-        """Switch off; what was counted stays counted."""
-        RECORDER.on = False
-        RECORDER.counters.on_first_call = None
-        RECORDER.observers.set(())
-        if self._endpoint is not None:
-            self._endpoint.stop(timeout)
-            rank_registry.serve_at(None)
-        if self._watch is not None:
-            self._watch.stop(timeout)
-        with suppress(KeyError):  # it is not there if registering failed
-            self._registry.unregister(self._metrics)
-
-    def set_identity(self, identity: ProcessIdentity) -> None:
-        """Put another identity on what is told from here on."""
+    def update_identity(self) -> None:
+        """Put the current identity of the process on spans and events."""
+        identity = process_identity()
         self._spans.set_identity(identity)
         self._events.set_identity(identity)
 
     def reset(self) -> None:
-        """Be the child's: nothing counted, nothing in flight, no thread."""
+        """Drop what is the parent's, as a forked child must: counts, calls, threads."""
         self._spans.suppressed_by_caller = 0
         self._metrics.reset()
         self._events.reset()
+        self._stalls.reset()
+        self._stall_watch = None
+        self._watch_lock = threading.Lock()
         if self._endpoint is not None:
             self._endpoint.reset()
             self._endpoint = None
-        if self._watch is not None:
-            self._watch.reset()
-        RECORDER.reset()
 
 
-_telemetry: _Telemetry | None = None
-# The rank and world size of the default process group, which say more than the
-# environment: it may have none (``tcp://``, mp.spawn).
-_in_group: tuple[int, int] | None = None
+_telemetry: ConfiguredTelemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
 
@@ -198,63 +232,31 @@ def configure(
     tracer_provider: TracerProvider | None = None,
     observers: Iterable[Observer] = (),
     clock: Clock = SYSTEM_CLOCK,
-    disabled: bool | None = None,
-    spans: str | None = None,
-    span_rate: float | None = None,
-    span_burst: int | None = None,
-    slow_after: float | None = None,
-    stall_after: float | None = None,
-    contended_after: int | None = None,
-    log_format: str | None = None,
-    tracing: bool | None = None,
-    http_port: int | None = None,
-    http_host: str | None = None,
-    http_token: str | None = None,
-    http_basic_auth: str | None = None,
-    http_cert: str | None = None,
-    http_key: str | None = None,
-    http_client_ca: str | None = None,
+    **settings: Any,
 ) -> None:
-    """Set up the telemetry of this process, or set it up anew.
+    """Set up the telemetry of this process, or replace it.
 
-    Calling it is optional: the first `wrap` does, with nothing but the environment.
-    A setting that is not given is taken from its ``TRACEDSTORE_*`` variable; see
-    `tracedstore.Settings` for what each means. Stores wrapped before follow.
+    Calling it is optional: the first `wrap` does so, from the environment alone.
+    Stores that are wrapped already follow.
 
     Args:
-        registry: Where Prometheus finds the metrics, instead of prometheus_client's
-            default registry.
-        tracer_provider: Where spans go, instead of OpenTelemetry's global provider.
-        observers: More observers, told of the same calls as our own.
-        clock: Where time is taken from; for tests.
-        disabled: Record nothing; wrapped stores only forward.
-        spans: Which calls get a span: ``budget``, ``notable``, ``all`` or ``off``.
-        span_rate: Spans a second for ordinary calls.
-        span_burst: How many of those at once.
-        slow_after: Seconds from which a call is slow.
-        stall_after: Seconds after which a call in flight is reported; 0 for never.
-        contended_after: Compare-and-sets lost in a row that are reported.
-        log_format: ``auto``, ``json``, ``console`` or ``off``.
-        tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
-            variables, unless the application has one.
-        http_port: Serve metrics over HTTP from this port on; 0 for any.
-        http_host: The address to listen at, instead of loopback.
-        http_token: A token that clients must bear.
-        http_basic_auth: ``user:password`` that clients may give instead.
-        http_cert: The file with the certificate, to serve HTTPS.
-        http_key: The file with its key.
-        http_client_ca: The file with the authorities of clients' certificates.
+        registry: The Prometheus registry, instead of prometheus_client's default one.
+        tracer_provider: The tracer provider, instead of OpenTelemetry's global one.
+        observers: Further observers of notable calls.
+        clock: The clock; for tests.
+        settings: Any setting of `tracedstore.Settings`, by its name. A setting that is
+            not given, or is None, is read from its ``TRACEDSTORE_*`` variable.
 
     Raises:
-        ConfigurationError: A setting has a value that cannot be used. What was set
-            up before stays.
+        TypeError: There is no setting of this name.
+        ConfigurationError: A setting has a value that cannot be used. The telemetry
+            that was set up before stays.
     """
-    given = locals()  # a setting is a keyword of the same name
     global _telemetry  # noqa: PLW0603 - one telemetry a process
-    settings = Settings.load(given)
+    loaded = Settings.load(settings)
     with _lock:
-        replacement = _Telemetry(
-            settings,
+        replacement = ConfiguredTelemetry(
+            loaded,
             REGISTRY if registry is None else registry,
             tracer_provider,
             clock,
@@ -271,35 +273,48 @@ def configure(
 
 
 def ensure_configured() -> None:
-    """Set up the telemetry from the environment, unless it is set up."""
+    """Set up the telemetry from the environment, unless it is set up.
+
+    Raises:
+        ConfigurationError: A ``TRACEDSTORE_*`` variable has a value that cannot be
+            used.
+    """
     with _lock:
         if _telemetry is None:
             configure()
 
 
+def try_to_configure(observer: str) -> bool:
+    """Set up the telemetry for a caller that did not ask for it.
+
+    Args:
+        observer: The part of the telemetry that a failure is counted for.
+
+    Returns:
+        Whether calls are recorded. With a setting that cannot be used they are not,
+        and the job runs as without this package.
+    """
+    try:
+        ensure_configured()
+    except Exception as error:
+        RECORDER.failures.add(observer, error)
+        return False
+    return RECORDER.on
+
+
 def set_identity(rank: int, world_size: int) -> None:
-    """Put the rank that the process group gave this process on what is told of it."""
-    global _in_group  # noqa: PLW0603 - one rank a process
+    """Put the rank of the default process group on spans, events and ``/inflight``."""
     with _lock:
-        if _in_group != (rank, world_size):
-            _in_group = rank, world_size
-            if _telemetry is not None:
-                _telemetry.set_identity(_identity())
-
-
-def _identity() -> ProcessIdentity:
-    known = ProcessIdentity.from_environment(os.environ)
-    if _in_group is None:
-        return known
-    rank, world_size = _in_group
-    return replace(known, rank=rank, world_size=world_size)
+        set_group_identity(rank, world_size)
+        if _telemetry is not None:
+            _telemetry.update_identity()
 
 
 def shutdown(timeout: float = 5.0) -> None:
     """Flush and end the telemetry of this process, in bounded time.
 
-    Wrapped stores go on working and are not recorded any more. `configure` and
-    `wrap` switch it on again.
+    Wrapped stores keep working and are not recorded any more. `configure` and `wrap`
+    set the telemetry up again.
 
     Args:
         timeout: Seconds after which to return, flushed or not.
@@ -314,7 +329,7 @@ def shutdown(timeout: float = 5.0) -> None:
 
 
 def in_flight() -> list[inflight.InFlight]:
-    """List the Store calls of this process that have not returned, oldest first."""
+    """Return the Store calls of this process that have not returned, oldest first."""
     return inflight.in_flight(RECORDER)
 
 
@@ -327,20 +342,18 @@ def _budget(settings: Settings) -> Budget:
 
 
 def _set_hooks() -> None:
-    global _hooks_set  # noqa: PLW0603 - a fork hook cannot be taken back
+    global _hooks_set  # noqa: PLW0603 - a fork hook cannot be removed
     if not _hooks_set:
         os.register_at_fork(after_in_child=_after_fork)
-        atexit.register(let_native_calls_end)
+        atexit.register(wait_for_native_calls)
         _hooks_set = True
 
 
 def _after_fork() -> None:
-    global _lock  # noqa: PLW0603 - the parent's other threads may hold it
+    global _lock  # noqa: PLW0603 - another thread of the parent may hold it
     _lock = threading.RLock()
-    barrier.reset()
+    WATCHER.reset()
+    rank_registry.reset()
     if _telemetry is not None:
         _telemetry.reset()
-
-
-# For those that stand below this and have to be first sometimes.
-RECORDER.set_up = ensure_configured
+        RECORDER.reset()

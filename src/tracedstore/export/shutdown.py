@@ -1,4 +1,4 @@
-"""What has to be done before a process may end, in bounded time."""
+"""What a process waits for before it ends, in bounded time."""
 
 import sys
 import time
@@ -12,48 +12,44 @@ from tracedstore.core.counters import thread_names
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout
 
-# Seconds; only where a thread of torch's C++ is in a call at the very end. Such a call
-# ends by its store's timeout, which torch sets to this by default.
-_LONGEST_WAIT_AT_EXIT = 1800.0
-# Seconds that C++ gets after such a call to drop what it holds of Python's, an
-# exception mostly, or to make its next one.
-_QUIET_AT_EXIT = 0.5
+# Seconds; only where a thread of torch's C++ is in a Store call at exit. Such a call
+# ends by its store's timeout, which is this long by torch's default.
+_MAX_WAIT_AT_EXIT = 1800.0
+# Seconds that C++ gets after such a call to release Python objects, an exception
+# mostly, or to make its next call.
+_SETTLE_AT_EXIT = 0.5
 
 
-def in_time(export: Callable[[float], None], timeout: float) -> None:
-    """Export, for so long at most: exporters do not always end when told to."""
+def export_with_timeout(export: Callable[[float], None], timeout: float) -> None:
+    """Run an export; return after the timeout even where the exporter ignores it."""
     with suppress(TimeoutError):
-        run_with_timeout(timeout, lambda: _safely(export, timeout))
+        run_with_timeout(
+            timeout,
+            lambda: RECORDER.failures.guarded(names.SPANS, export, timeout),
+        )
 
 
-def _safely(export: Callable[[float], None], timeout: float) -> None:
-    try:
-        export(timeout)
-    except Exception as error:
-        RECORDER.failures.add(names.SPANS, error)
+def wait_for_native_calls() -> None:
+    """Wait until no thread of torch's C++ is in a Store call.
 
-
-def let_native_calls_end() -> None:
-    """Wait for calls that torch's own threads are in, as long as those take.
-
-    A call from C++ returns through Python. When that happens while the interpreter
-    is being torn down, CPython before 3.14 ends the thread in a way that C++ answers
-    with abort(). The bare store knows nothing of that, so neither shall the job.
+    Such a call returns through Python. If that happens while the interpreter
+    finalizes, CPython before 3.14 ends the thread in a way that makes C++ abort. The
+    bare store has no such problem, so the job must not have one.
     """
-    deadline = time.monotonic() + _LONGEST_WAIT_AT_EXIT
+    deadline = time.monotonic() + _MAX_WAIT_AT_EXIT
     last_seen = None
     while (now := time.monotonic()) < deadline:
         if _in_native_call():
             last_seen = now
-        elif last_seen is None or now - last_seen > _QUIET_AT_EXIT:
+        elif last_seen is None or now - last_seen > _SETTLE_AT_EXIT:
             return
         time.sleep(0.01)
 
 
 def _in_native_call() -> bool:
-    """Tell whether a thread that Python did not start is in a call of a store.
+    """Return whether a thread that Python did not start is in a Store call.
 
-    Its frames tell, recorded or not; a thread of C++ has some only during a call.
+    It has Python frames only during a call, whether the call is recorded or not.
     """
     known = thread_names()
     return any(

@@ -16,8 +16,9 @@ from tracedstore.core.counters import StoreState
 from tracedstore.core.identity import StoreIdentity, bottom_of, identify
 from tracedstore.core.operation import Arguments, Method, size_of
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.rendezvous_stats import RendezvousView
+from tracedstore.core.rendezvous_stats import RendezvousView, Write
 from tracedstore.core.store_proxy import forwarder
+from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous.state import Attendance, RendezvousState, read
 
 _MOST_NODES_SHOWN = 64
@@ -101,13 +102,13 @@ class TracedRendezvousBackend(RendezvousBackend):
                 "TracedRendezvousBackend() takes a RendezvousBackend, not"
                 f" {type(backend).__name__}"
             )
-        RECORDER.set_up()
+        ensure_configured()
         state = StoreState(backend, _identify(backend), RECORDER)
         state.series = tuple(
             RECORDER.series.of(state.identity.kind, method)
             for method in (_GET_STATE, _SET_STATE)
         )
-        RECORDER.rendezvous.opened(backend.name)
+        RECORDER.rendezvous.open(backend.name)
         self._traced = state
         self._attendance = Attendance()
 
@@ -140,11 +141,11 @@ class TracedRendezvousBackend(RendezvousBackend):
             found: tuple[bytes, Token, bool] | None = self._set_state(state, token)
         except BaseException:
             if RECORDER.on:
-                RECORDER.rendezvous.wrote(self.name, "failed")
+                RECORDER.rendezvous.record_write(self.name, "failed")
             raise
         if RECORDER.on:
-            accepted = _accepted((), found)
-            RECORDER.rendezvous.wrote(self.name, "accepted" if accepted else "conflict")
+            result: Write = "accepted" if _accepted((), found) else "conflict"
+            RECORDER.rendezvous.record_write(self.name, result)
         self._saw(found)
         return found
 
@@ -160,7 +161,7 @@ class TracedRendezvousBackend(RendezvousBackend):
             snapshot = read(state) if isinstance(state, bytes) else None
             if snapshot is not None:
                 self._attendance.saw(snapshot)
-                RECORDER.rendezvous.saw(self.name, _view(snapshot, len(state)))
+                RECORDER.rendezvous.record_view(self.name, _view(snapshot, len(state)))
         except Exception as error:
             RECORDER.failures.add(names.RENDEZVOUS, error)
 

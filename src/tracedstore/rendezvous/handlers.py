@@ -1,6 +1,5 @@
-"""The rendezvous handler that torchrun's agent talks to, with names and times."""
+"""The rendezvous handler that torchrun's agent calls, with telemetry."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,19 +21,24 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from tracedstore import names
-from tracedstore.coordination import barrier_patch, membership
-from tracedstore.coordination.barrier import WATCH
-from tracedstore.coordination.watch import Waiting
+from tracedstore import barrier_patch, names
+from tracedstore.coordination import membership
+from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous.agent_keys import explainer
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
+from tracedstore.rendezvous.rendezvous_telemetry import (
+    JoinAttempt,
+    emit_failure,
+    emit_waiting,
+)
 from tracedstore.rendezvous.state import Node
-from tracedstore.rendezvous.telemetry import JoinAttempt, tell, tell_waiting
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
-# Does something that the rendezvous can do without; None where that fails.
+# Runs an optional step of a rendezvous; on failure counts it and returns None.
 _guarded = partial(RECORDER.failures.guarded, names.RENDEZVOUS)
 CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]]
 
@@ -42,23 +46,23 @@ CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]
 def create(
     params: RendezvousParameters, create_backend: CreateBackend, default_port: int
 ) -> RendezvousHandler:
-    """Make the traced handler of a backend that torch creates.
+    """Return the traced handler of a backend that torch creates.
 
-    Parameters, their defaults, and the errors for bad ones are torch's, because it
-    is torch that reads them. Where our own settings are wrong, that is told and the
-    handler is torch's: a job does not fail of it.
+    torch reads the parameters and raises for bad ones. Where a setting of this package
+    cannot be used, the failure is reported and the handler is torch's own: the job does
+    not fail.
     """
     try:
-        RECORDER.set_up()
+        ensure_configured()
     except Exception as error:
         RECORDER.failures.add(names.RENDEZVOUS, error)
         backend, store = create_backend(params)
         plain: RendezvousHandler = create_handler(store, backend, params)
-        # torch wants to hear the name that it asked for.
+        # torch requires the name that it looked up.
         vars(plain)["get_backend"] = lambda: params.backend
         return plain
     where = _where(params, default_port)
-    started = time.perf_counter_ns()
+    started = RECORDER.ticks()
     try:
         backend, store = create_backend(params)
     except RendezvousError as error:
@@ -67,46 +71,46 @@ def create(
             run_id=params.run_id,
             endpoint=params.endpoint,
             during="create_backend",
-            waited_seconds=(time.perf_counter_ns() - started) / 1e9,
+            waited_seconds=(RECORDER.ticks() - started) / 1e9,
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             where=where,
         )
         if RECORDER.on:
-            _guarded(tell, error, attempt)
+            _guarded(emit_failure, error, attempt)
         raise
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
-    # For whoever wants it earlier than the default; torch lets anything in here.
-    told = {}
+    # From --rdzv-conf, where torch admits any parameter.
+    options = {}
     with suppress(TypeError, ValueError):
-        told["warn_after"] = float(params.get("warn_after"))
+        options["warn_after"] = float(params.get("warn_after"))
     return TracedRendezvousHandler(
         handler,
         traced,
         name=params.backend,
         endpoint=params.endpoint,
         where=where,
-        **told,
+        **options,
     )
 
 
 @final
 class TracedRendezvousHandler(RendezvousHandler):
-    """Does what another rendezvous handler does, and tells.
+    """Forwards to another rendezvous handler, and emits telemetry.
 
-    A rendezvous that fails is told of once, with who came and why; the store it gives
-    is traced; and the agent's exit barrier, which comes to torch's barrier without a
-    rank, gets the names of the agents that are missing.
+    A rendezvous that fails emits one event, with the nodes that joined and the cause.
+    The store that it returns is traced. The agent's exit barrier, which calls torch's
+    barrier without a rank, gets the names of missing agents.
 
     Args:
-        handler: The other one, made with ``backend``.
-        backend: The traced backend it was made with.
-        name: What ``get_backend`` is to say; by default what the other one says.
-        endpoint: Where the nodes meet, for people.
-        where: Host and port of that, where it has them.
-        warn_after: Seconds after which a node that waits for others says so; 0 for
-            never.
+        handler: The other handler, created with ``backend``.
+        backend: Its traced backend.
+        name: What ``get_backend`` returns; by default what the other handler returns.
+        endpoint: The endpoint of the rendezvous.
+        where: Host and port of the endpoint, where it has them.
+        warn_after: Seconds after which a node that waits for others emits
+            `rendezvous.waiting`; 0 for never.
     """
 
     def __init__(
@@ -125,14 +129,14 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._plugin_name = name
         self._endpoint = endpoint or backend.identity.server
         self._where = where
-        self._failure_told = False
+        self._failure_reported = False
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
             _guarded(barrier_patch.replace)
         _guarded(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
-        """Give the name by which torchrun was told to use this."""
+        """Return the name of the backend, as given to torchrun."""
         return self._plugin_name or str(self._inner.get_backend())
 
     @property
@@ -142,68 +146,70 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
-        self._failure_told = False
+        self._failure_reported = False
         self._traced_backend.attendance.begin()
-        started = time.perf_counter_ns()
-        watched = Waiting(lambda: self._waits(started), self._warn_after)
+        started = RECORDER.ticks()
+        watch = Watch(
+            names.RENDEZVOUS, lambda: self._report_waiting(started), self._warn_after
+        )
         if self._warn_after > 0:
-            _guarded(WATCH.add, watched)
+            _guarded(WATCHER.add, watch)
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
         except Exception as error:
             self._failed("next_rendezvous", error, started)
             raise
         finally:
-            WATCH.remove(watched)
+            WATCHER.remove(watch)
         self._ended("completed", started)
         joined: RendezvousInfo | None = _guarded(self._joined, info)
         return info if joined is None else joined
 
     def is_closed(self) -> bool:
-        """Tell whether nobody can join any more."""
-        return bool(self._watched("is_closed", self._inner.is_closed))
+        """Return whether the rendezvous is closed."""
+        return bool(self._call("is_closed", self._inner.is_closed))
 
     def set_closed(self) -> None:
-        """Let nobody join any more."""
-        self._watched("set_closed", self._inner.set_closed)
+        """Close the rendezvous."""
+        self._call("set_closed", self._inner.set_closed)
 
     def num_nodes_waiting(self) -> int:
-        """Count the nodes on the wait list."""
-        found: int = self._watched("num_nodes_waiting", self._inner.num_nodes_waiting)
-        return found
+        """Return the number of nodes on the wait list."""
+        count: int = self._call("num_nodes_waiting", self._inner.num_nodes_waiting)
+        return count
 
     def get_run_id(self) -> str:
-        """Give the run id."""
+        """Return the run id."""
         return str(self._inner.get_run_id())
 
     def shutdown(self) -> bool:
-        """End the rendezvous."""
-        return bool(self._watched("shutdown", self._inner.shutdown))
+        """Shut the rendezvous down."""
+        return bool(self._call("shutdown", self._inner.shutdown))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # before __init__ is through
+        if name == "_inner":  # before __init__ has set it
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def _watched(self, during: str, call: Callable[[], T]) -> T:
-        started = time.perf_counter_ns()
+    def _call(self, during: str, call: Callable[[], T]) -> T:
+        started = RECORDER.ticks()
         try:
             return call()
         except Exception as error:
             self._failed(during, error, started)
             raise
 
-    # What follows only tells, and may not fail the rendezvous.
+    # The rest is optional and must not fail the rendezvous.
 
     def _joined(self, info: RendezvousInfo) -> RendezvousInfo:
         store = _traced(info.store, self._traced_backend)
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        place = membership.Membership(
-            info.rank, info.world_size, _names(self._traced_backend)
+        own = membership.Membership(
+            info.rank, info.world_size, _decoder(self._traced_backend)
         )
-        membership.record(store, place)
+        membership.record(store, own)
         if store is info.store:
             return info
         return RendezvousInfo(
@@ -217,19 +223,19 @@ class TracedRendezvousHandler(RendezvousHandler):
         if during == "next_rendezvous":
             timed_out = isinstance(error, RendezvousTimeoutError)
             self._ended("timeout" if timed_out else "failed", started)
-        # What failed once fails again in every call after it.
+        # A rendezvous that failed fails again in every later call.
         if (
             not RECORDER.on
-            or self._failure_told
+            or self._failure_reported
             or isinstance(error, RendezvousGracefulExitError)
         ):
             return
-        self._failure_told = True
-        _guarded(tell, error, self._attempt(during, started))
+        self._failure_reported = True
+        _guarded(emit_failure, error, self._attempt(during, started))
 
-    def _waits(self, started: int) -> None:
+    def _report_waiting(self, started: int) -> None:
         if RECORDER.on:
-            tell_waiting(self._attempt("next_rendezvous", started))
+            emit_waiting(self._attempt("next_rendezvous", started))
 
     def _attempt(self, during: str, started: int) -> JoinAttempt:
         settings = getattr(self._inner, "settings", None)
@@ -238,7 +244,7 @@ class TracedRendezvousHandler(RendezvousHandler):
             run_id=self.get_run_id(),
             endpoint=self._endpoint,
             during=during,
-            waited_seconds=(time.perf_counter_ns() - started) / 1e9,
+            waited_seconds=(RECORDER.ticks() - started) / 1e9,
             min_nodes=getattr(settings, "min_nodes", None),
             max_nodes=getattr(settings, "max_nodes", None),
             where=self._where,
@@ -246,19 +252,18 @@ class TracedRendezvousHandler(RendezvousHandler):
             attendance=self._traced_backend.attendance,
         )
 
-    def _ended(self, result: Any, started: int) -> None:
+    def _ended(self, result: Result, started: int) -> None:
         if RECORDER.on:
-            RECORDER.rendezvous.ended(
-                self._traced_backend.name, result, time.perf_counter_ns() - started
+            RECORDER.rendezvous.end(
+                self._traced_backend.name, result, RECORDER.ticks() - started
             )
 
 
 def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
-    """Let a handler of torch's have the traced store itself.
+    """Let torch's handler use the traced store itself.
 
-    The agents' first words to each other go through the store before next_rendezvous
-    gives it to anybody. No reference to the handler is kept: it stops its heartbeats
-    when the last one goes.
+    The agents' first exchange goes through the store before next_rendezvous returns it.
+    The handler is referred to weakly: it stops its heartbeats when it is deleted.
     """
     get_store = getattr(type(handler), "_get_store", None)
     if get_store is None:
@@ -270,22 +275,22 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
         traced = _guarded(_traced, store, backend)
         return store if traced is None else traced
 
-    handler._get_store = get_traced_store  # noqa: SLF001 - there is no other way
+    handler._get_store = get_traced_store  # noqa: SLF001 - torch has no public hook
 
 
 def _traced(store: Store, backend: TracedRendezvousBackend) -> TracedStore:
-    # Around the PrefixStore: what stands below one has no queues and no listing.
+    # Around the PrefixStore: a store below one has no queues and no list_keys.
     traced = wrap(store)
     last = backend.attendance.last
     world_size = 0 if last is None else len(last.participants)
     traced._traced.explain = explainer(  # noqa: SLF001 - the store is ours
-        traced, world_size, _names(backend)
+        traced, world_size, _decoder(backend)
     )
     return traced
 
 
-def _names(backend: TracedRendezvousBackend) -> Callable[[int], str]:
-    """Name the agents of the round that was just completed."""
+def _decoder(backend: TracedRendezvousBackend) -> Callable[[int], str]:
+    """Return a decoder for the agents of the last completed round."""
     last = backend.attendance.last
     nodes = {} if last is None else {r: str(n) for n, r in last.participants.items()}
     return lambda rank: nodes.get(rank) or f"agent {rank}"
@@ -299,9 +304,9 @@ def _own_node(handler: Any) -> Node | None:
 
 
 def _where(params: RendezvousParameters, port: int) -> tuple[str, int] | None:
-    """Give host and port of an endpoint, where it is one and not a path."""
+    """Return host and port of an endpoint; None for a path."""
     if str(params.get("store_type", "tcp")).strip().lower() == "file":
         return None
-    with suppress(ValueError):  # torch will say so
+    with suppress(ValueError):  # torch raises for it
         return parse_rendezvous_endpoint(params.endpoint, default_port=port)
     return None

@@ -1,1 +1,1 @@
-"""What is told of the calls: metrics, spans, events, and what is blocked now."""
+"""What leaves a process: metrics, spans, events, and the calls in flight."""

@@ -1,7 +1,7 @@
-"""Structured events, one line for what deserves one, through structlog.
+"""Structured events, through structlog.
 
-An application that configured structlog gets the events in its own way. One that did
-not gets them on standard error: standard output belongs to the job.
+An application that configured structlog gets the events through its configuration.
+Without one, events go to standard error: standard output is the job's.
 """
 
 import sys
@@ -13,16 +13,16 @@ import structlog
 from opentelemetry import trace
 
 from tracedstore import names
-from tracedstore.core.errors import error_message, error_type
+from tracedstore.core.errors import error_location, error_message, error_type
 from tracedstore.core.identity import ProcessIdentity
-from tracedstore.core.operation import Operation
+from tracedstore.core.operation import Operation, Reason
 from tracedstore.core.recorder import Recorder
 
-# The same trouble at the same place is told once in this time, with a count.
+# An event of the same kind is emitted once in this time, with a count of the others.
 _REPEAT_AFTER_NS = 10_000_000_000
-# Places that are remembered for that; families and error types are bounded, so this
-# is only reached by a job that is in trouble everywhere.
-_MOST_PLACES = 1024
+# Kinds that are remembered for that. Families and error types are bounded, so only a
+# job that fails everywhere reaches this.
+_MAX_KINDS = 1024
 
 LEVELS: Final = {
     names.OPERATION_SLOW: "warning",
@@ -42,11 +42,12 @@ LEVELS: Final = {
     names.TELEMETRY_SERVING: "info",
 }
 
-Place = tuple[str, ...]
+# What makes two events repeats of each other.
+Kind = tuple[str, ...]
 
 
 class Events:
-    """Tells of calls that were slow, failed, or kept losing; limits repeats."""
+    """Emits events of notable calls, and limits repeats."""
 
     name = names.EVENTS
 
@@ -56,77 +57,76 @@ class Events:
         identity: ProcessIdentity,
         *,
         log_format: str = "auto",
-        blocked_after: float = 30.0,
-        contended_after: int = 5,
     ) -> None:
         self._recorder = recorder
         self._identity = identity
         self._log_format = log_format
-        self._blocked_after_ns = blocked_after * 1e9
-        self._contended_after = contended_after
-        # Place -> when it was last told, and what was held back since.
-        self._told: dict[Place, tuple[int, int]] = {}
+        # When a kind was last emitted, and how many were suppressed since.
+        self._emitted: dict[Kind, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def observe(self, operation: Operation) -> None:
-        """Tell of one call, if it deserves a line."""
+        """Emit the events that the reasons of a call ask for."""
         if operation.error is not None:
-            self._tell(
+            self._emit_operation(
                 operation,
                 names.OPERATION_FAILED,
                 error_type=operation.error_type,
                 error=error_message(operation.error),
                 **(operation.explained or {}),
             )
-        elif operation.duration_ns >= self._blocked_after_ns or (
-            # To wait is what a blocking call is for.
-            operation.slow and not operation.method.blocks
-        ):
-            self._tell(operation, names.OPERATION_SLOW, in_flight=operation.in_flight)
-        losses = max(operation.retries, operation.losses_in_a_row)
-        lost = operation.swapped is False or operation.retries > 0
-        if lost and losses >= self._contended_after:
-            self._tell(operation, operation.method.contended, losses_in_a_row=losses)
+        elif Reason.OVERDUE in operation.reasons:
+            self._emit_operation(
+                operation, names.OPERATION_SLOW, in_flight=operation.in_flight
+            )
+        if Reason.CONTENDED in operation.reasons:
+            losses = max(operation.retries, operation.losses_in_a_row)
+            self._emit_operation(
+                operation, operation.method.contended, losses_in_a_row=losses
+            )
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one event; what raises here is for the caller to handle."""
+        """Write one event. Exceptions of the logging configuration are the caller's."""
         if self._log_format == "off":
             return
-        # An application that wants details configures its log.
-        if LEVELS[event] == "debug" and not self.detailed():
+        if LEVELS[event] == "debug" and not self.emits_debug_events():
             return
         if "trace_id" not in fields:
             fields |= _current_trace()
-        # First what happened, then to whom.
+        # The event's own fields first, then the identity of the process.
         known = self._identity.fields()
         getattr(self._logger(), LEVELS[event])(event, **(fields | known | fields))
 
     @staticmethod
-    def detailed() -> bool:
-        """Tell whether events of debug level are written."""
+    def emits_debug_events() -> bool:
+        """Return whether events of debug level are written.
+
+        They are where the application configured structlog, which has the levels.
+        """
         return structlog.is_configured()
 
     def report_failure(self, observer: str, error: BaseException) -> None:
-        """Tell that a part of the telemetry broke and is off."""
+        """Emit `telemetry.disabled`."""
         self.emit(
             names.TELEMETRY_DISABLED,
             observer=observer,
             error_type=error_type(error),
             error=error_message(error),
+            error_location=error_location(error),
         )
 
     def set_identity(self, identity: ProcessIdentity) -> None:
-        """Put another identity on the events from here on."""
+        """Put another identity on the events from now on."""
         self._identity = identity
 
     def reset(self) -> None:
-        """Let go of what the parent's threads may have held."""
+        """Forget suppressed events, and a lock that a fork may have copied locked."""
         self._lock = threading.Lock()
-        self._told = {}
+        self._emitted = {}
 
-    def _tell(self, operation: Operation, event: str, **facts: Any) -> None:
+    def _emit_operation(self, operation: Operation, event: str, **fields: Any) -> None:
         store = operation.store
-        suppressed_count = self._suppressed(
+        suppressed_count = self._count_repeats(
             (
                 event,
                 store.kind,
@@ -138,8 +138,8 @@ class Events:
         if suppressed_count is None:
             return
         if operation.trace_id:
-            facts["trace_id"] = operation.trace_id
-            facts["span_id"] = operation.span_id
+            fields["trace_id"] = operation.trace_id
+            fields["span_id"] = operation.span_id
         self.emit(
             event,
             operation=operation.method.name,
@@ -150,25 +150,25 @@ class Events:
             key_family=operation.family,
             duration_seconds=round(operation.seconds, 6),
             suppressed_count=suppressed_count,
-            **facts,
+            **fields,
         )
 
-    def _suppressed(self, place: Place) -> int | None:
-        """Count the events held back at a place, or None to hold back this one."""
+    def _count_repeats(self, kind: Kind) -> int | None:
+        """Return how many events of a kind were suppressed; None to suppress this."""
         now = self._recorder.ticks()
         with self._lock:
-            last, suppressed_count = self._told.get(place, (None, 0))
+            last, suppressed = self._emitted.get(kind, (None, 0))
             if last is not None and now - last < _REPEAT_AFTER_NS:
-                self._told[place] = (last, suppressed_count + 1)
+                self._emitted[kind] = (last, suppressed + 1)
                 return None
-            if len(self._told) >= _MOST_PLACES:
-                self._told.clear()
-            self._told[place] = (now, 0)
-            return suppressed_count
+            if len(self._emitted) >= _MAX_KINDS:
+                self._emitted.clear()
+            self._emitted[kind] = (now, 0)
+            return suppressed
 
     def _logger(self) -> Any:
-        # Asked for each time: the application may configure structlog after us,
-        # and may replace sys.stderr.
+        # Made anew each time: the application may configure structlog later, and may
+        # replace sys.stderr.
         if structlog.is_configured():
             return structlog.get_logger(names.SCOPE)
         as_text = self._log_format == "console" or (
@@ -185,7 +185,7 @@ class Events:
                 structlog.contextvars.merge_contextvars,
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
-                _what_and_when_first,
+                _timestamp_first,
                 renderer,
             ],
             wrapper_class=structlog.BoundLogger,
@@ -193,10 +193,10 @@ class Events:
 
 
 class _StandardError:
-    """Writes lines to whatever standard error is now.
+    """Writes lines to the current standard error.
 
-    structlog's own WriteLogger holds a lock while it writes, which a fork in another
-    thread would copy into the child for good.
+    structlog's WriteLogger holds a lock while it writes. A fork in another thread
+    would copy that lock, locked, into the child.
     """
 
     def write(self, line: str) -> None:
@@ -206,7 +206,7 @@ class _StandardError:
     debug = info = warning = error = critical = write
 
 
-def _what_and_when_first(
+def _timestamp_first(
     _logger: Any, _level: str, event: MutableMapping[str, Any]
 ) -> Mapping[str, Any]:
     return {key: event.pop(key) for key in ("timestamp", "level", "event")} | dict(

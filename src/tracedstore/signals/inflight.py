@@ -1,38 +1,35 @@
-"""What is blocked now: the calls in flight, and a warning while one stays there.
+"""The Store calls in flight, and reports of those that stay in flight.
 
-A histogram hears of a wait when it *ends*; a job that hangs is one whose waits do
-not. So a thread looks at the calls in flight and reports those that stay.
+A histogram counts a wait when it *ends*. The waits of a hung job do not end, so the
+watcher reports them while they last.
 """
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tracedstore import names
-from tracedstore.core.counters import Call, thread_names
+from tracedstore.core.counters import ActiveCall, Call, thread_names
 from tracedstore.core.keys import shown
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.telemetry import Telemetry
 
-# More than this at a time would drown the log that should help.
-_MOST_REPORTED_AT_ONCE = 16
-
-Emit = Callable[..., None]
+# More events at a time would drown the log.
+_MAX_REPORTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A call that has not returned yet, as people and programs read it.
+    """A Store call that has not returned yet.
 
     Attributes:
         operation: The Store method.
         store: The kind of store.
-        server: Where that is.
+        server: The store's location.
         key: Its key, or the first of its keys, printable.
-        key_count: How many keys it has.
-        key_family: The family its keys share, or "".
+        key_count: Number of keys.
+        key_family: The family that its keys share, or "".
         started: When it began, in seconds since the epoch.
-        waited_seconds: How long ago that is.
-        thread: The thread that is in it.
+        waited_seconds: Seconds since then.
+        thread: The thread that made it.
     """
 
     operation: str
@@ -47,109 +44,62 @@ class InFlight:
 
 
 def in_flight(recorder: Recorder) -> list[InFlight]:
-    """List the calls in flight, oldest first."""
-    names_by_id = thread_names()
+    """Return the calls in flight, oldest first."""
+    threads = thread_names()
     now = recorder.ticks()
     return [
-        _described(recorder, names_by_id, thread_id, call, now)
-        for thread_id, call in recorder.counters.calls()
+        _describe(recorder, threads, call, now) for call in recorder.counters.calls()
     ]
 
 
-def _described(
-    recorder: Recorder,
-    names_by_id: dict[int, str],
-    thread_id: int,
-    call: Call,
-    now: int,
+def _describe(
+    recorder: Recorder, threads: dict[int, str], call: ActiveCall, now: int
 ) -> InFlight:
-    method, state, args, started, _ = call
-    keys, key_count = method.keys_of(args)
+    keys, key_count = call.method.keys_of(call.args)
     keys_shown = shown(keys)
     return InFlight(
-        operation=method.name,
-        store=state.identity.kind,
-        server=state.identity.server,
+        operation=call.method.name,
+        store=call.state.identity.kind,
+        server=call.state.identity.server,
         key=keys_shown[0] if keys_shown else "",
         key_count=key_count,
         key_family=recorder.families.of_all(keys_shown),
-        started=recorder.clock.wall_of(started) / 1e9,
-        waited_seconds=(now - started) / 1e9,
-        thread=names_by_id.get(thread_id, f"native-{thread_id}"),
+        started=recorder.clock.wall_of(call.started) / 1e9,
+        waited_seconds=(now - call.started) / 1e9,
+        thread=threads.get(call.thread_id, f"native-{call.thread_id}"),
     )
 
 
-class StallWatch:
-    """Reports calls that stay in flight: after a while, then at doubling intervals.
+class StallReporter:
+    """Reports calls that stay in flight: after a delay, then at doubling intervals.
 
-    It sleeps until the next report is due. A call that begins after it looked
-    cannot be due sooner than `after` from then, so it never has to look more often.
+    A call that begins after a report cannot be due sooner than `after` from then, so
+    the watcher need not run it more often.
     """
 
-    name = names.INFLIGHT
-
-    def __init__(self, recorder: Recorder, emit: Emit, after: float) -> None:
+    def __init__(self, recorder: Recorder, telemetry: Telemetry, after: float) -> None:
         self._recorder = recorder
-        self._emit = emit
+        self._telemetry = telemetry
         self._after_ns = int(after * 1e9)
-        # When to report a call again that was reported. The call itself is kept
-        # with it, so that its id is not given to another one meanwhile.
-        self._again: dict[int, tuple[Call, int]] = {}
-        self._starting = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def ensure_running(self) -> None:
-        """Begin to watch, in a thread that does not keep the process alive.
-
-        Asked for whenever a thread makes its first call, because a forked child
-        has the watch but not its thread.
-        """
-        with self._starting:
-            if self._stopped.is_set() or self._recorder.failures.has(self.name):
-                return
-            if self._thread is not None and self._thread.is_alive():
-                return
-            try:
-                thread = threading.Thread(
-                    target=self._run, name="tracedstore-stall-watch", daemon=True
-                )
-                thread.start()
-                self._thread = thread
-            except Exception as error:
-                self._recorder.failures.add(self.name, error)
+        # When to report a call again, by its identity. The call is kept as well, so
+        # that its identity is not used again.
+        self._reported: dict[int, tuple[Call, int]] = {}
 
     def reset(self) -> None:
-        """Let go of what the parent's threads may have held."""
-        self._starting = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = None
-        self._again = {}
+        """Forget the parent's calls, as a forked child must."""
+        self._reported = {}
 
-    def stop(self, timeout: float) -> None:
-        """End the watch, waiting no longer than a time for a report under way."""
-        self._stopped.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.wait(self.look()):
-                pass
-        except Exception as error:
-            self._recorder.failures.add(self.name, error)
-
-    def look(self) -> float:
-        """Report what is due, and give the seconds until something can be again."""
+    def report(self) -> float:
+        """Report the calls that are due; return the seconds until the next can be."""
         now = self._recorder.ticks()
         calls = self._recorder.counters.calls()
-        reported = {id(call) for _, call in calls} & self._again.keys()
-        self._again = {found: self._again[found] for found in reported}
-        due = [found for found in calls if self._due(found[1]) <= now]
-        names_by_id = thread_names() if due else {}
-        for thread_id, call in due[:_MOST_REPORTED_AT_ONCE]:
-            described = _described(self._recorder, names_by_id, thread_id, call, now)
-            self._emit(
+        reported = {id(active.call) for active in calls} & self._reported.keys()
+        self._reported = {call: self._reported[call] for call in reported}
+        due = [active for active in calls if self._due(active) <= now]
+        threads = thread_names() if due else {}
+        for active in due[:_MAX_REPORTS_AT_ONCE]:
+            described = _describe(self._recorder, threads, active, now)
+            self._telemetry.emit(
                 names.OPERATION_STALLED,
                 operation=described.operation,
                 store=described.store,
@@ -160,14 +110,16 @@ class StallWatch:
                 waited_seconds=round(described.waited_seconds, 3),
                 thread=described.thread,
                 stalled_calls=len(due),
-                **self._recorder.explained(call),
+                **self._recorder.explain(active.method, active.state, active.args),
             )
-        for _, call in due:
+        for active in due:
             # Doubling from its start: after 30 s, then at 60 s, 120 s, ...
-            self._again[id(call)] = (call, call[3] + 2 * (now - call[3]))
-        next_dues = [self._due(call) for _, call in calls]
+            again = active.started + 2 * (now - active.started)
+            self._reported[id(active.call)] = (active.call, again)
+        next_dues = [self._due(active) for active in calls]
         return (min([*next_dues, now + self._after_ns]) - now) / 1e9
 
-    def _due(self, call: Call) -> int:
-        _, due = self._again.get(id(call), (call, call[3] + self._after_ns))
+    def _due(self, active: ActiveCall) -> int:
+        first = active.started + self._after_ns
+        _, due = self._reported.get(id(active.call), (active.call, first))
         return due

@@ -1,7 +1,7 @@
 """The Prometheus collector: turns the counters into metric families at a scrape.
 
-Calls never touch prometheus_client, which would cost more than a call to a HashStore
-does; they add to the counters, and this adds those up when somebody asks.
+Calls never touch prometheus_client, which would cost more than a HashStore call. They
+count into the counters, which are summed at a scrape.
 """
 
 from bisect import bisect_left
@@ -39,19 +39,19 @@ from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
 from tracedstore.core.rendezvous_stats import RendezvousStats
 
-# Where the compare-and-sets inside one call are known; elsewhere only calls that are
-# compare-and-sets themselves have the metric.
+# Calls whose inner compare-and-sets are counted. Otherwise only calls that are
+# compare-and-sets have the metric.
 _REPEATS_SWAPS = frozenset({("etcd_store", "add")})
-# Who loses one of these has to make it again.
-_MADE_AGAIN = frozenset({"set_state"})
+# A caller that loses one of these repeats it.
+_REPEATED_BY_CALLER = frozenset({"set_state"})
 
-_MOST_RANKS_NAMED = 64
+_MAX_RANKS_NAMED = 64
 
 Sums = Mapping[Series, SeriesCounts]
 
 
 class MetricsCollector(Collector):
-    """Exports what was counted, and remembers a trace for each histogram bucket."""
+    """Exports the counters, with an exemplar for each histogram bucket."""
 
     name = names.METRICS_OBSERVER
 
@@ -63,7 +63,7 @@ class MetricsCollector(Collector):
         self._exemplars: dict[tuple[Series, int], Exemplar] = {}
 
     def observe(self, operation: Operation) -> None:
-        """Remember the trace of a call as the exemplar of its bucket."""
+        """Keep the trace of a call as the exemplar of its bucket."""
         if not operation.trace_id:
             return
         series = self._recorder.series.of(
@@ -77,15 +77,15 @@ class MetricsCollector(Collector):
         )
 
     def reset(self) -> None:
-        """Drop what is the parent's, as a forked child must."""
+        """Drop the parent's exemplars, as a forked child must."""
         self._exemplars = {}
 
     def describe(self) -> Iterator[Family]:
-        """Name the families, so that registering does not collect."""
+        """Return the families without samples: registering does not collect."""
         return (_EMPTY[metric.type](metric) for metric in names.METRICS)
 
     def collect(self) -> Iterator[Family]:
-        """Give all families; a failure here must not take the application's with it."""
+        """Return all families; a failure must not fail the application's scrape."""
         failures = self._recorder.failures
         if not failures.has(self.name):
             try:
@@ -144,7 +144,7 @@ class MetricsCollector(Collector):
         return family
 
     def _exemplar(self, series: Series, buckets: range) -> Exemplar | None:
-        # A bucket of the export is several of ours: the slowest call speaks for it.
+        # An exported bucket is several recorded ones: take the slowest call's.
         for bucket in reversed(buckets):
             exemplar = self._exemplars.get((series, bucket))
             if exemplar is not None:
@@ -152,47 +152,47 @@ class MetricsCollector(Collector):
         return None
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Family]:
-        calls = [call for _, call in self._recorder.counters.calls()]
-        series = [state.series[method.index] for method, state, *_ in calls]
-        where = [(found.store, found.method.name) for found in series]
-        counts = Counter(where)
+        calls = self._recorder.counters.calls()
+        series = [call.state.series[call.method.index] for call in calls]
+        labels_of = [(each.store, each.method.name) for each in series]
+        counts = Counter(labels_of)
         in_flight = _gauge(names.IN_FLIGHT)
         for labels in dict.fromkeys((s.store, s.method.name) for s in every):
             in_flight.add_metric(labels, counts[labels])
         yield in_flight
         oldest = _gauge(names.OLDEST_START)
-        # They come oldest first, and reversed the oldest is the last to be written.
+        # Calls are sorted, oldest first: reversed, the oldest is written last and kept.
         starts = {
-            labels: call[3]
-            for labels, call in zip(reversed(where), reversed(calls), strict=True)
+            labels: call.started
+            for labels, call in zip(reversed(labels_of), reversed(calls), strict=True)
         }
         for labels, started in starts.items():
             oldest.add_metric(labels, self._recorder.clock.wall_of(started) / 1e9)
         yield oldest
 
 
-def _barriers(book: BarrierStats) -> Iterator[Family]:
-    yield _durations(names.BARRIER_DURATION, book.durations())
+def _barriers(stats: BarrierStats) -> Iterator[Family]:
+    yield _durations(names.BARRIER_DURATION, stats.durations())
     last = _counter(names.BARRIER_LAST_ARRIVALS)
-    for family, times in book.last_arrivals().items():
+    for family, times in stats.last_arrivals().items():
         last.add_metric([family], times)
     yield last
     arrived = _gauge(names.BARRIER_ARRIVED)
     missing = _gauge(names.BARRIER_MISSING)
     rank_missing = _gauge(names.BARRIER_RANK_MISSING)
-    # One a family: several barriers of a family at a time share its labels.
-    for stalled in {found.family: found for found in book.stalled_barriers()}.values():
+    # One of a family: stalled barriers of one family share their labels.
+    for stalled in {found.family: found for found in stats.stalled()}.values():
         arrived.add_metric([stalled.family], stalled.arrived)
         missing.add_metric([stalled.family], len(stalled.missing) + stalled.possible)
-        for rank, host in list(stalled.missing.items())[:_MOST_RANKS_NAMED]:
+        for rank, host in list(stalled.missing.items())[:_MAX_RANKS_NAMED]:
             rank_missing.add_metric([stalled.family, str(rank), host], 1)
     yield from (arrived, missing, rank_missing)
 
 
-def _rendezvous(book: RendezvousStats) -> Iterator[Family]:
-    yield _durations(names.RENDEZVOUS_DURATION, book.durations())
+def _rendezvous(stats: RendezvousStats) -> Iterator[Family]:
+    yield _durations(names.RENDEZVOUS_DURATION, stats.durations())
     writes = _counter(names.RENDEZVOUS_WRITES)
-    for labels, count in book.writes().items():
+    for labels, count in stats.writes().items():
         writes.add_metric(labels, count)
     yield writes
     size = _gauge(names.RENDEZVOUS_STATE_BYTES)
@@ -201,7 +201,7 @@ def _rendezvous(book: RendezvousStats) -> Iterator[Family]:
     which = _gauge(names.RENDEZVOUS_ROUND)
     complete = _gauge(names.RENDEZVOUS_COMPLETE)
     oldest = _gauge(names.RENDEZVOUS_OLDEST_HEARTBEAT)
-    for backend, view in book.views().items():
+    for backend, view in stats.views().items():
         size.add_metric([backend], view.size)
         participants.add_metric([backend], view.participants)
         wait_list.add_metric([backend], view.wait_list)
@@ -229,8 +229,8 @@ def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
     value_bytes = _counter(names.VALUE_BYTES)
     totals: dict[tuple[str, str], list[int]] = {}
     for series in every:
-        # These have no error_type: a call that failed moved bytes and lost
-        # compare-and-sets just the same.
+        # These have no error_type: a failed call moves bytes and loses compare-and-sets
+        # as well.
         labels = (series.store, series.method.name)
         total = totals.setdefault(labels, [0] * BUCKETS)
         for position in range(BUCKETS):
@@ -244,7 +244,7 @@ def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Family]:
             attempts.add_metric((*labels, names.LOST), total[SWAPS_LOST])
         if repeats:
             retries.add_metric(labels, total[RETRIES])
-        elif method.name in _MADE_AGAIN:
+        elif method.name in _REPEATED_BY_CALLER:
             retries.add_metric(labels, total[SWAPS_LOST])
         if method.size is not None:
             value_bytes.add_metric(labels, total[BYTES])

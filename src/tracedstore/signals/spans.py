@@ -1,7 +1,7 @@
-"""Spans, made after the call and dated back, by OpenTelemetry's database conventions.
+"""Spans by OpenTelemetry's database conventions, created after the call.
 
 A leaf call needs no current span while it runs, so the fast path pays nothing: the
-span is started with the call's start time and ended with its end.
+span is created when the call has ended, with its start and end times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,20 @@ from tracedstore._version import __version__
 from tracedstore.core.errors import error_message
 from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
-from tracedstore.core.operation import Operation
+from tracedstore.core.operation import Operation, Reason
 from tracedstore.core.recorder import Recorder
 
 # The version of the conventions whose names are used; all of them are stable there.
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.36.0"
 
-# How soon to look again for a provider that was not there. A job usually sets one
-# up right after it started; until then nothing should be spent on spans.
-_LOOK_AGAIN_AFTER_NS = 50_000_000
+# Pause before the next check for a tracer provider. A job usually sets one up right
+# after its start; without one, calls must not pay for spans.
+_PROVIDER_CHECK_NS = 50_000_000
+_SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
 
 
 class Spans:
-    """Gives a span to every call that is notable or that the budget lets through."""
+    """Creates a span for every call that is sampled, slow, failed or retried."""
 
     name = names.SPANS
 
@@ -40,27 +41,22 @@ class Spans:
         identity: ProcessIdentity,
         provider: TracerProvider | None = None,
         *,
-        count_the_rest: bool = True,
+        count_suppressed: bool = True,
     ) -> None:
         self._recorder = recorder
         self._given = provider
-        self._count_the_rest = count_the_rest
+        self._count_suppressed = count_suppressed
         self._provider: TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._process = process_attributes(identity)
         self.suppressed_by_caller = 0
 
     def observe(self, operation: Operation) -> None:
-        """Make the span of one call, if it is to have one."""
-        if not (
-            operation.admitted
-            or operation.slow
-            or operation.error is not None
-            or operation.retries
-        ):
+        """Create the span of one call, if its reasons ask for one."""
+        if not operation.reasons & _SPAN_REASONS:
             return
         tracer = self._current_tracer()
-        if tracer is None or context.get_value(names.TOLD_BY_BARRIER):
+        if tracer is None or context.get_value(names.SUPPRESS_CALL_SPANS):
             return
         if context.get_value(_SUPPRESS_INSTRUMENTATION_KEY):
             self.suppressed_by_caller += 1
@@ -80,8 +76,8 @@ class Spans:
             operation.trace_id = trace.format_trace_id(found.trace_id)
             operation.span_id = trace.format_span_id(found.span_id)
 
-    def wanted(self) -> bool:
-        """Tell whether anybody takes spans now."""
+    def enabled(self) -> bool:
+        """Return whether spans started now are recorded."""
         return self._current_tracer() is not None and not context.get_value(
             _SUPPRESS_INSTRUMENTATION_KEY
         )
@@ -95,7 +91,7 @@ class Spans:
         parent: context.Context | None,
         links: Sequence[trace.Link] = (),
     ) -> trace.Span | None:
-        """Start the span of something that is made of many calls."""
+        """Start a span that covers many calls; None without a tracer provider."""
         tracer = self._current_tracer()
         if tracer is None:
             return None
@@ -108,21 +104,21 @@ class Spans:
         )
 
     def set_identity(self, identity: ProcessIdentity) -> None:
-        """Put another identity on the spans from here on."""
+        """Put another identity on the spans from now on."""
         self._process = process_attributes(identity)
 
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given or trace.get_tracer_provider()
         budget = self._recorder.budget
         if isinstance(provider, trace.ProxyTracerProvider):
-            budget.pause(until=self._recorder.ticks() + _LOOK_AGAIN_AFTER_NS)
+            budget.pause(until=self._recorder.ticks() + _PROVIDER_CHECK_NS)
             return None
         if provider is not self._provider:
             self._provider = provider
             self._tracer = provider.get_tracer(
                 names.SCOPE, __version__, schema_url=_SCHEMA_URL
             )
-        budget.counting = self._count_the_rest
+        budget.counting = self._count_suppressed
         return self._tracer
 
     def _attributes(
@@ -133,7 +129,7 @@ class Spans:
             **self._process,
             db.DB_SYSTEM_NAME: store.system,
             db.DB_OPERATION_NAME: method.name,
-            **_where(store),
+            **_server(store),
         }
         if summary:
             attributes[db.DB_QUERY_SUMMARY] = summary
@@ -158,26 +154,26 @@ class Spans:
 
 
 def _summary(operation: Operation) -> str:
-    # The family is the template of the key. Without one the name falls back to the
-    # server's, as the conventions have it.
+    # The key family is the query's template. Without one the span's name has the
+    # server instead, by the conventions.
     if operation.family in ("", OTHER_FAMILIES):
         return ""
     return f"{operation.method.name} {operation.family}"
 
 
-def _where(store: StoreIdentity) -> dict[str, AttributeValue]:
-    where: dict[str, AttributeValue] = {}
+def _server(store: StoreIdentity) -> dict[str, AttributeValue]:
+    server: dict[str, AttributeValue] = {}
     if store.address:
-        where[server_attributes.SERVER_ADDRESS] = store.address
+        server[server_attributes.SERVER_ADDRESS] = store.address
         if store.port is not None:
-            where[server_attributes.SERVER_PORT] = store.port
+            server[server_attributes.SERVER_PORT] = store.port
     if store.namespace:
-        where[db.DB_NAMESPACE] = store.namespace
-    return where
+        server[db.DB_NAMESPACE] = store.namespace
+    return server
 
 
 def process_attributes(identity: ProcessIdentity) -> dict[str, AttributeValue]:
-    """Give what is known of the process as attributes, for spans and the resource."""
+    """Return the identity of a process as attributes of spans and resources."""
     known = {
         names.RUN_ID: identity.run_id,
         names.RANK: identity.rank,

@@ -24,6 +24,7 @@ from tracedstore.coordination.arrivals import close_connection
 from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import process_status, server
+from tracedstore.export.setup import ensure_configured
 
 if TYPE_CHECKING:
     from torch.distributed.debug._frontend import DebugHandler
@@ -50,7 +51,7 @@ def add(handlers: "Sequence[DebugHandler] | None" = None) -> dict[str, Any]:
         are without it, and `telemetry.disabled` says why.
     """
     given = {} if handlers is None else {_HANDLERS: list(handlers)}
-    RECORDER.set_up()
+    ensure_configured()
     try:
         _register()
         if os.environ["RANK"] != "0":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tracedstore.coordination.decoders import Decoder, name_of, nameless
 from tracedstore.coordination.ranges import describe, fold
-from tracedstore.core.barrier_stats import Stalled
+from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.export.inflight_client import Reply, State
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
@@ -166,7 +166,7 @@ def _idle(replies: Mapping[int, Reply]) -> Iterable[Row]:
 
 def _barriers(replies: Mapping[int, Reply]) -> tuple[WaitingBarrier, ...]:
     # Those that look at one barrier mostly find the same.
-    found: dict[tuple[object, ...], tuple[Stalled, list[int]]] = {}
+    found: dict[tuple[object, ...], tuple[StalledBarrier, list[int]]] = {}
     for rank, reply in sorted(replies.items()):
         for stalled in reply.answer.barriers if reply.answer is not None else ():
             key = stalled.family, stalled.arrived, *sorted(stalled.missing.items())
@@ -186,7 +186,7 @@ def _barriers(replies: Mapping[int, Reply]) -> tuple[WaitingBarrier, ...]:
     )
 
 
-def _missing(stalled: Stalled, replies: Mapping[int, Reply]) -> str:
+def _missing(stalled: StalledBarrier, replies: Mapping[int, Reply]) -> str:
     if not stalled.missing:
         return f"missing {stalled.possible}, some arrived without a name"
 

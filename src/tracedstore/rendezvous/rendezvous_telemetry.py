@@ -1,4 +1,4 @@
-"""Tell of a rendezvous what torch does not: who came, while it waits and at last."""
+"""Events and exception texts of a rendezvous: which nodes joined, and why it failed."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
-from tracedstore.core.recorder import RECORDER
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.rendezvous.causes import (
     NO_ROOM,
     TOO_FEW_NODES,
@@ -19,25 +19,25 @@ from tracedstore.rendezvous.causes import (
 )
 from tracedstore.rendezvous.state import Attendance, Node
 
-_MOST_NODES_TOLD = 1024
-_MOST_NODES_IN_WORDS = 16
+_MAX_NODES_LISTED = 1024
+_MAX_NODES_IN_TEXT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAttempt:
-    """A node that tries to join, or something else of a rendezvous that may fail.
+    """A node's call of its rendezvous handler, mostly to join a round.
 
     Attributes:
-        backend: Through which backend.
-        run_id: Of which job.
-        endpoint: Where the nodes were to meet.
-        during: By which call.
-        waited_seconds: How long that has taken.
-        min_nodes: How many nodes the job needs.
-        max_nodes: How many it takes.
+        backend: The name of the backend.
+        run_id: The run id of the job.
+        endpoint: The endpoint of the rendezvous.
+        during: The method that was called.
+        waited_seconds: How long the call has taken.
+        min_nodes: Number of nodes that the job needs.
+        max_nodes: Number of nodes that the job takes.
         where: Host and port of the endpoint, where it has them.
-        own: The node that tries.
-        attendance: Who was seen.
+        own: The node that called.
+        attendance: The nodes that were seen in the state.
     """
 
     backend: str
@@ -52,48 +52,48 @@ class JoinAttempt:
     attendance: Attendance | None = None
 
 
-def tell_waiting(attempt: JoinAttempt) -> None:
-    """Write who has come, while a node waits for the others."""
-    facts, came = _attended(attempt)
-    RECORDER.emit(
+def emit_waiting(attempt: JoinAttempt) -> None:
+    """Emit `rendezvous.waiting`: the nodes that joined while this one waits."""
+    fields, joined = _attendance(attempt)
+    TELEMETRY.emit(
         names.RENDEZVOUS_WAITING,
-        message=f"{_what(attempt)} is not complete after"
-        f" {attempt.waited_seconds:.1f} s{came}",
-        **facts,
+        message=f"{_title(attempt)} is not complete after"
+        f" {attempt.waited_seconds:.1f} s{joined}",
+        **fields,
     )
 
 
-def tell(error: Exception, attempt: JoinAttempt) -> None:
-    """Write the event, and give the exception the words it lacks.
+def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
+    """Emit the event of a failure, and add its text to the exception.
 
-    The exception stays what it is: an empty one gets a text, and one that has its
-    text gets a note, which a traceback shows below it.
+    The exception keeps its type. One without a text gets it as its text, any other as
+    a note, which a traceback shows.
     """
-    diagnosis = _diagnosed(error, attempt, attempt.attendance or Attendance())
-    facts, came = _attended(attempt)
-    said = f"{_what(attempt)} failed after {attempt.waited_seconds:.1f} s"
+    diagnosis = _diagnose(error, attempt, attempt.attendance or Attendance())
+    fields, joined = _attendance(attempt)
+    message = f"{_title(attempt)} failed after {attempt.waited_seconds:.1f} s"
     if diagnosis.remedy:
-        said += f": {diagnosis.remedy}"
-    said += came
+        message += f": {diagnosis.remedy}"
+    message += joined
     timed_out = isinstance(error, RendezvousTimeoutError)
-    RECORDER.emit(
+    TELEMETRY.emit(
         names.RENDEZVOUS_TIMEOUT if timed_out else names.RENDEZVOUS_FAILED,
-        message=said,
+        message=message,
         cause=diagnosis.cause,
         error_type=TIMEOUT if timed_out else error_type(error),
         error=error_message(error),
         during=attempt.during,
         causes=list(diagnosis.causes),
-        **facts,
+        **fields,
     )
     if not str(error):
-        error.args = (said,)
+        error.args = (message,)
     else:
-        error.add_note(said)
+        error.add_note(message)
 
 
-def _attended(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
-    """Give the fields that tell who was there, and the same in words."""
+def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
+    """Return the event fields for the nodes that were seen, and the same as text."""
     attendance = attempt.attendance or Attendance()
     now = time.time()
     joined = attendance.joined(attempt.own)
@@ -105,17 +105,17 @@ def _attended(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "left": attendance.silent(left, now),
     }
     last = attendance.last
-    facts = {
+    fields = {
         "waited_seconds": round(attempt.waited_seconds, 3),
         "joined_count": len(joined),
         "min_nodes": attempt.min_nodes,
         "max_nodes": attempt.max_nodes,
         "joined": _addresses(joined),
-        "joined_silent_seconds": silent["joined"][:_MOST_NODES_TOLD],
+        "joined_silent_seconds": silent["joined"][:_MAX_NODES_LISTED],
         "waiting": _addresses(waiting),
-        "waiting_silent_seconds": silent["waiting"][:_MOST_NODES_TOLD],
+        "waiting_silent_seconds": silent["waiting"][:_MAX_NODES_LISTED],
         "left": _addresses(left),
-        "left_silent_seconds": silent["left"][:_MOST_NODES_TOLD],
+        "left_silent_seconds": silent["left"][:_MAX_NODES_LISTED],
         "run_id": attempt.run_id,
         "backend": attempt.backend,
         "endpoint": attempt.endpoint,
@@ -123,24 +123,24 @@ def _attended(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "complete": None if last is None else last.complete,
         "closed": None if last is None else last.closed,
     }
-    said = ""
+    text = ""
     if attempt.attendance is not None:
-        said = f"; {len(joined)} of {_wanted(attempt)} nodes joined"
+        text = f"; {len(joined)} of {_expected(attempt)} nodes joined"
         if joined:
-            said += f": {_named(joined, silent['joined'])}"
+            text += f": {_named(joined, silent['joined'])}"
         if waiting:
-            said += f"; on the wait list: {_named(waiting, silent['waiting'])}"
+            text += f"; on the wait list: {_named(waiting, silent['waiting'])}"
     if left:
-        said += f"; were there and left: {_named(left, silent['left'])}"
-    return facts, said
+        text += f"; joined and left: {_named(left, silent['left'])}"
+    return fields, text
 
 
-def _what(attempt: JoinAttempt) -> str:
+def _title(attempt: JoinAttempt) -> str:
     where = f"at {attempt.endpoint} " if attempt.endpoint else ""
     return f"rendezvous '{attempt.run_id}' {where}through {attempt.backend}"
 
 
-def _diagnosed(
+def _diagnose(
     error: Exception, attempt: JoinAttempt, attendance: Attendance
 ) -> Diagnosis:
     diagnosis = diagnose(error, attempt.where)
@@ -151,7 +151,7 @@ def _diagnosed(
     return Diagnosis(NO_ROOM if full else TOO_FEW_NODES, diagnosis.causes)
 
 
-def _wanted(attempt: JoinAttempt) -> str:
+def _expected(attempt: JoinAttempt) -> str:
     if attempt.min_nodes == attempt.max_nodes:
         return str(attempt.min_nodes)
     return f"{attempt.min_nodes} to {attempt.max_nodes}"
@@ -159,14 +159,14 @@ def _wanted(attempt: JoinAttempt) -> str:
 
 def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:
     named = [
-        f"{node}" if seconds is None else f"{node}, last heard of {seconds:.1f} s ago"
+        f"{node}" if seconds is None else f"{node}, last heartbeat {seconds:.1f} s ago"
         for node, seconds in zip(nodes, silent, strict=True)
     ]
-    more = len(named) - _MOST_NODES_IN_WORDS
+    more = len(named) - _MAX_NODES_IN_TEXT
     if more > 0:
-        named = [*named[:_MOST_NODES_IN_WORDS], f"and {more} more"]
+        named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
     return "; ".join(named)
 
 
 def _addresses(nodes: Sequence[Node]) -> list[Any]:
-    return [node.addr for node in nodes[:_MOST_NODES_TOLD]]
+    return [node.addr for node in nodes[:_MAX_NODES_LISTED]]

@@ -1,0 +1,157 @@
+"""The one interface through which the package emits telemetry.
+
+Code below `export` emits events and spans without knowing structlog, the OpenTelemetry
+SDK or the settings. It is given a `Telemetry`. `export.setup` provides the real one and
+installs it in `TELEMETRY`; until then `TELEMETRY` emits nothing.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from tracedstore import names
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span
+
+_logger = logging.getLogger(names.SCOPE)
+
+
+class Telemetry(Protocol):
+    """Emits events and spans."""
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Emit a structured event."""
+
+    def emits_debug_events(self) -> bool:
+        """Return whether events of debug level are written."""
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Report that a part of the telemetry raised."""
+
+    def tracing_enabled(self) -> bool:
+        """Return whether spans started now are recorded."""
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        parent: "Context | None",
+        links: "Sequence[Link]" = (),
+    ) -> "Span | None":
+        """Start a span; return None where there is no tracer provider."""
+
+    def flush(self, timeout: float) -> None:
+        """Export finished spans; return after the timeout at the latest."""
+
+    def thread_called(self) -> None:
+        """Note that a thread made its first Store call."""
+
+
+class NullTelemetry:
+    """Emits nothing. Failures go to the standard library's logging."""
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Drop the event."""
+
+    def emits_debug_events(self) -> bool:
+        """Return False."""
+        return False
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Log the failure."""
+        _logger.error(
+            "%s: %s raised %r; the job is not affected",
+            names.TELEMETRY_DISABLED,
+            observer,
+            error,
+        )
+
+    def tracing_enabled(self) -> bool:
+        """Return False."""
+        return False
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        parent: "Context | None",
+        links: "Sequence[Link]" = (),
+    ) -> "Span | None":
+        """Return None."""
+
+    def flush(self, timeout: float) -> None:
+        """Return at once."""
+
+    def thread_called(self) -> None:
+        """Do nothing."""
+
+
+NULL_TELEMETRY: Final = NullTelemetry()
+
+
+class ProxyTelemetry:
+    """Forwards to the telemetry that is installed, to `NULL_TELEMETRY` without one.
+
+    `configure` replaces the telemetry of a process at any time. Code that holds this
+    proxy follows.
+    """
+
+    def __init__(self) -> None:
+        self._installed: Telemetry = NULL_TELEMETRY
+
+    def install(self, telemetry: Telemetry) -> None:
+        """Forward to this telemetry from now on."""
+        self._installed = telemetry
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Forward."""
+        self._installed.emit(event, **fields)
+
+    def emits_debug_events(self) -> bool:
+        """Forward."""
+        return self._installed.emits_debug_events()
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Forward."""
+        self._installed.report_failure(observer, error)
+
+    def tracing_enabled(self) -> bool:
+        """Forward."""
+        return self._installed.tracing_enabled()
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        parent: "Context | None",
+        links: "Sequence[Link]" = (),
+    ) -> "Span | None":
+        """Forward."""
+        return self._installed.start_span(
+            name,
+            attributes=attributes,
+            started_ns=started_ns,
+            parent=parent,
+            links=links,
+        )
+
+    def flush(self, timeout: float) -> None:
+        """Forward."""
+        self._installed.flush(timeout)
+
+    def thread_called(self) -> None:
+        """Forward."""
+        self._installed.thread_called()
+
+
+# One a process, like OpenTelemetry's global tracer provider. Events and spans are a
+# process's, not a store's: `configure` has to reach every store and barrier.
+TELEMETRY: Final = ProxyTelemetry()
