@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 
 import pytest
 import structlog
@@ -96,6 +97,7 @@ class TestSchema:
         (event,) = events()
         check(event)
         assert (event["observer"], event["error"]) == ("mine", "disk full")
+        assert re.fullmatch(r"core/observer\.py:[0-9]+ notify", event["error_location"])
 
     def test_with_a_span(
         self,

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,8 +17,10 @@ from torch.distributed.elastic.utils import store as torchs
 import tracedstore
 from support.events import Events, check
 from tracedstore import BarrierTimeout
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.testing import FlakyStore
+from tracedstore.core.watcher import WATCHER
+from tracedstore.testing import FakeClock, FlakyStore
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +285,64 @@ class TestMetrics:
 
         assert seen[0] == (3, 1, 1)
         assert gauges() == (None, None, None)
+
+    def test_gauges_of_a_barrier_that_completed(
+        self, store: Any, registry: CollectorRegistry, events: Events
+    ) -> None:
+        """A warning that is read while the barrier completes sets no gauge."""
+        reading, completed = threading.Event(), threading.Event()
+
+        def decoder(rank: int) -> str:
+            reading.set()
+            assert completed.wait(20)
+            return f"h{rank}"
+
+        def first() -> None:
+            tracedstore.barrier(
+                store, 2, "b", 20, 0, decoder, warn_after=0.01, trace_timeout=0
+            )
+            completed.set()
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert reading.wait(20)
+        tracedstore.barrier(store, 2, "b", 20, 1)
+        thread.join(20)
+        WATCHER.stop_if_idle(20)
+
+        for name in ("missing_ranks", "arrived_ranks"):
+            gauge = f"tracedstore_barrier_{name}"
+            assert registry.get_sample_value(gauge, {"barrier": "b"}) is None
+        assert "barrier.waiting" not in {event["event"] for event in events()}
+
+    def test_gauges_of_an_interrupted_barrier(
+        self, registry: CollectorRegistry
+    ) -> None:
+        """A barrier call that KeyboardInterrupt ends is no longer stalled."""
+        store = FlakyStore()
+        store.fail("wait", KeyboardInterrupt())
+
+        with pytest.raises(KeyboardInterrupt):
+            tracedstore.barrier(store, 2, "b", 20, 0)
+
+        assert RECORDER.barriers._calls == {}
+        labels = {"barrier": "b", "result": "failed"}
+        duration = "tracedstore_barrier_duration_seconds_count"
+        assert registry.get_sample_value(duration, labels) == 1
+
+    def test_durations_use_the_configured_clock(
+        self, registry: CollectorRegistry
+    ) -> None:
+        """The time of a barrier is the recorder's, like that of a call."""
+        clock, store = FakeClock(), FlakyStore()
+        tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
+        store.before("add", lambda: clock.advance(5))
+
+        tracedstore.barrier(store, 1, "b", rank=0)
+
+        labels = {"barrier": "b", "result": "completed"}
+        duration = "tracedstore_barrier_duration_seconds_sum"
+        assert registry.get_sample_value(duration, labels) == 5
 
 
 class TestBadWeather:

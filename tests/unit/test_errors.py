@@ -1,5 +1,6 @@
 """What exceptions are called in telemetry."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from support.stores import KINDS, SHORT
-from tracedstore.core.errors import error_message, error_type
+from tracedstore.core.errors import error_location, error_message, error_type
+from tracedstore.export.settings import Settings
 
 
 class TestErrorType:
@@ -67,3 +69,19 @@ class TestErrorMessage:
                 raise ZeroDivisionError
 
         assert error_message(BrokenError()) == ""
+
+
+class TestErrorLocation:
+    """Where in this package an exception was raised."""
+
+    def test_innermost_frame(self) -> None:
+        """File, line and function, also where a library raised it."""
+        with pytest.raises(ValueError, match="a text") as raised:
+            Settings.load({"http_host": ""}, {})
+        location = error_location(raised.value)
+
+        assert re.fullmatch(r"export/settings\.py:[0-9]+ load", location)
+
+    def test_raised_elsewhere(self) -> None:
+        """An exception that never passed through this package has none."""
+        assert error_location(ValueError()) == ""

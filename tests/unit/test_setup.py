@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import ConfigurationError
+from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.setup import set_identity
 
 
@@ -113,6 +114,39 @@ class TestConfigure:
         ]
         assert found == [(1, 2, None), (3, 2, 8)]
 
+    def test_rank_of_a_group_in_the_status(self) -> None:
+        """``/inflight`` has the rank where only the process group knows it."""
+        set_identity(3, 8)
+
+        process = ProcessStatus.now().process
+
+        assert (process["rank"], process["world_size"]) == (3, 8)
+
+    def test_unknown_setting(self) -> None:
+        """The error names it, and the settings that exist."""
+        with pytest.raises(TypeError, match=r"no setting 'slow'; .*'slow_after'"):
+            tracedstore.configure(slow=1)
+
+    def test_counted_failures_stay(self, registry: CollectorRegistry) -> None:
+        """`configure` rearms what failed, and keeps its count."""
+
+        class Raising:
+            name = "raising"
+
+            def observe(self, operation: tracedstore.Operation) -> None:
+                raise ZeroDivisionError
+
+        labels = {"observer": "raising"}
+        for expected in (1, 2):
+            tracedstore.configure(
+                registry=registry, observers=[Raising()], slow_after=0, log_format="off"
+            )
+            tracedstore.wrap(HashStore()).set("key", "value")
+            failures = registry.get_sample_value(
+                "tracedstore_telemetry_failures_total", labels
+            )
+            assert failures == expected
+
     def test_shutdown_and_back(self) -> None:
         """wrap() after shutdown() switches it on again."""
         labels = {"store": "hash_store", "operation": "set", "error_type": ""}
@@ -191,6 +225,25 @@ class TestTracing:
         assert done.returncode == 0, done.stderr
         assert '"service.name": "my-job"' in done.stdout
         assert done.stdout.count('"tracedstore.rank": 3') == 2
+
+    def test_first_barrier_of_an_unconfigured_process(self) -> None:
+        """It sets the telemetry up before it decides about its span."""
+        done = run(
+            "from opentelemetry import trace\n"
+            "from opentelemetry.sdk.trace import TracerProvider\n"
+            "from opentelemetry.sdk.trace.export import SimpleSpanProcessor\n"
+            "from opentelemetry.sdk.trace.export.in_memory_span_exporter import (\n"
+            "    InMemorySpanExporter,\n"
+            ")\n"
+            "spans, provider = InMemorySpanExporter(), TracerProvider()\n"
+            "provider.add_span_processor(SimpleSpanProcessor(spans))\n"
+            "trace.set_tracer_provider(provider)\n"
+            "import torch.distributed as dist, tracedstore\n"
+            "tracedstore.barrier(dist.HashStore(), 1, 'b', rank=0)\n"
+            "print([span.name for span in spans.get_finished_spans()])\n"
+        )
+
+        assert done.stdout == "['barrier b']\n", done.stderr
 
     def test_not_unless_asked(self) -> None:
         """OTEL_* alone does nothing."""

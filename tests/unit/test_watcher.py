@@ -1,0 +1,167 @@
+"""The watcher reports waits while they last, in one thread."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tracedstore.core.observer import Failures
+from tracedstore.core.telemetry import NullTelemetry
+from tracedstore.core.watcher import Watch, Watcher
+
+THREAD = "tracedstore-watcher"
+
+
+class Quiet(NullTelemetry):
+    """Reports no failures."""
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Drop it."""
+
+
+@pytest.fixture
+def failures() -> Failures:
+    """Counts what a watch raises."""
+    return Failures(Quiet())
+
+
+@pytest.fixture
+def watcher(failures: Failures) -> Iterator[Watcher]:
+    """A watcher of the test's own, whose thread has ended afterwards."""
+    watcher = Watcher(failures)
+    yield watcher
+    for watch in list(watcher._watches):
+        watcher.remove(watch)
+    watcher.stop_if_idle(20)
+
+
+class Reports:
+    """Counts reports, and waits for them."""
+
+    def __init__(
+        self, delay: float | None = 0.0, error: Exception | None = None
+    ) -> None:
+        self.count = 0
+        self.threads: set[str] = set()
+        self._delay = delay
+        self._error = error
+        self._changed = threading.Condition()
+
+    def report(self) -> float | None:
+        """Count one."""
+        with self._changed:
+            self.count += 1
+            self.threads.add(threading.current_thread().name)
+            self._changed.notify_all()
+        if self._error is not None:
+            raise self._error
+        return self._delay
+
+    def wait_for(self, count: int) -> bool:
+        """Wait until there are this many, at most 20 s."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.count >= count, 20)
+
+
+class TestReporting:
+    """When a watch is reported."""
+
+    def test_until_removed(self, watcher: Watcher) -> None:
+        """A watch is reported again and again, and not after it was removed."""
+        reports, other = Reports(), Reports()
+        watch = Watch("barriers", reports.report, after=0)
+        watcher.add(watch)
+        assert reports.wait_for(3)
+
+        watcher.remove(watch)
+        count = reports.count
+        watcher.add(Watch("barriers", other.report, after=0))
+        assert other.wait_for(3)
+
+        # One report may have been under way.
+        assert reports.count <= count + 1
+
+    def test_doubling(self, watcher: Watcher) -> None:
+        """Without a delay of its own, a watch is due when its wait has doubled."""
+        reports = Reports(delay=None)
+        watch = Watch("barriers", reports.report, after=0.01)
+        watcher.add(watch)
+        assert reports.wait_for(2)
+        watcher.remove(watch)
+        watcher.stop_if_idle(20)
+
+        waited = watch.due - watch.started
+        assert waited >= 0.04
+
+    def test_one_thread_for_all(self, watcher: Watcher) -> None:
+        """All watches of a process share it."""
+        every = [Reports() for _ in range(5)]
+        for reports in every:
+            watcher.add(Watch("barriers", reports.report, after=0))
+
+        assert all(reports.wait_for(2) for reports in every)
+        assert set().union(*(reports.threads for reports in every)) == {THREAD}
+        alive = [t for t in threading.enumerate() if t is watcher._thread]
+        assert len(alive) == 1
+
+    def test_failing_watch(self, watcher: Watcher, failures: Failures) -> None:
+        """Its failure is counted, and the other watches are reported."""
+        failing, other = Reports(error=ZeroDivisionError()), Reports()
+        watcher.add(Watch("inflight", failing.report, after=0))
+        assert failing.wait_for(1)
+        watcher.add(Watch("barriers", other.report, after=0))
+
+        assert other.wait_for(2)
+        assert failures.counts()["inflight"] >= 1
+        assert "barriers" not in failures.counts()
+
+
+class TestThread:
+    """When the thread runs."""
+
+    def test_ends_when_idle(self, watcher: Watcher) -> None:
+        """It stops on request if there is no watch, and starts for the next one."""
+        for _ in range(2):
+            reports = Reports()
+            watch = Watch("barriers", reports.report, after=0)
+            watcher.add(watch)
+            assert reports.wait_for(1)
+            watcher.stop_if_idle(20)
+            assert watcher._thread is not None
+            watcher.remove(watch)
+            watcher.stop_if_idle(20)
+            assert watcher._thread is None
+
+    def test_ends_by_itself(
+        self, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A thread that has had no watch for a while ends."""
+        monkeypatch.setattr(Watcher, "_LINGER", 0.01)
+        reports = Reports()
+        watch = Watch("barriers", reports.report, after=0)
+        watcher.add(watch)
+        assert reports.wait_for(1)
+        thread = watcher._thread
+        assert thread is not None
+        watcher.remove(watch)
+
+        thread.join(20)
+        assert not thread.is_alive()
+
+    def test_no_thread_can_be_started(
+        self, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The caller gets the error, and the watch is not kept."""
+
+        def refuse(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                watcher.add(Watch("barriers", Reports().report, after=0))
+
+        assert not watcher._watches
+        reports = Reports()
+        watcher.add(Watch("barriers", reports.report, after=0))
+        assert reports.wait_for(1)
