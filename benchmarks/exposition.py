@@ -109,7 +109,7 @@ def main() -> int:
     arguments.add_argument("--times", type=int, default=30)
     options = arguments.parse_args()
     # Every scrape is made anew here, and not taken from the last half second.
-    pages._METRICS_HOLD = 0.0  # noqa: SLF001
+    pages._METRICS_MAX_AGE = 0.0  # noqa: SLF001
     rows = []
     for name, work in (("ordinary", ordinary), ("everything", everything)):
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -29,10 +29,10 @@ __all__ = ["FakeClock", "FlakyStore", "OperationLog"]
 
 
 class FakeClock:
-    """A clock that stands still until it is told to go on.
+    """A clock that stands still until it is advanced.
 
     Attributes:
-        clock: What to give to ``configure(clock=...)``.
+        clock: The argument for ``configure(clock=...)``.
     """
 
     def __init__(self, wall: float = 1_700_000_000.0) -> None:
@@ -41,20 +41,20 @@ class FakeClock:
         self.clock = Clock(ticks=lambda: self._ticks, wall=lambda: self._wall)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._ticks += int(seconds * 1e9)
         self._wall += int(seconds * 1e9)
 
     def set_back(self, seconds: float) -> None:
-        """Let the time of day jump back, as an administrator might."""
+        """Set the time of day back; the monotonic time stays."""
         self._wall -= int(seconds * 1e9)
 
 
 class OperationLog:
-    """An observer that keeps what it is told.
+    """An observer that keeps operations.
 
     Attributes:
-        operations: What it was told, in order.
+        operations: The operations, in order.
     """
 
     name = "operation_log"
@@ -63,21 +63,21 @@ class OperationLog:
         self.operations: list[Operation] = []
 
     def observe(self, operation: Operation) -> None:
-        """Keep it."""
+        """Keep the operation."""
         self.operations.append(operation)
 
 
 class FlakyStore(Store):
-    """A Store in Python that does what another one does, unless told to misbehave."""
+    """A Store in Python that forwards to another one, and fails on request."""
 
     def __init__(self, inner: Store | None = None) -> None:
         super().__init__()
         self._inner = cast("Any", HashStore() if inner is None else inner)
         self.set_timeout(self._inner.timeout)
-        self._mischief: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self._actions: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
     def fail(self, method: str, error: BaseException, times: int = 1) -> None:
-        """Let the next calls of a method raise an error."""
+        """Raise an error in the next calls of a method."""
 
         def raise_it() -> None:
             raise error
@@ -85,16 +85,16 @@ class FlakyStore(Store):
         self.before(method, raise_it, times)
 
     def before(self, method: str, action: Callable[[], None], times: int = 1) -> None:
-        """Do something in the next calls of a method, before the store's work."""
-        self._mischief[method].extend([action] * times)
+        """Run an action in the next calls of a method, before the forwarded call."""
+        self._actions[method].extend([action] * times)
 
 
 def _flaky(name: str) -> Callable[..., Any]:
     def method(self: FlakyStore, *args: Any, **kwargs: Any) -> Any:
-        mischief = self._mischief[name]
-        if mischief:
-            mischief.popleft()()
-        # torch's C++ may have set ours, and only ours.
+        actions = self._actions[name]
+        if actions:
+            actions.popleft()()
+        # torch's C++ may have set the timeout of this store only.
         self._inner.set_timeout(self.timeout)  # type: ignore[attr-defined]
         return getattr(self._inner, name)(*args, **kwargs)
 

@@ -140,7 +140,7 @@ class TestPage:
         ]
         assert found[f"rank {STOPPED}"][:2] == [
             f"{host}, pid {job.ranks[STOPPED].pid}",
-            "did not answer: no answer within 2 s",
+            "did not answer: no response within 2 s",
         ]
         assert found["rank 4"][1] == "runs torch's debug server without this page"
         assert found["rank 5"][1] == "never registered"

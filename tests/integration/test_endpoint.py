@@ -71,8 +71,8 @@ def endpoint(registry: CollectorRegistry, events: Events) -> Endpoint:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that a test can wait for."""
-    monkeypatch.setattr(server, "_PIECE_WITHIN", 0.3)
-    monkeypatch.setattr(server, "_DONE_WITHIN", 0.6)
+    monkeypatch.setattr(server, "_READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(server, "_REQUEST_TIMEOUT", 0.6)
 
 
 class TestPages:
@@ -468,7 +468,7 @@ class TestAbuse:
         """Holds up discovery, and nothing else."""
         from tracedstore.export import pages
 
-        monkeypatch.setattr(pages, "_PATIENCE", 0.05)
+        monkeypatch.setattr(pages, "_RENDER_TIMEOUT", 0.05)
         endpoint.serve()
         close_connection, asked = threading.Event(), threading.Event()
         store = FlakyStore()
@@ -494,8 +494,8 @@ class TestAbuse:
         """Is given up on; and is not asked again while it is still being asked."""
         from tracedstore.export import discovery, pages
 
-        monkeypatch.setattr(discovery, "_PATIENCE", 0.05)
-        monkeypatch.setattr(pages, "_TARGETS_HOLD", 0.0)
+        monkeypatch.setattr(discovery, "_READ_TIMEOUT", 0.05)
+        monkeypatch.setattr(pages, "_TARGETS_MAX_AGE", 0.0)
         close_connection = threading.Event()
         gone, there = FlakyStore(), dist.HashStore()
         endpoint.serve()

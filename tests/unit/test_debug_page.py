@@ -212,7 +212,7 @@ class TestAsking:
 
         assert trouble == ""
         assert replies[0].answer == answer(0)
-        assert replies[1].why == "another process answers at its address"
+        assert replies[1].why == "another process responds at its address"
         assert [replies[rank].state for rank in range(10)] == (
             ["answered"] + ["silent"] * 7 + ["without", "absent"]
         )
@@ -289,7 +289,7 @@ class TestView:
             1: answered(1, calls=(shorter,)),
             2: answered(2, calls=(CALL, shorter), more_calls=1),
             3: answered(3, barriers=(STALLED,)),
-            4: Reply(state="silent", info=info(4), why="no answer within 2 s"),
+            4: Reply(state="silent", info=info(4), why="no response within 2 s"),
             5: Reply(state="absent"),
             6: Reply(state="absent"),
             7: Reply(state="without"),
@@ -317,7 +317,7 @@ class TestView:
                 " and 1 more"
             ),
             "    rank 4: did not answer",
-            "rank 4 node4, pid 7: did not answer: no answer within 2 s",
+            "rank 4 node4, pid 7: did not answer: no response within 2 s",
             "ranks 5-6 node5: never registered",
             "rank 7: runs torch's debug server without this page",
             "rank 2 node2, pid 7: in 3 Store calls",

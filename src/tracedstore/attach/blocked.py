@@ -46,7 +46,7 @@ def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
                 _SURELY_WITHIN,
                 lambda _: ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN),
             )
-    late = Reply(state="silent", why=f"no answer within {_ALL_WITHIN:g} s")
+    late = Reply(state="silent", why=f"no response within {_ALL_WITHIN:g} s")
     absent = Reply(state="absent")
     return dict.fromkeys(everybody, absent) | {
         info: asked.get(info, late) for info in serving

@@ -1,4 +1,4 @@
-"""Where the metrics of all ranks are, as Prometheus' service discovery wants it."""
+"""The metrics endpoints of all ranks, for Prometheus' service discovery."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,24 +11,24 @@ from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import side_connection
 from tracedstore.core.timeouts import run_with_timeout
 
-# Seconds that one store gets.
-_PATIENCE = 3.0
+# Seconds to read one store.
+_READ_TIMEOUT = 3.0
 _being_read: WeakSet[Any] = WeakSet()
 
 
 def targets() -> list[dict[str, Any]]:
-    """List the ranks that registered in the stores this process registered in.
+    """Return the ranks that registered in the stores this process registered in.
 
-    A store that does not answer, because its job is over, has none.
+    A store that does not respond, because its job has ended, has none.
     """
     found: dict[int, rank_registry.RankInfo] = {}
     for store, world_size in rank_registry.stores():
-        # One that hung the last time may hang still, and one thread in it is enough.
+        # A store that hung the last time may still hang; one thread in it is enough.
         if store in _being_read:
             continue
         with suppress(Exception):
             found |= run_with_timeout(
-                _PATIENCE, partial(_registered, store, world_size)
+                _READ_TIMEOUT, partial(_registered, store, world_size)
             )
     return listed(found.values())
 
@@ -43,7 +43,7 @@ def _registered(store: Any, world_size: int) -> dict[int, rank_registry.RankInfo
 
 
 def listed(infos: Iterable[rank_registry.RankInfo]) -> list[dict[str, Any]]:
-    """Write ranks down as ``http_sd`` and ``file_sd`` have them.
+    """Return ranks in the format of ``http_sd`` and ``file_sd``.
 
     Ranks without an endpoint are left out.
     """

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a process: what it serves, to whom, and where."""
+"""The HTTP endpoint of a process: its pages, access and address."""
 
 import hmac
 import socket
@@ -16,10 +16,10 @@ from tracedstore.export.settings import PREFIX, Settings
 
 
 class Endpoint:
-    """Serves one process.
+    """Serves the pages of one process.
 
     Attributes:
-        url: Where its metrics are, for others.
+        url: The URL of its metrics, for clients.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Endpoint:
 
 
 def access_of(settings: Settings) -> Access:
-    """Tell who may have what.
+    """Return the authentication and TLS that the settings ask for.
 
     Raises:
         ConfigurationError: A certificate or key cannot be used, or one setting needs
@@ -56,7 +56,7 @@ def access_of(settings: Settings) -> Access:
     return Access(
         tls=_tls(settings),
         credentials=_credentials(settings),
-        # Whoever asks whether the process lives need not know any secret.
+        # A liveness probe has no secret.
         open_pages=frozenset({"/healthz"}),
     )
 
@@ -102,11 +102,11 @@ def _credentials(settings: Settings) -> Callable[[str], bool] | None:
     if not accepted:
         return None
 
-    def known(given: str) -> bool:
-        # All of them, so that the time it takes tells nothing.
+    def valid(given: str) -> bool:
+        # All are compared, so that the time taken reveals nothing.
         matches = [
             hmac.compare_digest(given.encode(), one.encode()) for one in accepted
         ]
         return any(matches)
 
-    return known
+    return valid

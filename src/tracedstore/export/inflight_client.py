@@ -1,4 +1,4 @@
-"""Ask ranks what they are doing, in bounded time, whoever of them is there."""
+"""Requests the status of ranks (``/inflight``), in bounded time."""
 
 import asyncio
 import ssl
@@ -11,28 +11,28 @@ from typing import Any, Literal
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.process_status import ProcessStatus
 
-# Less than the files that a process may have open, of which 1024 is a common limit.
-_MOST_ASKED_AT_ONCE = 512
-_MOST_NAMES_LOOKED_UP_AT_ONCE = 32
-_LONGEST_ANSWER = 4 << 20
+# Below the limit of open files, which is commonly 1024.
+_MAX_REQUESTS = 512
+_MAX_NAME_LOOKUPS = 32
+_MAX_RESPONSE_BYTES = 4 << 20
 
 State = Literal["answered", "silent", "without", "absent"]
 
 
-class _UnansweredError(ValueError):
-    """What came is no answer, and the text says why."""
+class _ResponseError(ValueError):
+    """The response cannot be used; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What became of asking one rank.
+    """The result of a request to one rank.
 
     Attributes:
-        state: It answered; it did not (`silent`); it runs torch's debug server
-            without this page (`without`); or it never registered (`absent`).
-        info: What it registered, where it did.
-        answer: What it answered.
-        why: Why there is no answer.
+        state: It responded (`answered`); it did not (`silent`); it runs torch's debug
+            server without this page (`without`); or it never registered (`absent`).
+        info: Its registration, where it has one.
+        answer: Its status.
+        why: Why there is no status.
     """
 
     state: State
@@ -47,21 +47,21 @@ def ask_each(
     one_within: float,
     all_within: float,
 ) -> dict[RankInfo, Reply]:
-    """Ask ranks, all at once, and give the replies that came in time.
+    """Request the status of ranks concurrently; return the replies in time.
 
     Args:
-        infos: Whom.
-        fetch: Gets the answer of one.
-        one_within: Seconds that one of them has.
-        all_within: Seconds after which nobody is waited for any more.
+        infos: The ranks.
+        fetch: Requests the status of one rank.
+        one_within: Timeout of one request, in seconds.
+        all_within: Timeout of all requests, in seconds.
     """
     replies: dict[RankInfo, Reply] = {}
     done = threading.Event()
     asking = _ask(infos, fetch, one_within, replies, done)
-    # Not waited for: it ends when the last name server has given up.
+    # Not joined: it ends when the last name lookup has timed out.
     threading.Thread(target=lambda: asyncio.run(asking), daemon=True).start()
     done.wait(all_within)
-    # Copied, because who is still being asked may answer now.
+    # A copy: replies may still arrive.
     return dict(replies)
 
 
@@ -72,14 +72,14 @@ async def _ask(
     replies: dict[RankInfo, Reply],
     done: threading.Event,
 ) -> None:
-    places = asyncio.Semaphore(_MOST_ASKED_AT_ONCE)
-    # Python's default is a few, and a name server that is down holds each for long.
+    slots = asyncio.Semaphore(_MAX_REQUESTS)
+    # Python's default is a few threads, and a name server that is down blocks each.
     asyncio.get_running_loop().set_default_executor(
-        ThreadPoolExecutor(_MOST_NAMES_LOOKED_UP_AT_ONCE)
+        ThreadPoolExecutor(_MAX_NAME_LOOKUPS)
     )
 
     async def ask(info: RankInfo) -> None:
-        async with places:
+        async with slots:
             replies[info] = await _reply(info, fetch, within)
 
     await asyncio.gather(*map(ask, infos))
@@ -93,28 +93,28 @@ async def _reply(
         written = await asyncio.wait_for(fetch(info), within)
         answer = ProcessStatus.from_bytes(written)
     except TimeoutError:
-        why = f"no answer within {within:.0f} s"
-    except _UnansweredError as error:
+        why = f"no response within {within:.0f} s"
+    except _ResponseError as error:
         why = str(error)
     except ConnectionRefusedError:
-        why = "nobody listens there any more"
-    except Exception as error:  # no route, hung up on, or something else speaks there
+        why = "connection refused"
+    except Exception as error:  # no route, a closed connection, or no HTTP
         why = f"{type(error).__name__}: {error}"
     else:
         if _is(answer.process, info):
             return Reply(state="answered", info=info, answer=answer)
-        why = "another process answers at its address"
+        why = "another process responds at its address"
     return Reply(state="silent", info=info, why=why)
 
 
 def _is(process: Mapping[str, Any], info: RankInfo) -> bool:
-    """Tell whether it was the rank itself: addresses and ports change hands.
+    """Return whether the rank itself responded: an address may be in use again.
 
-    Where nobody told the process its rank or host, the others have to do.
+    The pid has to match, and rank and host where the process knows them.
     """
-    said = {name: process.get(name) for name in ("rank", "host", "pid")}
-    return said["pid"] == info.pid and all(
-        value in (None, getattr(info, name)) for name, value in said.items()
+    identity = {name: process.get(name) for name in ("rank", "host", "pid")}
+    return identity["pid"] == info.pid and all(
+        value in (None, getattr(info, name)) for name, value in identity.items()
     )
 
 
@@ -125,7 +125,7 @@ async def fetch(
     extra: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> bytes:
-    """Get what a rank says it is doing; with headers besides, and over TLS."""
+    """Return the body of an HTTP response; with extra headers, over TLS if given."""
     lines = [f"GET {path} HTTP/1.0"]
     lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
@@ -134,12 +134,12 @@ async def fetch(
         head = await reader.readuntil(b"\r\n\r\n")
         status, _, headers = head.partition(b"\r\n")
         if status.split()[1:2] != [b"200"]:
-            raise _UnansweredError(
-                f"answered {str(status.partition(b' ')[2], 'latin-1'):.60}"
+            raise _ResponseError(
+                f"responded {str(status.partition(b' ')[2], 'latin-1'):.60}"
             )
         length = _length(headers)
-        if length > _LONGEST_ANSWER:
-            raise _UnansweredError(f"the answer has {length} bytes")
+        if length > _MAX_RESPONSE_BYTES:
+            raise _ResponseError(f"the response has {length} bytes")
         return await reader.readexactly(length)
     finally:
         writer.close()
@@ -150,4 +150,4 @@ def _length(headers: bytes) -> int:
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             return int(value)
-    raise _UnansweredError("the answer does not say how long it is")
+    raise _ResponseError("the response has no Content-Length")

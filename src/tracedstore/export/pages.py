@@ -1,4 +1,4 @@
-"""What the HTTP endpoint of a process has to show."""
+"""The pages of a process's HTTP endpoint."""
 
 import json
 import threading
@@ -14,15 +14,15 @@ from tracedstore.export import process_status
 from tracedstore.export.discovery import targets
 from tracedstore.export.server import Page, Response
 
-# Seconds for which an answer is good enough: whoever asks more often gets the last.
-_METRICS_HOLD = 0.5
-_TARGETS_HOLD = 5.0
-# Seconds that a request waits for another one that is being answered.
-_PATIENCE = 4.0
+# Seconds for which a response is cached.
+_METRICS_MAX_AGE = 0.5
+_TARGETS_MAX_AGE = 5.0
+# Seconds that a request waits for the rendering that another one has begun.
+_RENDER_TIMEOUT = 4.0
 
 
 def pages(registry: CollectorRegistry) -> Mapping[str, Page]:
-    """Give the pages of this process, by their paths."""
+    """Return the pages of this process, by path."""
 
     def metrics(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
@@ -35,32 +35,32 @@ def pages(registry: CollectorRegistry) -> Mapping[str, Page]:
         return _json(targets())
 
     return {
-        "/metrics": _Held(metrics, _METRICS_HOLD),
+        "/metrics": _Cached(metrics, _METRICS_MAX_AGE),
         "/healthz": health,
-        "/inflight": _Held(process_status.page, _METRICS_HOLD),
-        "/sd": _Held(discovery, _TARGETS_HOLD),
+        "/inflight": _Cached(process_status.page, _METRICS_MAX_AGE),
+        "/sd": _Cached(discovery, _TARGETS_MAX_AGE),
     }
 
 
-def _json(found: Any) -> Response:
-    return Response(json.dumps(found).encode() + b"\n", "application/json")
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value).encode() + b"\n", "application/json")
 
 
-class _Held:
-    """A page that is made once at a time, and kept for a moment.
+class _Cached:
+    """A page that is rendered by one thread at a time, and cached for a moment.
 
-    So a client that asks all the time costs no more than one that asks now and then,
-    and one that is stuck (the store does not answer) holds up one thread.
+    A client that requests it all the time costs no more than one that does not, and a
+    page that is stuck (the store does not respond) occupies one thread.
     """
 
-    def __init__(self, page: Page, seconds: float) -> None:
+    def __init__(self, page: Page, max_age: float) -> None:
         self._page = page
-        self._seconds = seconds
+        self._max_age = max_age
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[float, Response]] = {}
+        self._cache: dict[str, tuple[float, Response]] = {}
 
     def __call__(self, accept: str) -> Response:
-        if not self._lock.acquire(timeout=_PATIENCE):
+        if not self._lock.acquire(timeout=_RENDER_TIMEOUT):
             return Response(b"busy\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
         try:
             return self._current(accept)
@@ -69,11 +69,11 @@ class _Held:
 
     def _current(self, accept: str) -> Response:
         now = time.monotonic()
-        made, answer = self._kept.get(accept, (None, None))
-        if answer is None or made is None or now - made > self._seconds:
-            answer = self._page(accept)
-            # As many different headers as there are clients, and clients may be odd.
-            if len(self._kept) >= 8:  # noqa: PLR2004
-                self._kept.clear()
-            self._kept[accept] = (time.monotonic(), answer)
-        return answer
+        rendered, response = self._cache.get(accept, (None, None))
+        if response is None or rendered is None or now - rendered > self._max_age:
+            response = self._page(accept)
+            # Clients may send any number of different headers.
+            if len(self._cache) >= 8:  # noqa: PLR2004
+                self._cache.clear()
+            self._cache[accept] = (time.monotonic(), response)
+        return response

@@ -1,8 +1,8 @@
 """An HTTP server that a slow, stuck or hostile client cannot make expensive.
 
-It lives inside somebody's training job, so everything is bounded: connections at a
-time and a second, bytes of a request, and the time that one may take. What is over a
-bound is closed without an answer.
+It runs inside a training job, so everything is bounded: concurrent connections,
+connections a second, the bytes of a request and its duration. A connection over a
+bound is closed without a response.
 """
 
 import errno
@@ -21,41 +21,42 @@ from typing import Any, BinaryIO, cast
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
 
-_MOST_CONNECTIONS = 8
-# Seconds between two connections, which is what bounds the processor time.
-_PACE = 0.004
+_MAX_CONNECTIONS = 8
+# Seconds between two connections: this bounds the processor time.
+_ACCEPT_INTERVAL = 0.004
 # Bytes of a request line and its headers together.
-_MOST_BYTES = 16 * 1024
-# Seconds for one piece of a request, and for all of it with its answer.
-_PIECE_WITHIN = 5.0
-_DONE_WITHIN = 15.0
-# Ports that are tried, from the one that was asked for.
-_MOST_PORTS = 128
+_MAX_REQUEST_BYTES = 16 * 1024
+# Seconds for one read of a request, and for the request with its response.
+_READ_TIMEOUT = 5.0
+_REQUEST_TIMEOUT = 15.0
+# Number of ports that are tried, from the configured one on.
+_MAX_PORTS = 128
 
-# Addresses that stand for all there are, and are none to go to.
-ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - whoever listens there was told to
+# Addresses that mean every interface; clients cannot connect to them.
+ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - only where it is configured
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is sent back."""
+    """An HTTP response."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
 
 
-# Makes an answer, from the Accept header of the request.
+# Returns the response, from the Accept header of the request.
 Page = Callable[[str], Response]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may have what, and how it is carried.
+    """Authentication and TLS.
 
     Attributes:
-        tls: For HTTPS, and for client certificates if it asks for them.
-        credentials: What the Authorization header must be; None for anything.
+        tls: For HTTPS, and for client certificates if it requires them.
+        credentials: Returns whether an Authorization header is valid; None to accept
+            any request.
         open_pages: Paths that need no credentials.
     """
 
@@ -65,10 +66,10 @@ class Access:
 
 
 class Server:
-    """Serves pages in threads of its own, until it is stopped.
+    """Serves pages in daemon threads until it is stopped.
 
     Attributes:
-        port: Where it listens.
+        port: The port it listens at.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Server:
         port: int,
         access: Access | None = None,
     ) -> None:
-        """Listen, on the next free port if this one is taken.
+        """Listen at the port, or at the next free one.
 
         Raises:
-            OSError: There is none, or the host is not this machine's.
+            OSError: No port is free, or the host is not an address of this machine.
         """
         self._listener = _listen(pages, host, port, access or Access())
         self.port: int = self._listener.server_address[1]
@@ -91,9 +92,9 @@ class Server:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Listen no longer; requests under way end by their own bound."""
+        """Stop listening; requests in progress end by their own timeout."""
         self._listener.stopping = True
-        # Waits for the thread, which a process that ends may not have any more.
+        # shutdown() waits for the server's thread, which may be gone at exit.
         stopping = threading.Thread(target=self._listener.shutdown, daemon=True)
         with suppress(RuntimeError):
             stopping.start()
@@ -102,19 +103,19 @@ class Server:
 
     @property
     def listening(self) -> bool:
-        """Whether this process has the port."""
+        """Whether this process holds the port."""
         return self._listener.socket.fileno() >= 0
 
     def reset(self) -> None:
-        """Let go of the port, which is the parent's."""
+        """Close the socket in a forked child: the port is the parent's."""
         self._listener.socket.close()
 
 
 def _listen(
     pages: Mapping[str, Page], host: str, port: int, access: Access
 ) -> "_Listener":
-    tries = [0] if port == 0 else range(port, min(port + _MOST_PORTS, 65536))
-    for number in tries:
+    ports = [0] if port == 0 else range(port, min(port + _MAX_PORTS, 65536))
+    for number in ports:
         try:
             return _Listener(pages, host, number, access)
         except OSError as error:
@@ -125,8 +126,7 @@ def _listen(
 
 
 class _Listener(TCPServer):
-    # Others may not take a port that is in use; this only skips the pause after one
-    # was closed.
+    # A port in use stays taken; this only skips the pause after it was closed.
     allow_reuse_address = True
     request_queue_size = 64
 
@@ -143,10 +143,10 @@ class _Listener(TCPServer):
         super().__init__((host, port), _Request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, or close it if there are enough."""
-        time.sleep(_PACE)
+        """Serve a connection in a thread, or close it if there are too many."""
+        time.sleep(_ACCEPT_INTERVAL)
         with self._lock:
-            full = len(self._open) >= _MOST_CONNECTIONS
+            full = len(self._open) >= _MAX_CONNECTIONS
             if not full:
                 self._open[id(request)] = (time.monotonic(), request)
         if full:
@@ -160,11 +160,11 @@ class _Listener(TCPServer):
         ).start()
 
     def service_actions(self) -> None:
-        """Cut off those that take too long; called twice a second."""
+        """Close connections that take too long; called twice a second."""
         now = time.monotonic()
         with self._lock:
             for began, connection in self._open.values():
-                if now - began > _DONE_WITHIN:
+                if now - began > _REQUEST_TIMEOUT:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
 
@@ -172,7 +172,7 @@ class _Listener(TCPServer):
         key = id(request)
         connection = request
         try:
-            request.settimeout(_PIECE_WITHIN)
+            request.settimeout(_READ_TIMEOUT)
             if self.access.tls is not None:
                 connection = secured = self.access.tls.wrap_socket(
                     request, server_side=True, do_handshake_on_connect=False
@@ -183,8 +183,8 @@ class _Listener(TCPServer):
                 secured.do_handshake()
             self.finish_request(connection, client_address)
         except Exception:  # noqa: S110
-            # Gone, too slow, too long, or not speaking TLS or HTTP: the client's
-            # affair, and no reason to write to the job's standard error.
+            # The client is gone, too slow or too verbose, or speaks neither TLS nor
+            # HTTP. That is no reason to write to the job's standard error.
             pass
         finally:
             with self._lock:
@@ -192,7 +192,7 @@ class _Listener(TCPServer):
             self.shutdown_request(connection)
 
     def server_close(self) -> None:
-        """Close the port, and what is open."""
+        """Close the port and all connections."""
         super().server_close()
         with self._lock:
             for _, connection in self._open.values():
@@ -210,7 +210,7 @@ class _Request(BaseHTTPRequestHandler):
         self.rfile = cast("Any", _Limited(cast("Any", self.rfile)))
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Send the page."""
         access = self.server.access
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
@@ -227,26 +227,26 @@ class _Request(BaseHTTPRequestHandler):
                 Response(f"there is:\n{known}\n".encode(), status=HTTPStatus.NOT_FOUND)
             )
         else:
-            self._send(_made(page, self.headers.get("Accept", "")))
+            self._send(_render(page, self.headers.get("Accept", "")))
 
-    do_HEAD = do_GET  # noqa: N815 - likewise
+    do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 
-    def _send(self, answer: Response) -> None:
-        self.send_response(answer.status)
-        if answer.status == HTTPStatus.UNAUTHORIZED:
+    def _send(self, response: Response) -> None:
+        self.send_response(response.status)
+        if response.status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", 'Bearer, Basic realm="tracedstore"')
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
         self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body)
+            self.wfile.write(response.body)
 
     def log_message(self, *_args: Any) -> None:
-        """Say nothing: standard error is the job's."""
+        """Log nothing: standard error is the job's."""
 
 
-def _made(page: Page, accept: str) -> Response:
+def _render(page: Page, accept: str) -> Response:
     try:
         return page(accept)
     except Exception as error:
@@ -255,14 +255,14 @@ def _made(page: Page, accept: str) -> Response:
 
 
 class _Limited:
-    """A stream that ends in an error after so many bytes."""
+    """A stream that raises after a number of bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._left = _MOST_BYTES
+        self._left = _MAX_REQUEST_BYTES
 
-    def readline(self, most: int = -1) -> bytes:
-        line = self._stream.readline(min(most, self._left) if most > 0 else self._left)
+    def readline(self, size: int = -1) -> bytes:
+        line = self._stream.readline(min(size, self._left) if size > 0 else self._left)
         self._left -= len(line)
         if self._left <= 0:
             raise ConnectionAbortedError("the request is too long")

@@ -1,7 +1,7 @@
-"""Every setting, in one typed place: keyword of ``configure()``, else environment.
+"""The list of settings: keywords of ``configure()``, else environment variables.
 
-A value that cannot be used is an error that says which setting, which value, and
-what is accepted.
+A value that cannot be used raises an error with the setting, the value, and the values
+that are accepted.
 """
 
 import math
@@ -43,14 +43,14 @@ def _rate(value: Any) -> float:
         raise ValueError("a number per second, 0 or more") from None
 
 
-def _count(least: int) -> Callable[[Any], int]:
+def _count(minimum: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
-        accepted = f"a whole number, {least} or more"
+        accepted = f"a whole number, {minimum} or more"
         try:
             number = int(value)
         except (TypeError, ValueError):
             raise ValueError(accepted) from None
-        if number < least:
+        if number < minimum:
             raise ValueError(accepted)
         return number
 
@@ -173,8 +173,8 @@ class Settings:
             try:
                 values[setting.name] = setting.metadata["parse"](value)
             except ValueError as accepted:
-                said = "not shown here" if setting.metadata["secret"] else repr(value)
+                shown = "not shown here" if setting.metadata["secret"] else repr(value)
                 raise ConfigurationError(
-                    f"{name} is {said}; accepted is {accepted}"
+                    f"{name} is {shown}; accepted is {accepted}"
                 ) from None
         return cls(**values)

@@ -1,4 +1,4 @@
-"""Set up an OpenTelemetry TracerProvider, for jobs that have none and ask for it."""
+"""Sets up an OpenTelemetry TracerProvider for jobs that have none."""
 
 import os
 from importlib.metadata import entry_points
@@ -19,10 +19,10 @@ _EXPORTERS = "opentelemetry_traces_exporter"
 
 
 def set_up_provider(attributes: dict[str, AttributeValue]) -> TracerProvider | None:
-    """Make the process's TracerProvider from the ``OTEL_*`` variables.
+    """Set the process's TracerProvider up from the ``OTEL_*`` variables.
 
     Returns:
-        The provider, or None where the application has one, which then stays.
+        The provider, or None where the application has one, which stays.
 
     Raises:
         ConfigurationError: ``OTEL_TRACES_EXPORTER`` names an exporter that is not
