@@ -29,8 +29,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _code(*words: str) -> str:
-    return ", ".join(f"`{word}`" for word in words)
+def _code(*terms: str) -> str:
+    return ", ".join(f"`{term}`" for term in terms)
 
 
 def _metrics() -> str:
