@@ -133,6 +133,16 @@ class TestExamples:
             completed.stderr
         )
 
+    def test_configuration_error(self) -> None:
+        """docs/configuration.md quotes the error for an invalid setting."""
+        from tracedstore import ConfigurationError, Settings
+
+        text = (ROOT / "docs/configuration.md").read_text("utf-8")
+        with pytest.raises(ConfigurationError) as raised:
+            Settings.load({}, {"TRACEDSTORE_SLOW_AFTER": "10ms"})
+
+        assert f"```\n{raised.value}\n```" in text
+
     def test_links(self) -> None:
         """Every link to a file refers to an existing file."""
         for page in PAGES:
