@@ -147,7 +147,7 @@ RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
     "tracedstore_rendezvous_oldest_heartbeat_timestamp_seconds",
     "gauge",
     ("backend",),
-    "Oldest last heartbeat of all nodes, when the state was last read.",
+    "Time of the last heartbeat of the node that has been silent for longest.",
 )
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
@@ -166,7 +166,7 @@ BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
     ("version", "torch", "core"),
-    "Always 1; the labels hold the versions in use.",
+    "Always 1; the labels contain the versions and the recording core.",
 )
 
 METRICS: Final = (

@@ -121,9 +121,9 @@ class Settings:
             ``off``: no events at all.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
-        http_port: First port of the HTTP endpoint. The local rank is added to it, and
-            the next free port is used; 0 selects any free port. Without this setting
-            the process serves nothing.
+        http_port: Port of the HTTP endpoint. The local rank is added to it. If that
+            port is taken, the next free one is used; 0 selects any free port. Without
+            this setting the process serves nothing.
         http_host: The address to listen on; ``0.0.0.0`` for all addresses.
         http_token: Bearer token that clients must send.
         http_basic_auth: ``user:password`` that clients must send. If a token is set
