@@ -1,10 +1,10 @@
-"""Train something small with DistributedDataParallel, on CPUs, under torchrun.
+"""Train a small model with DistributedDataParallel on CPUs under torchrun.
 
     torchrun --nnodes 1 --nproc-per-node 2 \
         --rdzv-backend traced-c10d --rdzv-endpoint localhost:29400 \
         examples/train_ddp.py --steps 20
 
-There is nothing of tracedstore in it: the rendezvous is traced by its backend.
+The program does not import tracedstore. The rendezvous backend does the tracing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def train(steps: int, pause: float, stop_file: Path | None) -> None:
-    """Train until the steps are done, or until somebody wants it to stop."""
+    """Train for a number of steps, or until the stop file exists."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 1))
@@ -31,24 +31,27 @@ def train(steps: int, pause: float, stop_file: Path | None) -> None:
         optimizer.step()
         if step == 1:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            say = f"training, pid {os.getpid()}, restart {restarts}"
-            print(f"rank {rank} of {world_size}: {say}", flush=True)
-        # All of them stop at the same step, or the others would wait for one.
+            message = f"training, pid {os.getpid()}, restart {restarts}"
+            print(f"rank {rank} of {world_size}: {message}", flush=True)
+        # All ranks must stop at the same step: a rank that stops alone blocks the
+        # others in their next collective.
         stop = torch.tensor(int(stop_file is not None and stop_file.exists()))
         dist.all_reduce(stop)
         if stop or step == steps:
-            say = f"done after {step} steps, loss {loss:.3f}"
-            print(f"rank {rank} of {world_size}: {say}", flush=True)
+            message = f"done after {step} steps, loss {loss:.3f}"
+            print(f"rank {rank} of {world_size}: {message}", flush=True)
             return
         time.sleep(pause)
 
 
 def main() -> None:
-    """Join the others, and train."""
+    """Create the process group and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds a step")
-    parser.add_argument("--stop-file", type=Path, help="stop when this file is there")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds to sleep after each step"
+    )
+    parser.add_argument("--stop-file", type=Path, help="stop when this file exists")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")

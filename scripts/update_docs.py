@@ -1,7 +1,8 @@
-"""Fill the tables in README.md and docs/ from what they document.
+"""Fill the generated tables in README.md and docs/.
 
-A table stands between ``<!-- name -->`` and ``<!-- /name -->``. With ``--check``
-nothing is written, and the exit code is 1 where a file is not up to date.
+The tables come from names.py, the event schema, `Settings` and benchmarks/*.json. A
+table is the text between ``<!-- name -->`` and ``<!-- /name -->``. With ``--check``
+the script writes nothing and exits with 1 if a file is out of date.
 """
 
 import json
@@ -28,13 +29,13 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _code(*words: str) -> str:
-    return ", ".join(f"`{word}`" for word in words)
+def _code(*terms: str) -> str:
+    return ", ".join(f"`{term}`" for term in terms)
 
 
 def _metrics() -> str:
     return _table(
-        ["metric", "type", "labels", "what"],
+        ["metric", "type", "labels", "description"],
         [
             [_code(metric.name), metric.type, _code(*metric.labels), metric.help]
             for metric in names.METRICS
@@ -44,14 +45,14 @@ def _metrics() -> str:
 
 def _attributes() -> str:
     return _table(
-        ["attribute", "what"],
-        [[_code(name), what] for name, what in names.ATTRIBUTES.items()],
+        ["attribute", "description"],
+        [[_code(name), text] for name, text in names.ATTRIBUTES.items()],
     )
 
 
 def _events() -> str:
     return _table(
-        ["event", "level", "when"],
+        ["event", "level", "description"],
         [
             [_code(branch["title"]), LEVELS[branch["title"]], branch["description"]]
             for branch in SCHEMA["oneOf"]
@@ -65,58 +66,58 @@ def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    event_fields: dict[str, dict[str, Any]] = {}
     for part in schema.get("allOf", []):
-        found |= _fields_of(_resolved(part))
-    found |= {
+        event_fields |= _fields_of(_resolved(part))
+    event_fields |= {
         name: _resolved(field) for name, field in schema.get("properties", {}).items()
     }
-    return found
+    return event_fields
 
 
-def _field_rows(found: dict[str, dict[str, Any]]) -> str:
+def _field_table(event_fields: dict[str, dict[str, Any]]) -> str:
     return _table(
-        ["field", "type", "what"],
+        ["field", "type", "description"],
         [
             [_code(name), _type(field), field["description"]]
-            for name, field in found.items()
+            for name, field in event_fields.items()
             if "const" not in field
         ],
     )
 
 
 def _type(field: dict[str, Any]) -> str:
-    found = field.get("type", "string")
-    return found if isinstance(found, str) else " or ".join(found)
+    type_ = field.get("type", "string")
+    return type_ if isinstance(type_, str) else " or ".join(type_)
 
 
 def _event_fields() -> str:
-    parts = ["### Every event", "", _field_rows(_fields_of(SCHEMA))]
+    parts = ["### Every event", "", _field_table(_fields_of(SCHEMA))]
     for branch in SCHEMA["oneOf"]:
         level = LEVELS[branch["title"]]
         parts += [
             "",
             f"### {branch['title']}",
             "",
-            f"{branch['description']} ({level})",
+            f"Level: {level}. {branch['description']}",
         ]
-        parts += ["", _field_rows(_fields_of(branch))]
+        parts += ["", _field_table(_fields_of(branch))]
     return "\n".join(parts)
 
 
 def _settings() -> str:
-    # The docstring is where a setting is explained; its Attributes section is
-    # "name: text", with continuation lines indented further.
+    # An entry of the docstring's Attributes section is "name: text", with continuation
+    # lines indented further.
     _, _, section = (Settings.__doc__ or "").partition("Attributes:\n")
-    said = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
+    texts = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
     return _table(
-        ["`configure()`", "environment", "default", "what"],
+        ["`configure()`", "environment", "default", "description"],
         [
             [
                 _code(field.name),
                 _code(PREFIX + field.name.upper()),
                 _code(str(field.default).lower()),
-                re.sub(r"\s+", " ", said[field.name]).replace("``", "`"),
+                re.sub(r"\s+", " ", texts[field.name]).replace("``", "`"),
             ]
             for field in fields(Settings)
         ],
@@ -151,26 +152,28 @@ def _cost() -> str:
     return f"{table}\n\n{_measured(results)}; all variants interleaved."
 
 
+_ROUND_TRIP = "TCPStore, calls that wait for a reply"
+
+
 def _cost_summary() -> str:
     results = _results("overhead")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in results["rows"]:
-        kind = f"a {row['store']} call"
-        if row["store"] == "TCPStore":
-            # The one that does not wait for an answer would be lost among the others.
-            waits = row["operation"] != "set"
-            kind += " that waits for an answer" if waits else ", `set`"
+        kind = row["store"]
+        if kind == "TCPStore":
+            # set does not wait for a reply, so its cost differs from the other calls'.
+            kind = "TCPStore, `set`" if row["operation"] == "set" else _ROUND_TRIP
         if "(" not in row["store"]:
             kinds.setdefault(kind, []).append(row)
     calls = _table(
-        ["what", "bare", "traced / bare", "tracing adds", "a span per call would add"],
+        ["store", "bare", "traced / bare", "tracing adds", "a span per call adds"],
         [
             [
                 kind,
-                f"{_span(rows, 'bare_us', '.1f')} µs",
-                _span(rows, "traced_ratio", ".2f"),
-                f"{_span(rows, 'traced_cost_us', '.1f')} µs",
-                f"{_span(rows, 'span_per_call_cost_us', '.0f')} µs",
+                f"{_range(rows, 'bare_us', '.1f')} µs",
+                _range(rows, "traced_ratio", ".2f"),
+                f"{_range(rows, 'traced_cost_us', '.1f')} µs",
+                f"{_range(rows, 'span_per_call_cost_us', '.0f')} µs",
             ]
             for kind, rows in kinds.items()
         ],
@@ -179,24 +182,31 @@ def _cost_summary() -> str:
     named = barriers["naming"][-1]
     trips = barriers["completed"][-1]
     slower = [
-        {of: row[f"{of}_ms"] / row["torch_ms"] for of in _VARIANTS}
+        {name: row[f"{name}_ms"] / row["torch_ms"] for name in _VARIANTS}
         for row in barriers["completed"]
     ]
     scraped = _results("exposition")["rows"][0]
     return (
         f"{calls}\n\n{_measured(results)}.\n\n"
-        f"A completed barrier takes {trips['ours_round_trips']} round trips, torch's"
-        f" own {trips['torch_round_trips']}; with tracing and structlog configured"
-        f" {trips['configured_round_trips']}. With all ranks on these cores it takes"
-        f" {_span(slower, 'ours', '.1f')} times as long as torch's, configured"
-        f" {_span(slower, 'configured', '.1f')} times. Naming 3 missing of"
-        f" {named['ranks']:,} ranks takes {named['ours_ms']:.0f} ms, torch's own way"
-        f" {named['torch_ms'] / 1000:.1f} s. A rank's `/metrics` has"
-        f" {scraped['series']} series in {scraped['size'] / 1000:.0f} kB."
+        f"- Tracing adds {_range(kinds['HashStore'], 'traced_cost_us', '.1f')} µs to a"
+        " HashStore call, which leaves the CPU caches warm. A round trip to a TCPStore"
+        f" leaves them cold, and tracing adds"
+        f" {_range(kinds[_ROUND_TRIP], 'traced_cost_us', '.1f')} µs.\n"
+        f"- A completed barrier takes {trips['ours_round_trips']} round trips, or"
+        f" {trips['configured_round_trips']} with a TracerProvider and structlog"
+        f" configured. torch's barrier takes {trips['torch_round_trips']}.\n"
+        f"- With all ranks on these cores a barrier takes"
+        f" {_range(slower, 'ours', '.1f')} times as long as torch's, or"
+        f" {_range(slower, 'configured', '.1f')} times when configured.\n"
+        f"- Naming 3 missing ranks of {named['ranks']:,} takes"
+        f" {named['ours_ms']:.0f} ms. torch's scan takes"
+        f" {named['torch_ms'] / 1000:.1f} s.\n"
+        f"- The `/metrics` page of a rank has {scraped['series']} series in"
+        f" {scraped['size'] / 1000:.0f} kB."
     )
 
 
-def _span(rows: list[dict[str, Any]], column: str, form: str) -> str:
+def _range(rows: list[dict[str, Any]], column: str, form: str) -> str:
     ends = [format(end(row[column] for row in rows), form) for end in (min, max)]
     return " to ".join(dict.fromkeys(ends))
 
@@ -206,24 +216,24 @@ def _barrier_cost() -> str:
     completed = _table(
         [
             "ranks",
-            "torch's",
-            "ours",
+            "torch",
+            "tracedstore",
             "configured",
-            "round trips: torch's",
-            "ours",
+            "round trips: torch",
+            "tracedstore",
             "configured",
         ],
         [
             [
                 f"{row['ranks']:,}",
-                *(f"{row[f'{of}_ms']:.1f} ms" for of in _VARIANTS),
-                *(str(row[f"{of}_round_trips"]) for of in _VARIANTS),
+                *(f"{row[f'{name}_ms']:.1f} ms" for name in _VARIANTS),
+                *(str(row[f"{name}_round_trips"]) for name in _VARIANTS),
             ]
             for row in results["completed"]
         ],
     )
     naming = _table(
-        ["ranks, 3 missing", "torch's", "ours", "ours / torch's"],
+        ["ranks, 3 missing", "torch", "tracedstore", "tracedstore / torch"],
         [
             [
                 f"{row['ranks']:,}",
@@ -241,8 +251,9 @@ _VARIANTS = ("torch", "ours", "configured")
 
 
 def _results(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((BENCHMARKS / f"{name}.json").read_text("utf-8"))
-    return found
+    path = BENCHMARKS / f"{name}.json"
+    results: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return results
 
 
 def _measured(results: dict[str, Any]) -> str:
@@ -283,10 +294,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str) -> str:
-    """Fill every block of a document."""
+    """Return the text of a document with every generated block filled."""
 
-    def block(found: re.Match[str]) -> str:
-        name = found["name"]
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
         return f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
 
     blocks = re.compile(
@@ -296,7 +307,7 @@ def fill(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Fill, or check, all documents."""
+    """Fill or check all documents and return the exit code."""
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text("utf-8")

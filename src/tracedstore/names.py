@@ -1,7 +1,7 @@
-"""Every metric, attribute and event name, in one place.
+"""The name and description of every metric, span attribute and event.
 
-These names are an interface: dashboards, alerts and people's queries hold on to them.
-The tables in README.md and docs/ are tested against this module.
+These names are an interface: dashboards, alerts and queries depend on them.
+scripts/update_docs.py fills the tables in docs/ from this module.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SCOPE: Final = "tracedstore"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A Prometheus metric family, under the name it has in the exposition."""
+    """A Prometheus metric family, named as in the exposition."""
 
     name: str
     type: str
@@ -21,7 +21,7 @@ class Metric:
 
     @property
     def family(self) -> str:
-        """The name as prometheus_client wants it, which adds ``_total`` itself."""
+        """The name without ``_total``, which prometheus_client appends to counters."""
         return self.name.removesuffix("_total")
 
 
@@ -32,142 +32,141 @@ OPERATION_DURATION = Metric(
     "tracedstore_operation_duration_seconds",
     "histogram",
     _ENDED,
-    "How long Store calls took, waits included.",
+    "Duration of Store calls, time spent waiting included.",
 )
 WAIT_DURATION = Metric(
     "tracedstore_wait_duration_seconds",
     "histogram",
     _ENDED,
-    "How long Store calls that may block (get, multi_get, wait, queue_pop, barrier)"
-    " took.",
+    "Duration of Store calls that may block: get, multi_get, wait, queue_pop, barrier.",
 )
 CAS_ATTEMPTS = Metric(
     "tracedstore_cas_attempts_total",
     "counter",
     (*_CALL, "result"),
-    "Compare-and-sets, by whether they were won or lost to another writer.",
+    "Compare-and-set attempts, won or lost to another writer.",
 )
 CAS_RETRIES = Metric(
     "tracedstore_cas_retries_total",
     "counter",
     _CALL,
-    "Compare-and-sets that were lost and made again, inside one call or by a node"
-    " of a rendezvous.",
+    "Compare-and-sets repeated after a loss, inside one call or by a rendezvous node.",
 )
 VALUE_BYTES = Metric(
     "tracedstore_value_bytes_total",
     "counter",
     _CALL,
-    "Bytes of value written and read.",
+    "Bytes of values written and read.",
 )
 IN_FLIGHT = Metric(
     "tracedstore_operations_in_flight",
     "gauge",
     _CALL,
-    "Store calls that have not returned yet.",
+    "Store calls in flight.",
 )
 OLDEST_START = Metric(
     "tracedstore_oldest_operation_start_timestamp_seconds",
     "gauge",
     _CALL,
-    "When the oldest Store call in flight began; absent while there is none.",
+    "Start time of the oldest Store call in flight; absent while none is in flight.",
 )
 BARRIER_DURATION = Metric(
     "tracedstore_barrier_duration_seconds",
     "histogram",
     ("barrier", "result"),
-    "How long barriers took from a rank's arrival to their end.",
+    "Duration of barriers, from this rank's arrival to the end.",
 )
 BARRIER_ARRIVED = Metric(
     "tracedstore_barrier_arrived_ranks",
     "gauge",
     ("barrier",),
-    "Ranks that arrived at a barrier that is stalled; absent while none is.",
+    "Ranks that arrived at a stalled barrier; absent while none is stalled.",
 )
 BARRIER_MISSING = Metric(
     "tracedstore_barrier_missing_ranks",
     "gauge",
     ("barrier",),
-    "Ranks missing at a barrier that is stalled; absent while none is.",
+    "Ranks missing at a stalled barrier; absent while none is stalled.",
 )
 BARRIER_RANK_MISSING = Metric(
     "tracedstore_barrier_rank_missing",
     "gauge",
     ("barrier", "missing_rank", "missing_host"),
-    "1 for a rank that is missing at a barrier that is stalled, at most 64 of them.",
+    "1 for each rank missing at a stalled barrier, for at most 64 ranks per barrier.",
 )
 BARRIER_LAST_ARRIVALS = Metric(
     "tracedstore_barrier_last_arrivals_total",
     "counter",
     ("barrier",),
-    "Barriers that this process came to as the last one.",
+    "Barriers at which this process arrived last.",
 )
 RENDEZVOUS_DURATION = Metric(
     "tracedstore_rendezvous_duration_seconds",
     "histogram",
     ("backend", "result"),
-    "How long a node took to join a round of the rendezvous, or to give up.",
+    "Time a node took to join a round of the rendezvous, or to give up.",
 )
 RENDEZVOUS_WRITES = Metric(
     "tracedstore_rendezvous_state_writes_total",
     "counter",
     ("backend", "result"),
-    "Writes of the rendezvous state: accepted, in conflict with another node's,"
-    " or failed.",
+    "Writes of the rendezvous state: accepted, in conflict with another node, or"
+    " failed.",
 )
 RENDEZVOUS_STATE_BYTES = Metric(
     "tracedstore_rendezvous_state_bytes",
     "gauge",
     ("backend",),
-    "Size of the rendezvous state as last seen; absent until it was.",
+    "Size of the rendezvous state when last read; absent before the first read.",
 )
 RENDEZVOUS_PARTICIPANTS = Metric(
     "tracedstore_rendezvous_participants",
     "gauge",
     ("backend",),
-    "Nodes that have joined the round, as last seen.",
+    "Nodes that had joined the round when the state was last read.",
 )
 RENDEZVOUS_WAIT_LIST = Metric(
     "tracedstore_rendezvous_wait_list",
     "gauge",
     ("backend",),
-    "Nodes that wait for the next round, as last seen.",
+    "Nodes that waited for the next round when the state was last read.",
 )
 RENDEZVOUS_ROUND = Metric(
     "tracedstore_rendezvous_round",
     "gauge",
     ("backend",),
-    "The round of the rendezvous, from 0 on, as last seen.",
+    "Number of the rendezvous round, from 0, when the state was last read.",
 )
 RENDEZVOUS_COMPLETE = Metric(
     "tracedstore_rendezvous_complete",
     "gauge",
     ("backend",),
-    "1 if the round was complete when last seen, else 0.",
+    "1 if the round was complete when the state was last read, else 0.",
 )
 RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
     "tracedstore_rendezvous_oldest_heartbeat_timestamp_seconds",
     "gauge",
     ("backend",),
-    "When the node that has been silent for longest was last heard of.",
+    "Time of the last heartbeat of the node that has been silent for longest.",
 )
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
     ("reason",),
-    "Store calls that got no span: over the budget, or suppressed by the caller.",
+    "Store calls without a span: over the budget, or suppressed by the caller.",
 )
 TELEMETRY_FAILURES = Metric(
     "tracedstore_telemetry_failures_total",
     "counter",
     ("observer",),
-    "Failures of the telemetry itself; what failed is switched off.",
+    "Failures of the telemetry itself; a failed observer is switched off, any other"
+    " failed step is tried again.",
 )
 BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
     ("version", "torch", "core"),
-    "Always 1; the labels say what runs.",
+    "Always 1; the labels contain the versions and the recording core.",
 )
 
 METRICS: Final = (
@@ -199,13 +198,13 @@ METRICS: Final = (
 WON: Final = "won"
 LOST: Final = "lost"
 
-# Why a call got no span.
+# Values of the `reason` label: why a call has no span.
 OVER_BUDGET: Final = "budget"
 SUPPRESSED_BY_CALLER: Final = "suppressed"
 
-# The parts of the telemetry that can fail, as the `observer` label has them. Their
-# order is the one in which they are told of a call: spans first, because the others
-# refer to the span.
+# Values of the `observer` label: the components of the telemetry that can fail.
+# Observers run in this order. Spans come first because metrics and events refer to
+# the span.
 RECORDING: Final = "recording"
 SPANS: Final = "spans"
 METRICS_OBSERVER: Final = "metrics"
@@ -229,7 +228,7 @@ OBSERVERS: Final = (
     AUTO,
 )
 
-# Span attributes of our own; those of OpenTelemetry come from its own package.
+# Span attributes of tracedstore. OpenTelemetry's are imported from its package.
 KEY: Final = "tracedstore.key"
 KEYS: Final = "tracedstore.keys"
 KEY_COUNT: Final = "tracedstore.key.count"
@@ -257,47 +256,54 @@ BARRIER_ARRIVED_COUNT: Final = "tracedstore.barrier.arrived_count"
 BARRIER_MISSING_COUNT: Final = "tracedstore.barrier.missing_count"
 BARRIER_MISSING_RANKS: Final = "tracedstore.barrier.missing_ranks"
 BARRIER_MISSING_TEXT: Final = "tracedstore.barrier.missing"
-# OpenTelemetry's, which its package has only among what is not stable.
+# An OpenTelemetry attribute that its package has only in the unstable module.
 HOST_NAME: Final = "host.name"
 ATTRIBUTES: Final = {
-    KEY: "The key, cut at 256 characters.",
-    KEYS: "The first 16 keys of a call that takes several.",
-    KEY_COUNT: "How many keys such a call had.",
-    VALUE_SIZE: "Bytes of value written or read.",
+    KEY: "The key, truncated to 256 characters.",
+    KEYS: "The first 16 keys of a call that takes a list of keys.",
+    KEY_COUNT: "Number of keys of a call that takes a list of keys.",
+    VALUE_SIZE: "Size of the value written or read, in bytes.",
     CAS_SWAPPED: "Whether a compare-and-set was won.",
     CAS_RETRY_COUNT: "EtcdStore: compare-and-sets repeated inside the call.",
-    ETCD_REQUESTS: "EtcdStore: requests the call made to etcd.",
-    ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that ended without news.",
+    ETCD_REQUESTS: "EtcdStore: requests that the call sent to etcd.",
+    ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that timed out.",
     RENDEZVOUS_STATE_PARTICIPANTS: (
-        "get_state, set_state: nodes that have joined the round."
+        "get_state, set_state: number of nodes that have joined the round."
     ),
-    RENDEZVOUS_STATE_WAIT_LIST: "Likewise: nodes that wait for the next one.",
-    RENDEZVOUS_STATE_ROUND: "Likewise: which round it is.",
-    RENDEZVOUS_STATE_COMPLETE: "Likewise: whether it is complete.",
-    RENDEZVOUS_NODES: "Likewise: the first 64 nodes that were heard of.",
+    RENDEZVOUS_STATE_WAIT_LIST: (
+        "get_state, set_state: number of nodes that wait for the next round."
+    ),
+    RENDEZVOUS_STATE_ROUND: "get_state, set_state: number of the round.",
+    RENDEZVOUS_STATE_COMPLETE: ("get_state, set_state: whether the round is complete."),
+    RENDEZVOUS_NODES: (
+        "get_state, set_state: the first 64 nodes that have sent a heartbeat."
+    ),
     RENDEZVOUS_SILENT_SECONDS: (
-        "How long each of these has been silent, in the same order."
+        "get_state, set_state: seconds since the last heartbeat of each of these"
+        " nodes, in the same order."
     ),
-    RUN_ID: "The job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
+    RUN_ID: "The run id of the job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
     RANK: (
-        "The rank, from `init_process_group` or `RANK`; of a barrier, the one it was"
-        " given."
+        "The rank, from `init_process_group` or `RANK`. Barrier: the `rank` argument."
     ),
     LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
-    WORLD_SIZE: "How many ranks there are, likewise, or from `WORLD_SIZE`.",
-    HOST_NAME: "The machine's name.",
-    BARRIER_PREFIX: "Barrier: its key prefix.",
+    WORLD_SIZE: "The number of ranks, from `init_process_group` or `WORLD_SIZE`.",
+    HOST_NAME: "The host name.",
+    BARRIER_PREFIX: "Barrier: the key prefix.",
     BARRIER_RESULT: "Barrier: `completed`, `timeout` or `failed`.",
     BARRIER_ARRIVAL_ORDER: "Barrier: position in which this rank arrived, from 1.",
     BARRIER_ARRIVAL: "Barrier: seconds until the store had counted this rank.",
-    BARRIER_LAST_RANK: "Barrier, completed: the rank that came last.",
-    BARRIER_ARRIVED_COUNT: "Barrier, timeout: how many ranks arrived.",
-    BARRIER_MISSING_COUNT: "Barrier, timeout: how many ranks are missing.",
-    BARRIER_MISSING_RANKS: "Barrier, timeout: the first 64 of them.",
-    BARRIER_MISSING_TEXT: "Barrier, timeout: all of them, in ranges and by host.",
+    BARRIER_LAST_RANK: "Barrier, completed: the rank that arrived last.",
+    BARRIER_ARRIVED_COUNT: "Barrier, timeout: number of ranks that arrived.",
+    BARRIER_MISSING_COUNT: "Barrier, timeout: number of ranks missing.",
+    BARRIER_MISSING_RANKS: "Barrier, timeout: the first 64 missing ranks.",
+    BARRIER_MISSING_TEXT: (
+        "Barrier, timeout: all missing ranks, grouped by host and folded into ranges."
+    ),
 }
 
-# Context key: set while a barrier makes Store calls, which its own span covers.
+# Context key, set while a barrier makes Store calls: they get no spans, because the
+# barrier's span covers them.
 SUPPRESS_CALL_SPANS: Final = "tracedstore.suppress-call-spans"
 
 OPERATION_SLOW: Final = "store.operation.slow"

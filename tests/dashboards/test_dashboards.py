@@ -1,6 +1,6 @@
-"""The dashboards: made by their generator, fit for any Grafana, and about real metrics.
+"""The dashboards match their generator, work in any Grafana and query real metrics.
 
-The rules are those of Grafana's dashboard-linter, where they apply; exceptions stand
+The checks are the rules of Grafana's dashboard-linter that apply. Exceptions are listed
 here with their reasons.
 """
 
@@ -15,11 +15,11 @@ import promql_parser
 import pytest
 
 from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
-from support.tools import complaints
+from support.tools import ROOT, complaints
 from tracedstore import names
 
-# What Prometheus adds to every target itself.
-OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
+# Metrics that Prometheus adds to every target.
+PROMETHEUS_METRICS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
 TARGET_LABELS = {"job", "instance", "run_id", "host", "rank", "local_rank"}
 LABELS = {
     metric.name: {*metric.labels, *TARGET_LABELS, "le"} for metric in names.METRICS
@@ -34,13 +34,13 @@ every_promql = pytest.mark.parametrize(
 
 
 def metric_of(name: str) -> names.Metric | None:
-    """Find the metric that a series belongs to."""
+    """Return the metric that a series belongs to, or None."""
     base = re.sub(r"_(bucket|count|sum)$", "", name)
     return next((m for m in names.METRICS if m.name in (name, base)), None)
 
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Have the generator check the dashboards beside it."""
+    """Run the generator of a directory in check mode."""
     return subprocess.run(
         [sys.executable, folder / "generate.py", "--check"],
         capture_output=True,
@@ -51,40 +51,40 @@ def check(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 class TestGenerated:
-    """What is committed is what the generator makes."""
+    """The committed dashboards match the generator."""
 
     def test_up_to_date(self) -> None:
-        """`make dashboards` would change nothing."""
-        done = check(FOLDER)
+        """`make dashboards` changes nothing."""
+        completed = check(FOLDER)
 
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
         assert len(FILES) == 3
 
-    def test_the_check_can_fail(self, tmp_path: Path) -> None:
-        """A dashboard that was changed by hand is noticed."""
+    def test_check_detects_manual_edit(self, tmp_path: Path) -> None:
+        """The check fails for a dashboard that was edited by hand."""
         copy = shutil.copytree(FOLDER, tmp_path / "dashboards")
-        by_hand = copy / FILES[0].name
-        by_hand.write_text(by_hand.read_text().replace("stalled", "idle"))
+        edited = copy / FILES[0].name
+        edited.write_text(edited.read_text().replace("stalled", "idle"))
 
-        done = check(copy)
+        completed = check(copy)
 
-        assert done.returncode == 1
-        assert done.stdout == (
-            f"not up to date: {by_hand.name}; run `make dashboards`\n"
+        assert completed.returncode == 1
+        assert completed.stdout == (
+            f"not up to date: {edited.name}; run `make dashboards`\n"
         )
 
     @pytest.mark.parametrize(
         "module", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name
     )
-    def test_names_are_not_spelled_again(self, module: Path) -> None:
-        """Metrics have their names from names.py, and modules stay small."""
+    def test_generator_imports_metric_names(self, module: Path) -> None:
+        """The generator takes metric names from names.py, and modules stay small."""
         text = module.read_text("utf-8")
 
         assert "tracedstore_" not in text
         assert len(text.splitlines()) <= 400
 
     def test_every_metric_is_shown(self) -> None:
-        """None is exported for nobody."""
+        """A panel queries every metric."""
         text = " ".join(query.text for query in PROMQL)
 
         for metric in names.METRICS:
@@ -93,10 +93,10 @@ class TestGenerated:
 
 @every_file
 class TestDashboard:
-    """What every dashboard keeps to."""
+    """Rules for every dashboard."""
 
     def test_can_be_provisioned(self, path: Path) -> None:
-        """It has an address of its own, no number, and is changed in its generator."""
+        """A dashboard has a uid, no id, and is read-only in Grafana."""
         dashboard = load(path)
 
         assert dashboard["uid"] == path.stem
@@ -108,39 +108,42 @@ class TestDashboard:
         assert len(ids) == len(set(ids))
 
     def test_sources_are_variables(self, path: Path) -> None:
-        """One variable a kind, by the names that tools know."""
-        found = {
+        """There is one data source variable per kind, with its conventional name."""
+        sources = {
             variable["name"]: variable["query"]
             for variable in load(path)["templating"]["list"]
             if variable["type"] == "datasource"
         }
 
-        assert found == {
+        assert sources == {
             "prometheus_datasource": "prometheus",
             "loki_datasource": "loki",
             "tempo_datasource": "tempo",
         }
 
     def test_variables(self, path: Path) -> None:
-        """Run, host and rank can be chosen, several at a time, or all."""
-        found: dict[str, dict[str, Any]] = {
+        """Run, host and rank are multi-value variables with an "All" option."""
+        variables: dict[str, dict[str, Any]] = {
             variable["name"]: variable
             for variable in load(path)["templating"]["list"]
             if variable["type"] == "query"
         }
 
-        assert {"job", "instance", "run_id", "host", "rank"} < set(found)
-        for name, variable in found.items():
+        assert {"job", "instance", "run_id", "host", "rank"} < set(variables)
+        for name, variable in variables.items():
             assert (variable["multi"], variable["includeAll"]) == (True, True), name
-            assert variable["refresh"] == 2, name  # on a change of the time range
+            assert variable["refresh"] == 2, (
+                name
+            )  # refreshed when the time range changes
             assert variable["label"], name
             assert re.fullmatch(r"\$\{\w+_datasource\}", variable["datasource"]["uid"])
-            # An agent has no rank, and a process may have no run: "All" has them too.
+            # An agent has no rank, and a process may have no run id. "All" must match
+            # them too.
             optional = name in ("run_id", "host", "rank")
             assert variable["allValue"] == (".*" if optional else ".+"), name
 
     def test_panels(self, path: Path) -> None:
-        """Each says what it shows, in which unit, and what to do about it."""
+        """Each panel has a title, a description, a unit and queries."""
         for panel in panels(load(path)):
             title = panel["title"]
             assert title
@@ -149,22 +152,22 @@ class TestDashboard:
             assert panel["targets"], title
             kind = panel["datasource"]["type"]
             uid = f"${{{kind}_datasource}}"
-            for place in (panel, *panel["targets"]):
-                assert place["datasource"] == {"type": kind, "uid": uid}, title
+            for owner in (panel, *panel["targets"]):
+                assert owner["datasource"] == {"type": kind, "uid": uid}, title
             refs = [target["refId"] for target in panel["targets"]]
             assert len(set(refs)) == len(refs), title
             assert all(refs), title
 
     def test_layout(self, path: Path) -> None:
-        """No panel lies over another, or beyond the edge."""
+        """No panel overlaps another or exceeds the grid."""
         taken: set[tuple[int, int]] = set()
         for panel in load(path)["panels"]:
-            at = panel["gridPos"]
-            assert at["x"] + at["w"] <= 24, panel["title"]
+            area = panel["gridPos"]
+            assert area["x"] + area["w"] <= 24, panel["title"]
             cells = {
                 (x, y)
-                for x in range(at["x"], at["x"] + at["w"])
-                for y in range(at["y"], at["y"] + at["h"])
+                for x in range(area["x"], area["x"] + area["w"])
+                for y in range(area["y"], area["y"] + area["h"])
             }
             assert not cells & taken, panel["title"]
             taken |= cells
@@ -172,28 +175,28 @@ class TestDashboard:
 
 @every_promql
 class TestPromql:
-    """What every query of Prometheus keeps to."""
+    """Rules for every PromQL query."""
 
     def test_parses(self, query: Query) -> None:
-        """With its types."""
+        """The query parses, with valid types."""
         promql_parser.parse(filled(query.text))
 
     def test_metrics_and_labels_exist(self, query: Query) -> None:
-        """What it asks for is exported, with those labels."""
+        """The query selects exported metrics and their labels only."""
         selectors = SELECTOR.findall(query.text)
         assert selectors
         known = set()
         for name, matchers in selectors:
             metric = metric_of(name)
-            assert metric is not None or name in OF_PROMETHEUS, f"{query}: {name}"
+            assert metric is not None or name in PROMETHEUS_METRICS, f"{query}: {name}"
             labels = TARGET_LABELS if metric is None else LABELS[metric.name]
             known |= labels
             assert set(re.findall(r"(\w+)(?:=~|!~|!=|=)", matchers)) <= labels, query
         for grouping in re.findall(r"(?:by|on) \(([^)]*)\)", query.text):
             assert set(grouping.split(", ")) <= known, query
 
-    def test_selectors_choose(self, query: Query) -> None:
-        """Every one follows all variables; who is missing is chosen by their own."""
+    def test_selectors_use_variables(self, query: Query) -> None:
+        """Every selector uses all variables; missing ranks have their own labels."""
         for name, matchers in SELECTOR.findall(query.text):
             missing = "missing_" * (name == names.BARRIER_RANK_MISSING.name)
             for label in ("job", "instance", "run_id"):
@@ -202,54 +205,77 @@ class TestPromql:
                 assert f'{missing}{label}=~"${label}"' in matchers, query
 
     def test_counters_are_rates(self, query: Query) -> None:
-        """A counter by itself says how old a process is; rates follow the resolution.
+        """Counters are inside rate() or increase() over $__rate_interval.
 
-        Two exceptions: whether a part of the telemetry ever failed is the count, and
-        who came last is counted over all the time that is shown.
+        Two exceptions: "Parts that failed" shows the raw count, and "Last arrivals by
+        rank" covers the whole time range.
         """
-        for found in re.finditer(r"\w+(?:_total|_bucket|_count|_sum)\{", query.text):
-            before = query.text[: found.start()]
+        for match in re.finditer(r"\w+(?:_total|_bucket|_count|_sum)\{", query.text):
+            before = query.text[: match.start()]
             if query.panel != "Parts that failed":
                 assert before.endswith(("rate(", "increase(")), query
         windows = set(re.findall(r"\[([^]]*)\]", query.text))
-        range_ = {"$__range"} if query.panel == "Last arrivals by rank" else set()
-        assert windows <= {"$__rate_interval", *range_}, query
+        whole_range = {"$__range"} if query.panel == "Last arrivals by rank" else set()
+        assert windows <= {"$__rate_interval", *whole_range}, query
 
 
 def test_logql_and_traceql_parse() -> None:
-    """By Grafana's own grammars."""
-    asked = [query for query in queries() if query.kind != "prometheus"]
-    assert {query.kind for query in asked} == {"loki", "tempo"}
+    """Grafana's grammars accept every LogQL and TraceQL query."""
+    others = [query for query in queries() if query.kind != "prometheus"]
+    assert {query.kind for query in others} == {"loki", "tempo"}
 
-    told = complaints([(query.kind, filled(query.text)) for query in asked])
+    errors = complaints([(query.kind, filled(query.text)) for query in others])
 
-    for query, complaint in zip(asked, told, strict=True):
-        assert complaint == "", query
+    for query, error in zip(others, errors, strict=True):
+        assert error == "", query
 
 
-def test_logs_are_about_real_events() -> None:
-    """Every event that is looked for is one, and no event is looked for nowhere."""
-    asked = {
+def test_log_panels_cover_all_events() -> None:
+    """The log panels query every event, and no other names."""
+    queried = {
         name.replace("[.]", ".")
         for query in queries("loki")
         for pattern in re.findall(r'event=~"([^"]*)"', query.text)
         for name in pattern.split("|")
     }
 
-    # Told at debug level, to those who configured their log so.
-    assert asked == set(names.EVENT_NAMES) - {names.BARRIER_COMPLETED}
+    # barrier.completed has level debug and is off by default.
+    assert queried == set(names.EVENT_NAMES) - {names.BARRIER_COMPLETED}
 
 
-def test_traces_are_about_real_attributes() -> None:
-    """Every attribute of ours that is looked for is on spans."""
+def test_trace_panels_query_existing_attributes() -> None:
+    """Every tracedstore attribute in a TraceQL query exists."""
     for query in queries("tempo"):
         for name in re.findall(r"span\.(tracedstore[.\w]*)", query.text):
             assert name in names.ATTRIBUTES, query
 
 
-def test_exemplars_are_asked_for() -> None:
-    """On the histograms of calls, over time: that is where they are."""
-    asked = [query for query in PROMQL if query.target.get("exemplar")]
+def test_exemplar_queries() -> None:
+    """The duration histograms of calls request exemplars."""
+    with_exemplars = [query for query in PROMQL if query.target.get("exemplar")]
 
-    assert {query.panel for query in asked} == {"Duration, p99", "Waits that ended"}
-    assert all("_bucket{" in query.text for query in asked)
+    assert {query.panel for query in with_exemplars} == {
+        "Duration, p99",
+        "Waits that ended",
+    }
+    assert all("_bucket{" in query.text for query in with_exemplars)
+
+
+@pytest.mark.parametrize("page", ["dashboards.md", "runbook.md"])
+def test_titles_in_docs_exist(page: str) -> None:
+    """Every dashboard or panel title in italics in the docs exists."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    mentioned = re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", text)
+    dashboards = [load(path) for path in FILES]
+    titles = {
+        *(dashboard["title"] for dashboard in dashboards),
+        *(panel["title"] for each in dashboards for panel in panels(each)),
+        *(
+            variable["label"]
+            for each in dashboards
+            for variable in each["templating"]["list"]
+        ),
+    }
+
+    assert mentioned
+    assert set(mentioned) <= titles

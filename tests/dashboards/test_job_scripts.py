@@ -1,4 +1,4 @@
-"""The small programs that compose runs beside the job."""
+"""The helper programs that compose runs next to the job."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ JOB = ROOT / "deploy/job"
 
 @pytest.fixture
 def pager(tmp_path: Path) -> Iterator[tuple[Program, str]]:
-    """The pager, and where it listens."""
+    """Start the pager and yield it with its URL."""
     port = free_port()
     program = Program(tmp_path, sys.executable, JOB / "pager.py", port)
     yield program, f"http://127.0.0.1:{port}/"
@@ -27,7 +27,7 @@ def pager(tmp_path: Path) -> Iterator[tuple[Program, str]]:
 
 
 def probe(*urls: str) -> int:
-    """Ask as compose's health checks do."""
+    """Run the health check of compose and return its exit code."""
     return subprocess.run(
         [sys.executable, JOB / "probe.py", *urls],
         capture_output=True,
@@ -37,7 +37,7 @@ def probe(*urls: str) -> int:
 
 
 def test_pager_and_probe(pager: tuple[Program, str]) -> None:
-    """The pager is well once it listens, and prints what it gets."""
+    """The probe succeeds once the pager listens, and the pager prints each page."""
     program, url = pager
     wait_until(lambda: probe(url) == 0)
     page = {
@@ -59,5 +59,5 @@ def test_pager_and_probe(pager: tuple[Program, str]) -> None:
         "PAGE firing run_id=r barrier=b: 1 alerts",
         "  firing TracedstoreBarrierStalled: rank 3 on n1 [x#y]",
     ]
-    # One that does not answer is enough.
+    # The probe fails if one of its URLs does not answer.
     assert probe(url, f"http://127.0.0.1:{free_port()}/") == 1

@@ -1,4 +1,4 @@
-"""The alerts: they parse, fire, stay silent, and lead to a section of the runbook."""
+"""The alert rules parse, fire when they should, and have a runbook section."""
 
 import json
 import re
@@ -19,56 +19,58 @@ LOKI_ALERTS = rules(LOKI_RULES)
 
 
 def cases() -> list[dict[str, Any]]:
-    """What the cases expect of which alert."""
+    """Return the expected alerts of all promtool test cases."""
     tests = yaml.safe_load(CASES.read_text("utf-8"))["tests"]
     return [case for test in tests for case in test.get("alert_rule_test", [])]
 
 
 class TestPromtool:
-    """Prometheus' own judgement."""
+    """The checks of promtool and amtool."""
 
     def test_rules(self) -> None:
-        """They load."""
-        done = run("promtool", "check", "rules", RULES)
+        """The rules load."""
+        completed = run("promtool", "check", "rules", RULES)
 
-        assert done.returncode == 0, done.stderr
-        assert f"{len(rules(RULES))} rules found" in done.stdout
+        assert completed.returncode == 0, completed.stderr
+        assert f"{len(rules(RULES))} rules found" in completed.stdout
 
     def test_behaviour(self) -> None:
-        """Each case goes as it says."""
-        done = run("promtool", "test", "rules", CASES)
+        """All promtool test cases pass."""
+        completed = run("promtool", "test", "rules", CASES)
 
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
 
-    def test_behaviour_can_fail(self, tmp_path: Path) -> None:
-        """A rule that never fires is noticed."""
+    def test_cases_detect_broken_rule(self, tmp_path: Path) -> None:
+        """The test cases fail for a rule that never fires."""
         (tmp_path / CASES.name).write_text(CASES.read_text())
-        dull = RULES.read_text().replace("missing_ranks) > 0", "missing_ranks) > 99")
-        (tmp_path / RULES.name).write_text(dull)
+        broken = RULES.read_text().replace("missing_ranks) > 0", "missing_ranks) > 99")
+        (tmp_path / RULES.name).write_text(broken)
 
-        done = run("promtool", "test", "rules", tmp_path / CASES.name)
+        completed = run("promtool", "test", "rules", tmp_path / CASES.name)
 
-        assert done.returncode != 0
-        assert "TracedstoreBarrierStalled" in done.stdout + done.stderr
+        assert completed.returncode != 0
+        assert "TracedstoreBarrierStalled" in completed.stdout + completed.stderr
 
     def test_configuration(self, tmp_path: Path) -> None:
-        """The configuration of compose, with the paths of this machine."""
+        """The Prometheus configuration loads, with local paths."""
         text = (ROOT / "deploy/prometheus/prometheus.yml").read_text("utf-8")
         text = text.replace("/etc/prometheus/rules/tracedstore.yaml", str(RULES))
         text = text.replace("/etc/prometheus/targets", str(tmp_path))
         (tmp_path / "ranks.json").write_text("[]")
         (tmp_path / "prometheus.yml").write_text(text)
 
-        done = run("promtool", "check", "config", tmp_path / "prometheus.yml")
+        completed = run("promtool", "check", "config", tmp_path / "prometheus.yml")
 
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "1 rule files found" in done.stdout
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        assert "1 rule files found" in completed.stdout
 
     def test_alertmanager(self) -> None:
-        """Its configuration loads."""
-        done = run("amtool", "check-config", "deploy/alertmanager/alertmanager.yml")
+        """The Alertmanager configuration loads."""
+        completed = run(
+            "amtool", "check-config", "deploy/alertmanager/alertmanager.yml"
+        )
 
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
 
     @pytest.mark.parametrize(
         ("labels", "receiver"),
@@ -78,40 +80,40 @@ class TestPromtool:
         ],
     )
     def test_routes(self, labels: list[str], receiver: str) -> None:
-        """Alerts reach whom they should."""
+        """Alertmanager routes an alert to its receiver."""
         config = "--config.file=deploy/alertmanager/alertmanager.yml"
 
-        done = run("amtool", "config", "routes", "test", config, *labels)
+        completed = run("amtool", "config", "routes", "test", config, *labels)
 
-        assert done.stdout.strip() == receiver, done.stderr
+        assert completed.stdout.strip() == receiver, completed.stderr
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 class TestAlert:
-    """What every alert on metrics keeps to."""
+    """Rules for every alert on metrics."""
 
     def test_has_cases(self, alert: dict[str, Any]) -> None:
-        """One at least in which it fires, one in which it does not."""
-        found = [case for case in cases() if case["alertname"] == alert["alert"]]
+        """Every alert has a case that fires it and a case that does not."""
+        own_cases = [case for case in cases() if case["alertname"] == alert["alert"]]
 
-        assert any(case["exp_alerts"] for case in found)
-        assert any(not case["exp_alerts"] for case in found)
+        assert any(case["exp_alerts"] for case in own_cases)
+        assert any(not case["exp_alerts"] for case in own_cases)
 
     def test_metrics_exist(self, alert: dict[str, Any]) -> None:
-        """What it asks for, in its text too, is exported or recorded."""
+        """The expression and the description query existing metrics only."""
         recorded = {rule["record"] for rule in rules(RULES) if "record" in rule}
         known = {metric.name for metric in names.METRICS}
         text = alert["expr"] + alert["annotations"]["description"]
         for record in recorded:
             text = text.replace(record, "")
-        found = re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text)
+        metrics = re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text)
 
-        assert found or "up{" in text or any(r in alert["expr"] for r in recorded)
-        for name in found:
+        assert metrics or "up{" in text or any(r in alert["expr"] for r in recorded)
+        for name in metrics:
             assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
 
-    def test_one_a_run(self, alert: dict[str, Any]) -> None:
-        """A thousand ranks make one alert: it is by run, and not by instance."""
+    def test_one_alert_per_run(self, alert: dict[str, Any]) -> None:
+        """The expression aggregates by run, not by instance."""
         assert "instance" not in alert["expr"]
         assert re.search(r"by \(job, run_id|job_run_id_store:", alert["expr"])
 
@@ -119,22 +121,22 @@ class TestAlert:
 @pytest.mark.parametrize(
     "alert", ALERTS + LOKI_ALERTS, ids=lambda alert: alert["alert"]
 )
-def test_words_and_runbook(alert: dict[str, Any]) -> None:
-    """It says what is the matter, how bad it is, and where to read on."""
-    said = alert["annotations"]
-    page, _, anchor = said["runbook_url"].partition("#")
+def test_annotations(alert: dict[str, Any]) -> None:
+    """Every alert has a summary, a description, a severity and a runbook section."""
+    annotations = alert["annotations"]
+    page, _, anchor = annotations["runbook_url"].partition("#")
     sections = re.findall(r"^## (\w+)", RUNBOOK.read_text("utf-8"), re.MULTILINE)
 
-    assert said["summary"].endswith(".")
-    assert "{{" not in said["summary"]
-    assert "{{ $labels.run_id }}" in said["description"]
+    assert annotations["summary"].endswith(".")
+    assert "{{" not in annotations["summary"]
+    assert "{{ $labels.run_id }}" in annotations["description"]
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
     assert ROOT / page == RUNBOOK
     assert anchor in {section.lower() for section in sections}
 
 
-def test_runbook_has_no_more() -> None:
-    """Every section is one of an alert, each of which is explained in full."""
+def test_runbook_sections() -> None:
+    """The runbook has exactly one section per alert, in the order of the rules."""
     text = RUNBOOK.read_text("utf-8")
     sections = re.findall(r"^## (Tracedstore\w+)", text, re.MULTILINE)
 
@@ -142,32 +144,35 @@ def test_runbook_has_no_more() -> None:
 
 
 class TestThousandRanks:
-    """However many see the trouble, it is one alert."""
+    """A thousand affected ranks cause one alert each of three kinds."""
 
     DOWN = (7, 70, 700)
 
     def series(self) -> list[dict[str, str]]:
-        """A barrier that three ranks of a thousand do not come to; they are gone."""
-        found = {}
+        """Return the series of a barrier with 3 of 1000 ranks missing and down."""
+        series = {}
         for rank in range(1000):
             target = (
                 f'job="training",instance="n:{rank}",run_id="r",rank="{rank}",host="n"'
             )
             down = rank in self.DOWN
-            found[f"up{{{target}}}"] = "1 1 0x38" if down else "1x40"
+            series[f"up{{{target}}}"] = "1 1 0x38" if down else "1x40"
             if not down:
                 call = f'{target},store="tcp_store",operation="wait"'
-                found[f"{names.OLDEST_START.name}{{{call}}}"] = "0x40"
+                series[f"{names.OLDEST_START.name}{{{call}}}"] = "0x40"
             if rank < 2:
                 barrier = f'{target},barrier="b"'
-                found[f"{names.BARRIER_MISSING.name}{{{barrier}}}"] = "3x40"
+                series[f"{names.BARRIER_MISSING.name}{{{barrier}}}"] = "3x40"
                 for missing in self.DOWN:
-                    who = f'{barrier},missing_rank="{missing}",missing_host="m"'
-                    found[f"{names.BARRIER_RANK_MISSING.name}{{{who}}}"] = "1x40"
-        return [{"series": name, "values": values} for name, values in found.items()]
+                    rank_missing = (
+                        f'{barrier},missing_rank="{missing}",missing_host="m"'
+                    )
+                    name = names.BARRIER_RANK_MISSING.name
+                    series[f"{name}{{{rank_missing}}}"] = "1x40"
+        return [{"series": name, "values": values} for name, values in series.items()]
 
     def test_one_alert_each(self, tmp_path: Path) -> None:
-        """By run, and by barrier or store."""
+        """There is one alert per run, and per barrier or store."""
         firing = 'ALERTS{alertstate="firing"}'
         labels = {
             "TracedstoreBarrierStalled": ',barrier="b"',
@@ -199,35 +204,35 @@ class TestThousandRanks:
             )
         )
 
-        done = run("promtool", "test", "rules", tmp_path / "test.yaml")
+        completed = run("promtool", "test", "rules", tmp_path / "test.yaml")
 
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def severity(name: str) -> str:
-    """How bad an alert is."""
-    (found,) = [alert for alert in ALERTS if alert["alert"] == name]
-    said: str = found["labels"]["severity"]
-    return said
+    """Return the severity of an alert."""
+    (rule,) = [alert for alert in ALERTS if alert["alert"] == name]
+    label: str = rule["labels"]["severity"]
+    return label
 
 
 class TestLoki:
-    """The rules on logs."""
+    """The alert rules on logs."""
 
     def test_parse(self) -> None:
-        """By Grafana's own grammar."""
-        told = complaints([("loki", alert["expr"]) for alert in LOKI_ALERTS])
+        """Grafana's grammar accepts the expressions."""
+        errors = complaints([("loki", alert["expr"]) for alert in LOKI_ALERTS])
 
-        assert told == [""] * len(LOKI_ALERTS)
+        assert errors == [""] * len(LOKI_ALERTS)
 
-    def test_the_parser_complains(self) -> None:
-        """About what is no query."""
-        told = complaints([("loki", "sum by (x) (rate({a=1}[5m]))"), ("tempo", "{ a")])
+    def test_parser_rejects_invalid_queries(self) -> None:
+        """The parser returns an error for an invalid query."""
+        invalid = [("loki", "sum by (x) (rate({a=1}[5m]))"), ("tempo", "{ a")]
 
-        assert all(told)
+        assert all(complaints(invalid))
 
-    def test_about_real_events(self) -> None:
-        """Events and their fields are those of the schema."""
+    def test_events_and_fields_exist(self) -> None:
+        """The expressions use events and fields of the schema only."""
         schema = json.loads(
             (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
         )
@@ -245,18 +250,18 @@ class TestLoki:
 
 
 class TestAlertmanager:
-    """One page a run and barrier."""
+    """Alertmanager sends one page per run and barrier."""
 
     CONFIG: dict[str, Any] = yaml.safe_load(
         (ROOT / "deploy/alertmanager/alertmanager.yml").read_text("utf-8")
     )
 
     def test_grouping(self) -> None:
-        """By nothing that ranks differ in."""
+        """No label that differs between ranks is in the group key."""
         assert self.CONFIG["route"]["group_by"] == ["run_id", "barrier"]
 
-    def test_inhibition_is_about_real_alerts(self) -> None:
-        """A name that is misspelled inhibits nothing."""
+    def test_inhibition_names_existing_alerts(self) -> None:
+        """Every matcher of an inhibition rule matches an existing alert."""
         known = [alert["alert"] for alert in ALERTS + LOKI_ALERTS]
         for rule in self.CONFIG["inhibit_rules"]:
             for matcher in rule["source_matchers"] + rule["target_matchers"]:

@@ -1,4 +1,4 @@
-"""README and docs keep their word."""
+"""The tables, examples and links of README and docs are correct."""
 
 import re
 import subprocess
@@ -13,64 +13,73 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the project's folder."""
+    """Run a command in the root directory of the repository."""
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub generates from the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", page.read_text("utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
+
+
 class TestTables:
-    """The tables are what the code says."""
+    """The generated tables match the code."""
 
     def test_up_to_date(self) -> None:
-        """`make docs` would change nothing."""
-        done = run(sys.executable, "scripts/update_docs.py", "--check")
+        """`make docs` changes nothing."""
+        completed = run(sys.executable, "scripts/update_docs.py", "--check")
 
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
 
-    def test_the_check_can_fail(self) -> None:
-        """A table that was changed by hand is noticed."""
+    def test_check_detects_manual_edit(self) -> None:
+        """A table that was edited by hand is out of date."""
         sys.path.insert(0, str(ROOT / "scripts"))
         import update_docs
 
         text = (ROOT / "docs/metrics.md").read_text("utf-8")
-        changed = text.replace("| histogram |", "| summary |")
+        edited = text.replace("| histogram |", "| summary |")
 
-        assert changed != text
-        assert update_docs.fill(changed) == text
+        assert edited != text
+        assert update_docs.fill(edited) == text
 
 
 class TestExamples:
-    """What the README shows runs as it stands."""
+    """The examples run exactly as printed."""
 
-    def test_python(self) -> None:
-        """The first example, which is also ten lines long at most."""
+    def test_readme(self) -> None:
+        """The README's example runs and has at most ten lines."""
         text = (ROOT / "README.md").read_text("utf-8")
         (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
-        done = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
         assert re.search(
             r'duration_seconds_count{.*operation="set",store="tcp_store"} [1-9]',
-            done.stdout,
+            completed.stdout,
         )
         assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
     def test_barrier(self) -> None:
-        """The example of docs/barriers.md prints what stands below it."""
+        """The example of docs/barriers.md prints the output shown below it."""
         text = (ROOT / "docs/barriers.md").read_text("utf-8")
         example, printed = re.findall(
             r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL
         )[0]
 
-        done = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert done.stdout == printed, done.stderr
+        assert completed.stdout == printed, completed.stderr
         assert printed.splitlines()[1] in (ROOT / "README.md").read_text("utf-8")
 
     def test_barrier_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The other one, with what torchrun puts into the environment of a worker."""
+        """The torchrun example of docs/barriers.md runs in a worker's environment."""
         text = (ROOT / "docs/barriers.md").read_text("utf-8")
         (example,) = re.findall(r"```python\n(import os\n.*?)```", text, re.DOTALL)
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,14 +87,14 @@ class TestExamples:
         for name, value in {**worker, "MASTER_PORT": str(server.port)}.items():
             monkeypatch.setenv(name, value)
 
-        done = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
         assert server.check(["checkpoint/1/last_member"])
 
-    def test_console(self) -> None:
-        """Every make target that is shown exists."""
-        shown = {
+    def test_make_targets(self) -> None:
+        """Every make target in README and docs exists."""
+        targets = {
             target
             for page in PAGES
             for target in re.findall(
@@ -93,10 +102,10 @@ class TestExamples:
             )
         }
 
-        assert shown
-        for target in shown:
-            done = run("make", "--dry-run", target)
-            assert done.returncode == 0, done.stderr
+        assert targets
+        for target in targets:
+            completed = run("make", "--dry-run", target)
+            assert completed.returncode == 0, completed.stderr
 
     def test_explicit_init_method(self) -> None:
         """The last example of docs/zero-code.md runs."""
@@ -107,28 +116,50 @@ class TestExamples:
             "print(type(group_store.underlying_store.underlying_store))\n"
         )
 
-        done = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert done.stdout == "<class 'tracedstore.store.TracedStore'>\n", done.stderr
+        assert completed.stdout == "<class 'tracedstore.store.TracedStore'>\n", (
+            completed.stderr
+        )
 
     def test_rendezvous_backend(self) -> None:
-        """The example of docs/torchrun.md."""
+        """The Python example of docs/torchrun.md runs."""
         text = (ROOT / "docs/torchrun.md").read_text("utf-8")
         (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
-        done = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+        assert (completed.stdout, completed.returncode) == ("True\n", 0), (
+            completed.stderr
+        )
+
+    def test_configuration_error(self) -> None:
+        """docs/configuration.md quotes the error for an invalid setting."""
+        from tracedstore import ConfigurationError, Settings
+
+        text = (ROOT / "docs/configuration.md").read_text("utf-8")
+        with pytest.raises(ConfigurationError) as raised:
+            Settings.load({}, {"TRACEDSTORE_SLOW_AFTER": "10ms"})
+
+        assert f"```\n{raised.value}\n```" in text
 
     def test_links(self) -> None:
-        """Every link to a file has a file."""
+        """Every link to a file refers to an existing file."""
         for page in PAGES:
-            for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text("utf-8")):
+            for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text("utf-8")):
                 assert (page.parent / link).exists(), f"{page}: {link}"
+
+    def test_anchors(self) -> None:
+        """Every link to a section refers to an existing heading."""
+        for page in PAGES:
+            text = page.read_text("utf-8")
+            for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", text):
+                target = page.parent / link if link else page
+                assert anchor in anchors(target), f"{page}: {link}#{anchor}"
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_metric_names(self, page: Path) -> None:
-        """Every metric that is mentioned exists."""
+        """Every metric in README and docs exists."""
         from tracedstore import names
 
         known = {metric.name for metric in names.METRICS}

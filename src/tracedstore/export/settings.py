@@ -101,33 +101,37 @@ def _setting(default: Any, parse: Callable[[Any], Any], *, secret: bool = False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What can be set; each is ``TRACEDSTORE_`` and its name in capitals, too.
+    """The settings of a process.
+
+    The environment variable of a setting is ``TRACEDSTORE_`` and its name in capitals.
 
     Attributes:
-        disabled: Record nothing; wrapped stores only forward.
-        spans: ``budget``: notable calls and as many others as the budget allows;
-            ``notable``: slow, failed and retried calls only; ``all``; ``off``.
-        span_rate: Spans a second for ordinary calls.
-        span_burst: How many of those at once.
+        disabled: Record nothing. Wrapped stores only forward calls.
+        spans: Which calls get a span. ``budget``: slow, failed and retried calls, and
+            other calls within the budget; ``notable``: slow, failed and retried calls
+            only; ``all``: every call; ``off``: none.
+        span_rate: Budget of spans per second for other calls.
+        span_burst: Maximum number of these spans at once.
         slow_after: Seconds from which a call is slow.
-        stall_after: Seconds after which a call in flight is reported; 0 for never.
-        contended_after: Compare-and-sets lost in a row that are reported.
-        log_format: How events look where the application has not configured
-            structlog: ``auto`` (text on a terminal, else JSON), ``json``,
-            ``console``; ``off`` for no events at all.
+        stall_after: Seconds after which a call in flight is reported; 0 disables the
+            report.
+        contended_after: Number of compare-and-sets lost in a row that is reported.
+        log_format: Format of events if the application has not configured structlog.
+            ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;
+            ``off``: no events at all.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
-        http_port: Serve metrics over HTTP from this port on: the local rank is
-            added, and the next free one is taken; 0 for any. Without it nothing
-            is served.
-        http_host: The address to listen at; ``0.0.0.0`` for all of them.
-        http_token: A token that clients must bear.
-        http_basic_auth: A user and password that clients may give instead,
-            ``user:password``.
-        http_cert: The file with the certificate, to serve HTTPS.
-        http_key: The file with its key, where it is not in the same file.
-        http_client_ca: The file with the authorities that clients' certificates
-            must be signed by.
+        http_port: Port of the HTTP endpoint. The local rank is added to it. If that
+            port is taken, the next free one is used; 0 selects any free port. Without
+            this setting the process serves nothing.
+        http_host: The address to listen on; ``0.0.0.0`` for all addresses.
+        http_token: Bearer token that clients must send.
+        http_basic_auth: ``user:password`` that clients must send. If a token is set
+            as well, either is accepted.
+        http_cert: Certificate file. Setting it enables HTTPS.
+        http_key: Private key file, if the certificate file does not contain the key.
+        http_client_ca: File of certificate authorities. Clients must present a
+            certificate signed by one of them.
     """
 
     disabled: bool = _setting(False, _switch)
