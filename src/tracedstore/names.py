@@ -155,6 +155,12 @@ SPANS_SUPPRESSED = Metric(
     ("reason",),
     "Store calls without a span: over the budget, or suppressed by the caller.",
 )
+EVENTS_DROPPED = Metric(
+    "tracedstore_events_dropped_total",
+    "counter",
+    (),
+    "Events that were dropped because the log blocked and the queue was full.",
+)
 TELEMETRY_FAILURES = Metric(
     "tracedstore_telemetry_failures_total",
     "counter",
@@ -191,6 +197,7 @@ METRICS: Final = (
     RENDEZVOUS_COMPLETE,
     RENDEZVOUS_OLDEST_HEARTBEAT,
     SPANS_SUPPRESSED,
+    EVENTS_DROPPED,
     TELEMETRY_FAILURES,
     BUILD_INFO,
 )

@@ -325,7 +325,7 @@ class TestTraces:
 
 
 RANK = "tracedstore.rank"
-PLACE = "tracedstore.barrier.place"
+PLACE = "tracedstore.barrier.arrival_order"
 RESULT = "tracedstore.barrier.result"
 LAST = "tracedstore.barrier.last_rank"
 

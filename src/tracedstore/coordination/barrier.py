@@ -43,8 +43,9 @@ from tracedstore.core.watcher import WATCHER, Watch
 _READERS = 2
 # Seconds between reads while ranks that were counted have not written their names.
 _READ_INTERVAL = 0.1
-# Seconds that reading may take: the store may be gone, or hang.
-_READ_TIMEOUT = 5.0
+# Seconds that reading may take: the store may be gone, or hang. The verdict is due
+# within 5 s of the timeout.
+_READ_TIMEOUT = 4.0
 # Seconds that the other ranks wait for the readers' report.
 _REPORT_TIMEOUT = 1.0
 
@@ -146,6 +147,12 @@ class BarrierCall:
         last = Last(self._rank, shared)
         self._store.set(self._keys.last_member, last.to_json())
         self._telemetry.arrived_last()
+        if ledger is not None or not self._in_ledger:
+            # A TCPStore does not acknowledge a set. If this process serves the store
+            # and ends now, the others get a network error instead of their wake-up.
+            # After one round trip the server has answered their waits. torch's barrier
+            # does the same; the audit below makes one if it has to read the ledger.
+            self._store.check([self._keys.last_member])
         if self._rank is not None:
             guarded(self._audit, ledger)
         return last
@@ -196,55 +203,63 @@ class BarrierCall:
             return report
 
     def _timed_out(self, order: int) -> BarrierTimeout:
+        report = MissingReport.nothing(self._world_size)
         try:
             report = run_with_timeout(
-                self._trace_timeout + _READ_TIMEOUT,
-                lambda: self._read_after_timeout(order),
+                _READ_TIMEOUT, lambda: self._read_after_timeout(order)
             )
+            report = self._wait_for_names(report)
+            run_with_timeout(_READ_TIMEOUT, lambda: self._publish(report))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-            report = MissingReport.nothing(self._world_size)
         return self._telemetry.timed_out(
             report, self._timeout, own_names=self._decoder is not None
         )
 
+    # Not a side connection from here on: the wait is over, so the store's own one is
+    # free. A new one fails where rank 0 served the store, timed out first and exited.
+
     def _read_after_timeout(self, order: int) -> MissingReport:
-        # Not a side connection: the wait is over, so the store's own one is free. A new
-        # one fails where rank 0 served the store, timed out first and has exited.
+        """Return who is missing, from another rank's report or by reading."""
         store = self._store
         with self._telemetry.span.suppress_call_spans():
             if self._rank is not None and store.has_extended_api():
                 # Plain torch's rank 0 reads this key. Other stores have it already.
                 store.set(self._keys.trace(self._rank), "here")
-            report = self._final_report(store, order)
+            if order > _READERS and self._name_timeout:
+                # The first ranks to arrive time out first, or at about the same time.
+                report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)
+                with suppress(Exception):
+                    store.wait([self._keys.verdict], timedelta(seconds=report_timeout))
+                published = self._published_report(store)
+                if published is not None:
+                    return published
+            return self._read_missing(store)
+
+    @property
+    def _name_timeout(self) -> float:
+        """Seconds for ranks that arrived without a name to write it.
+
+        Where this rank has no name either, torch's barrier does not wait, nor does
+        this one.
+        """
+        return 0.0 if self._rank is None else self._trace_timeout
+
+    def _wait_for_names(self, report: MissingReport) -> MissingReport:
+        deadline = time.monotonic() + self._name_timeout
+        while report.unidentified and time.monotonic() < deadline:
+            time.sleep(_READ_INTERVAL)
+            report = run_with_timeout(
+                _READ_TIMEOUT, lambda: self._read_missing(self._store)
+            )
+        return report
+
+    def _publish(self, report: MissingReport) -> None:
+        with self._telemetry.span.suppress_call_spans():
+            self._store.set(self._keys.verdict, report.to_bytes())
             if self._rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
-                store.set(self._keys.tracing_gate, "<val_ignored>")
-        return report
-
-    def _final_report(self, store: Any, order: int) -> MissingReport:
-        """Return who is missing, from another rank's report or by reading.
-
-        Ranks that arrived without a name get until trace_timeout to write it. Where
-        this rank has none either, torch's barrier does not wait, nor does this one.
-        """
-        trace_timeout = 0.0 if self._rank is None else self._trace_timeout
-        if order > _READERS and trace_timeout:
-            # The first ranks to arrive time out first, or at about the same time.
-            report_timeout = min(_REPORT_TIMEOUT, trace_timeout)
-            with suppress(Exception):
-                store.wait([self._keys.verdict], timedelta(seconds=report_timeout))
-            published = self._published_report(store)
-            if published is not None:
-                return published
-        deadline = time.monotonic() + trace_timeout
-        while True:
-            report = self._read_missing(store)
-            if not report.unidentified or time.monotonic() >= deadline:
-                break
-            time.sleep(_READ_INTERVAL)
-        store.set(self._keys.verdict, report.to_bytes())
-        return report
+                self._store.set(self._keys.tracing_gate, "<val_ignored>")
 
     def _published_report(self, store: Any) -> MissingReport | None:
         """Return another rank's report, if no rank has arrived since."""

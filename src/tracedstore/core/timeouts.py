@@ -1,10 +1,14 @@
 """Bounds in time for work that has none."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+# Threads that run bounded work, abandoned ones included.
+_threads: set[threading.Thread] = set()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
@@ -27,11 +31,15 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
             results.append(work())
         except BaseException as error:
             errors.append(error)
+        finally:
+            _threads.discard(thread)
 
     thread = threading.Thread(target=run, name="tracedstore-bounded", daemon=True)
+    _threads.add(thread)
     try:
         thread.start()
     except RuntimeError as error:  # the limit is reached, or the interpreter finalizes
+        _threads.discard(thread)
         raise TimeoutError(f"not run: {error}") from error
     thread.join(seconds)
     if errors:
@@ -39,3 +47,20 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     if not results:
         raise TimeoutError(f"not finished after {seconds:g} s")
     return results[0]
+
+
+def join_bounded_threads(timeout: float) -> bool:
+    """Wait until no bounded work runs; return False after the timeout.
+
+    At exit: a thread that returns from a native Store call while CPython before 3.14
+    finalizes makes C++ abort.
+    """
+    deadline = time.monotonic() + timeout
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not _threads
+
+
+def reset() -> None:
+    """Forget the parent's threads, as a forked child must."""
+    _threads.clear()

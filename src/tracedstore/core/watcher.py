@@ -85,6 +85,12 @@ class Watcher:
         with self._changed:
             self._watches.discard(watch)
 
+    def stop(self, timeout: float) -> None:
+        """Drop all watches and end the thread, within the timeout."""
+        with self._changed:
+            self._watches.clear()
+        self.stop_if_idle(timeout)
+
     def stop_if_idle(self, timeout: float) -> None:
         """End the thread if it has no watch; wait for that within the timeout."""
         with self._changed:

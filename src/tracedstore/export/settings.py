@@ -121,6 +121,8 @@ class Settings:
             ``off``: no events at all.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
+        exit_timeout: Seconds that exporting spans and writing events may delay the end
+            of the process.
         http_port: Port of the HTTP endpoint. The local rank is added to it. If that
             port is taken, the next free one is used; 0 selects any free port. Without
             this setting the process serves nothing.
@@ -143,6 +145,7 @@ class Settings:
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     tracing: bool = _setting(False, _switch)
+    exit_timeout: float = _setting(5.0, _seconds)
     http_port: int | None = _setting(None, _port)
     http_host: str = _setting("127.0.0.1", _text)
     http_token: str | None = _setting(None, _text, secret=True)

@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,6 +17,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
 from tracedstore.coordination import rank_registry
+from tracedstore.core import timeouts
 from tracedstore.core.budget import Budget, Unlimited, nothing
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import process_identity, set_group_identity
@@ -27,6 +29,7 @@ from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
 from tracedstore.signals import inflight
+from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans, process_attributes
@@ -65,11 +68,14 @@ class ConfiguredTelemetry:
             RECORDER, identity, provider, count_suppressed=settings.spans == "budget"
         )
         self._metrics = MetricsCollector(
-            RECORDER, lambda: self._spans.suppressed_by_caller
+            RECORDER,
+            lambda: self._spans.suppressed_by_caller,
+            lambda: _event_writer.dropped,
         )
         self._events = Events(
             RECORDER,
             identity,
+            _event_writer.submit,
             log_format="off" if settings.disabled else settings.log_format,
         )
         self._stalls = inflight.StallReporter(RECORDER, self, settings.stall_after)
@@ -83,6 +89,11 @@ class ConfiguredTelemetry:
         )
         self._clock = clock
         self._settings = settings
+
+    @property
+    def exit_timeout(self) -> float:
+        """Seconds that the telemetry may delay the end of the process."""
+        return self._settings.exit_timeout
 
     # What the package emits through, as `core.telemetry.TELEMETRY`.
 
@@ -221,6 +232,8 @@ class ConfiguredTelemetry:
             self._endpoint = None
 
 
+# One a process: events keep their order over a `configure`.
+_event_writer = EventWriter(RECORDER.failures)
 _telemetry: ConfiguredTelemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
@@ -325,7 +338,9 @@ def shutdown(timeout: float = 5.0) -> None:
         if ended is None:
             return
         ended.stop(timeout)
+    deadline = time.monotonic() + timeout
     ended.end(timeout)
+    _event_writer.stop(max(0.0, deadline - time.monotonic()))
 
 
 def in_flight() -> list[inflight.InFlight]:
@@ -345,13 +360,33 @@ def _set_hooks() -> None:
     global _hooks_set  # noqa: PLW0603 - a fork hook cannot be removed
     if not _hooks_set:
         os.register_at_fork(after_in_child=_after_fork)
-        atexit.register(wait_for_native_calls)
+        atexit.register(_at_exit)
         _hooks_set = True
+
+
+def _at_exit() -> None:
+    """End what runs, within ``exit_timeout``, and then wait for torch's own calls."""
+    if _telemetry is not None:
+        deadline = time.monotonic() + _telemetry.exit_timeout
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        WATCHER.stop(left())
+        _telemetry.stop(left())
+        # The application ends its own provider.
+        if _telemetry.own_provider is not None:
+            _telemetry.end(left())
+        _event_writer.stop(left())
+        timeouts.join_bounded_threads(left())
+    wait_for_native_calls()
 
 
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may hold it
     _lock = threading.RLock()
+    timeouts.reset()
+    _event_writer.reset()
     WATCHER.reset()
     rank_registry.reset()
     if _telemetry is not None:

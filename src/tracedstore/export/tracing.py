@@ -36,7 +36,11 @@ def set_up_provider(attributes: dict[str, AttributeValue]) -> TracerProvider | N
         for name in chosen.split(",")
         if name.strip() not in ("", "none")
     ]
-    provider = TracerProvider(resource=Resource.create(attributes))
+    # Not the SDK's exit hook, which waits for a collector that is down for as long as
+    # the exporter retries: `export.setup` ends the provider within ``exit_timeout``.
+    provider = TracerProvider(
+        resource=Resource.create(attributes), shutdown_on_exit=False
+    )
     for processor in processors:
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)

@@ -2,12 +2,19 @@
 
 An application that configured structlog gets the events through its configuration.
 Without one, events go to standard error: standard output is the job's.
+
+An event is rendered in the thread that emits it, with its context variables, and
+written by the event writer: a log that blocks must not block the job. The processors of
+an application's own configuration run in the writer, in a copy of the caller's context.
 """
 
+import contextvars
+import os
 import sys
 import threading
-from collections.abc import Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import Any, Final, Protocol
 
 import structlog
 from opentelemetry import trace
@@ -17,6 +24,7 @@ from tracedstore.core.errors import error_location, error_message, error_type
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.operation import Operation, Reason
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.telemetry import NULL_TELEMETRY
 
 # An event of the same kind is emitted once in this time, with a count of the others.
 _REPEAT_AFTER_NS = 10_000_000_000
@@ -42,8 +50,18 @@ LEVELS: Final = {
     names.TELEMETRY_SERVING: "info",
 }
 
+# Levels of events that are written before the call that caused them returns.
+_WRITTEN_AT_ONCE = frozenset({"warning", "error", "critical"})
+
 # What makes two events repeats of each other.
 Kind = tuple[str, ...]
+
+
+class Submit(Protocol):
+    """Queues a write; see `EventWriter.submit`."""
+
+    def __call__(self, write: Callable[[], None], *, wait: bool) -> None:
+        """Queue it."""
 
 
 class Events:
@@ -55,10 +73,12 @@ class Events:
         self,
         recorder: Recorder,
         identity: ProcessIdentity,
+        submit: Submit,
         *,
         log_format: str = "auto",
     ) -> None:
         self._recorder = recorder
+        self._submit = submit
         self._identity = identity
         self._log_format = log_format
         # When a kind was last emitted, and how many were suppressed since.
@@ -86,16 +106,22 @@ class Events:
             )
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one event. Exceptions of the logging configuration are the caller's."""
-        if self._log_format == "off":
+        """Emit one event. After a write that failed, events are off."""
+        if self._log_format == "off" or self._recorder.failures.has(self.name):
             return
         if LEVELS[event] == "debug" and not self.emits_debug_events():
             return
         if "trace_id" not in fields:
             fields |= _current_trace()
         # The event's own fields first, then the identity of the process.
-        known = self._identity.fields()
-        getattr(self._logger(), LEVELS[event])(event, **(fields | known | fields))
+        fields = fields | self._identity.fields() | fields
+        level = LEVELS[event]
+        self._submit(
+            self._application_write(level, event, fields)
+            if structlog.is_configured()
+            else self._default_write(level, event, fields),
+            wait=level in _WRITTEN_AT_ONCE,
+        )
 
     @staticmethod
     def emits_debug_events() -> bool:
@@ -106,7 +132,10 @@ class Events:
         return structlog.is_configured()
 
     def report_failure(self, observer: str, error: BaseException) -> None:
-        """Emit `telemetry.disabled`."""
+        """Emit `telemetry.disabled`; if events failed, log it."""
+        if observer == self.name:
+            NULL_TELEMETRY.report_failure(observer, error)
+            return
         self.emit(
             names.TELEMETRY_DISABLED,
             observer=observer,
@@ -166,44 +195,55 @@ class Events:
             self._emitted[kind] = (now, 0)
             return suppressed
 
-    def _logger(self) -> Any:
-        # Made anew each time: the application may configure structlog later, and may
-        # replace sys.stderr.
-        if structlog.is_configured():
-            return structlog.get_logger(names.SCOPE)
+    @staticmethod
+    def _application_write(
+        level: str, event: str, fields: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Return a write that runs the application's structlog configuration."""
+        context = contextvars.copy_context()
+        log = getattr(structlog.get_logger(names.SCOPE), level)
+        return partial(context.run, log, event, **fields)
+
+    def _default_write(
+        self, level: str, event: str, fields: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Render an event; return a write of the line to standard error."""
+        # Made anew each time: the application may replace sys.stderr.
+        is_terminal = sys.stderr.isatty()
         as_text = self._log_format == "console" or (
-            self._log_format == "auto" and sys.stderr.isatty()
+            self._log_format == "auto" and is_terminal
         )
         renderer: structlog.typing.Processor = (
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)
+            structlog.dev.ConsoleRenderer(colors=is_terminal, sort_keys=False)
             if as_text
             else structlog.processors.JSONRenderer()
         )
-        return structlog.wrap_logger(
-            _StandardError(),
-            processors=[
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                _timestamp_first,
-                renderer,
-            ],
-            wrapper_class=structlog.BoundLogger,
-        )
+        line: Any = {"event": event, **fields}
+        for processor in (
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _timestamp_first,
+            renderer,
+        ):
+            line = processor(None, level, line)
+        return partial(_write_line, f"{line}\n")
 
 
-class _StandardError:
-    """Writes lines to the current standard error.
+def _write_line(line: str) -> None:
+    """Write a line to the current standard error.
 
-    structlog's WriteLogger holds a lock while it writes. A fork in another thread
-    would copy that lock, locked, into the child.
+    Not through the interpreter's own stream object: a thread that is blocked in it at
+    exit holds its lock, and Python aborts when it cannot flush it.
     """
-
-    def write(self, line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-
-    debug = info = warning = error = critical = write
+    stream = sys.stderr
+    if stream is not sys.__stderr__ or stream is None:
+        stream.write(line)
+        stream.flush()
+        return
+    remaining = line.encode("utf-8", "backslashreplace")
+    while remaining:
+        remaining = remaining[os.write(stream.fileno(), remaining) :]
 
 
 def _timestamp_first(

@@ -56,10 +56,14 @@ class MetricsCollector(Collector):
     name = names.METRICS_OBSERVER
 
     def __init__(
-        self, recorder: Recorder, suppressed_by_caller: Callable[[], int] = lambda: 0
+        self,
+        recorder: Recorder,
+        suppressed_by_caller: Callable[[], int] = lambda: 0,
+        events_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         self._recorder = recorder
         self._suppressed_by_caller = suppressed_by_caller
+        self._events_dropped = events_dropped
         self._exemplars: dict[tuple[Series, int], Exemplar] = {}
 
     def observe(self, operation: Operation) -> None:
@@ -115,6 +119,9 @@ class MetricsCollector(Collector):
             [names.SUPPRESSED_BY_CALLER], self._suppressed_by_caller()
         )
         yield suppressed
+        dropped = _counter(names.EVENTS_DROPPED)
+        dropped.add_metric([], self._events_dropped())
+        yield dropped
         build = _gauge(names.BUILD_INFO)
         build.add_metric([__version__, torch.__version__, "python"], 1)
         yield build

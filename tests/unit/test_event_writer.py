@@ -1,0 +1,188 @@
+"""The event writer: order, bounds, and what a log that blocks costs the caller."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tracedstore.core.observer import Failures
+from tracedstore.core.telemetry import NullTelemetry
+from tracedstore.signals import event_writer
+from tracedstore.signals.event_writer import EventWriter
+
+
+class Quiet(NullTelemetry):
+    """Reports no failures."""
+
+    def report_failure(self, observer: str, error: BaseException) -> None:
+        """Drop it."""
+
+
+class Log:
+    """A log that can be blocked."""
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+
+    def write(self, line: int) -> None:
+        """Write a line, once the log is open."""
+        self.entered.set()
+        assert self.open.wait(20)
+        self.lines.append(line)
+
+
+@pytest.fixture
+def failures() -> Failures:
+    """Counts what a write raises."""
+    return Failures(Quiet())
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """A log, open at the end."""
+    log = Log()
+    yield log
+    log.open.set()
+
+
+@pytest.fixture
+def writer(failures: Failures, log: Log) -> Iterator[EventWriter]:
+    """A writer whose thread has ended afterwards."""
+    writer = EventWriter(failures)
+    yield writer
+    log.open.set()
+    writer.stop(20)
+
+
+class TestOrder:
+    """Events are written in the order of their submission."""
+
+    def test_one_thread(self, writer: EventWriter, log: Log) -> None:
+        """Whether the caller waits or not."""
+        for number in range(200):
+            writer.submit(lambda n=number: log.write(n), wait=number % 3 == 0)  # type: ignore[misc]
+
+        assert writer.flush(20)
+        assert log.lines == list(range(200))
+
+    def test_written_when_submit_returns(self, writer: EventWriter, log: Log) -> None:
+        """A caller that waits finds its event written."""
+        for number in range(50):
+            writer.submit(lambda n=number: log.write(n), wait=True)  # type: ignore[misc]
+            assert log.lines[-1] == number
+
+
+class TestBlockedLog:
+    """A log that blocks costs a bounded time, once."""
+
+    def test_wait_is_bounded(self, writer: EventWriter, log: Log) -> None:
+        """The first caller waits 0.2 s; later ones do not wait for a stuck writer."""
+        log.open.clear()
+        began = time.monotonic()
+        writer.submit(lambda: log.write(0), wait=True)
+        first = time.monotonic() - began
+        began = time.monotonic()
+        for number in range(1, 100):
+            writer.submit(lambda n=number: log.write(n), wait=True)  # type: ignore[misc]
+        rest = time.monotonic() - began
+
+        assert 0.15 < first < 10
+        # Each of them alone would wait 0.2 s, 20 s in all.
+        assert rest < 10
+        log.open.set()
+        assert writer.flush(20)
+        assert log.lines == list(range(100))
+
+    def test_drops_are_counted(
+        self, writer: EventWriter, log: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What does not fit is dropped; what fits is written when the log opens."""
+        monkeypatch.setattr(event_writer, "_MAX_QUEUED", 8)
+        log.open.clear()
+        writer.submit(lambda: log.write(0), wait=False)
+        assert log.entered.wait(20)
+        for number in range(1, 21):
+            writer.submit(lambda n=number: log.write(n), wait=False)  # type: ignore[misc]
+
+        assert writer.dropped == 12
+        assert not writer.flush(0.01)
+        log.open.set()
+        assert writer.flush(20)
+        assert log.lines == list(range(9))
+
+    def test_stop_is_bounded(self, writer: EventWriter, log: Log) -> None:
+        """A blocked log does not hold up the end of the process."""
+        log.open.clear()
+        writer.submit(lambda: log.write(0), wait=False)
+        assert log.entered.wait(20)
+        began = time.monotonic()
+
+        writer.stop(0.1)
+
+        assert time.monotonic() - began < 10
+
+
+class TestFailures:
+    """A write that raises is counted, and the next one is tried."""
+
+    def test_counted(self, writer: EventWriter, log: Log, failures: Failures) -> None:
+        """The writer lives on."""
+        writer.submit(lambda: 1 // 0, wait=True)  # type: ignore[arg-type]
+        writer.submit(lambda: log.write(1), wait=True)
+
+        assert log.lines == [1]
+        assert failures.counts() == {"events": 1}
+
+    def test_no_thread_can_be_started(
+        self, writer: EventWriter, log: Log, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Events are dropped and counted, until a thread can be started."""
+
+        def refuse(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            writer.submit(lambda: log.write(0), wait=True)
+        writer.submit(lambda: log.write(1), wait=True)
+
+        assert (log.lines, writer.dropped) == ([1], 1)
+
+    def test_a_write_may_emit(self, writer: EventWriter, log: Log) -> None:
+        """A handler that causes another event does not deadlock."""
+        writer.submit(lambda: writer.submit(lambda: log.write(1), wait=True), wait=True)
+
+        assert writer.flush(20)
+        assert log.lines == [1]
+
+
+class TestThread:
+    """When the thread runs."""
+
+    def test_restarts(self, writer: EventWriter, log: Log) -> None:
+        """A writer that was stopped starts again with the next event."""
+        for number in range(2):
+            writer.submit(lambda n=number: log.write(n), wait=True)  # type: ignore[misc]
+            writer.stop(20)
+            assert writer._thread is None
+
+        assert log.lines == [0, 1]
+
+    def test_reset(self, writer: EventWriter, log: Log) -> None:
+        """A forked child has neither the parent's queue nor its thread."""
+        log.open.clear()
+        writer.submit(lambda: log.write(0), wait=False)
+        assert log.entered.wait(20)
+        writer.submit(lambda: log.write(1), wait=False)
+        parents = writer._thread
+        writer.reset()
+        writer.submit(lambda: log.lines.append(2), wait=True)
+
+        assert log.lines == [2]
+        log.open.set()
+        assert parents is not None
+        parents.join(20)
