@@ -299,11 +299,11 @@ def _rendezvous(
     if not written:
         return {}
     # Only where there is one: torch's half of the package takes a while.
-    from tracedstore.rendezvous.state import read  # noqa: PLC0415
+    from tracedstore.rendezvous.state import parse_state  # noqa: PLC0415
 
     def state(value: bytes) -> "RendezvousState | None":
         try:
-            return read(b64decode(value, validate=True))
+            return parse_state(b64decode(value, validate=True))
         except ValueError:
             return None
 

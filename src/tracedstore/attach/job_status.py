@@ -72,7 +72,9 @@ class Status:
         return barrier.short and not young
 
     def _silent(self, state: "RendezvousState") -> "dict[Node, float]":
-        ages = {node: state.silent(node, self.now) for node in sorted(state.present)}
+        ages = {
+            node: state.silent_seconds(node, self.now) for node in sorted(state.present)
+        }
         return {
             node: age
             for node, age in ages.items()
@@ -270,7 +272,7 @@ class Status:
 
         def nodes(some: "Iterable[Node]") -> list[dict[str, Any]]:
             return [
-                asdict(node) | {"silent_seconds": state.silent(node, self.now)}
+                asdict(node) | {"silent_seconds": state.silent_seconds(node, self.now)}
                 for node in some
             ]
 

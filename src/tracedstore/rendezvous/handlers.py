@@ -143,7 +143,7 @@ class TracedRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
         self._failure_told = False
-        self._traced_backend.attendance.begin()
+        self._traced_backend.attendance.reset()
         started = time.perf_counter_ns()
         watched = Waiting(lambda: self._waits(started), self._warn_after)
         if self._warn_after > 0:
