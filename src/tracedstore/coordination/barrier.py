@@ -18,12 +18,12 @@ from typing import Any, Final
 from tracedstore import names
 from tracedstore.coordination import decoders, rank_registry
 from tracedstore.coordination.arrivals import (
-    duplicates,
-    lead,
-    leader,
-    read,
+    has_duplicates,
+    publish_traceparent,
     read_arrivals,
+    read_key,
     read_ledger,
+    read_traceparent,
     record_arrival,
     side_connection,
 )
@@ -31,7 +31,7 @@ from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Keys, Last, Ledger
+from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.coordination.watch import BarrierWatch, Waiting
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.recorder import RECORDER
@@ -87,7 +87,7 @@ def barrier(
     visit = _Visit(
         store,
         world_size,
-        Keys(key_prefix),
+        BarrierKeys(key_prefix),
         barrier_timeout,
         rank,
         rank_tracing_decoder,
@@ -104,7 +104,7 @@ class _Visit:
         self,
         store: AnyStore,
         world_size: int,
-        keys: Keys,
+        keys: BarrierKeys,
         timeout: float,
         rank: int | None,
         decoder: Callable[[int], str] | None,
@@ -149,7 +149,7 @@ class _Visit:
             guarded(self._lead)
         return place
 
-    def _wait(self, place: int, warn_after: float) -> Last:
+    def _wait(self, place: int, warn_after: float) -> LastArrival:
         """Wait for the last one; give what it said."""
         if place == self._world_size:
             return self._complete()
@@ -163,17 +163,17 @@ class _Visit:
             if watched is not None:
                 WATCH.remove(watched)
         if not (RECORDER.detailed() or self._told.span.wanted):
-            return Last()
-        written = guarded(read, self._store, self._keys.last_member)
-        return Last() if written is None else Last.from_bytes(written)
+            return LastArrival()
+        written = guarded(read_key, self._store, self._keys.last_member)
+        return LastArrival() if written is None else LastArrival.from_bytes(written)
 
-    def _complete(self) -> Last:
+    def _complete(self) -> LastArrival:
         """Let the others go, as the last one."""
         shared, ledger = "", None
         if self._told.span.wanted:
             # Before the others go, because they learn from this one where to belong.
             shared, ledger = guarded(self._shared) or ("", None)
-        last = Last(self._rank, shared)
+        last = LastArrival(self._rank, shared)
         self._store.set(self._keys.last_member, last.to_json())
         self._told.record_last_arrival()
         if self._rank is not None:
@@ -187,12 +187,12 @@ class _Visit:
         self._told.span.begin()
         traceparent = self._told.span.traceparent()
         if traceparent:
-            lead(self._store, self._keys, traceparent)
+            publish_traceparent(self._store, self._keys, traceparent)
 
     def _shared(self) -> tuple[str, Ledger]:
         """Find the trace that all belong to: the first one's, else this one's."""
-        ledger = read_ledger(self._store, self._keys, signed=self._in_ledger)
-        shared = leader(self._store, self._keys, ledger)
+        ledger = read_ledger(self._store, self._keys, exists=self._in_ledger)
+        shared = read_traceparent(self._store, self._keys, ledger)
         if not shared:
             # The first one is plain torch's, or came just now.
             self._told.span.begin()
@@ -202,17 +202,17 @@ class _Visit:
     def _audit(self, ledger: Ledger | None) -> None:
         """Tell if a rank was counted twice, and the barrier let go too early."""
         if ledger is None and self._in_ledger:
-            ledger = read_ledger(self._store, self._keys, signed=True)
-        if duplicates(self._store, self._keys, ledger or Ledger()):
+            ledger = read_ledger(self._store, self._keys, exists=True)
+        if has_duplicates(self._store, self._keys, ledger or Ledger()):
             self._stale(self._world_size)
 
     def _stale(self, arrived: int) -> None:
         found = read_arrivals(self._store, self._keys, self._world_size)
-        self._told.stale(arrived, found.duplicates)
+        self._told.stale(arrived, found.duplicate_ranks)
 
     def _warn(self) -> None:
         finding = run_with_timeout(_LOOK_WITHIN, self._look_beside)
-        if finding.unnamed:
+        if finding.unseen_ranks:
             self._told.waiting(finding)
 
     def _look_beside(self) -> MissingReport:
@@ -221,8 +221,8 @@ class _Visit:
             side_connection(self._store) as store,
         ):
             finding = self._find(store)
-            if finding.unnamed:
-                store.set(self._keys.verdict, finding.to_bytes())
+            if finding.unseen_ranks:
+                store.set(self._keys.missing_report, finding.to_bytes())
             return finding
 
     def _timed_out(self, place: int) -> BarrierTimeout:
@@ -231,7 +231,7 @@ class _Visit:
             finding = run_with_timeout(patience, lambda: self._look_at_the_end(place))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-            finding = MissingReport.nothing(self._world_size)
+            finding = MissingReport.unknown(self._world_size)
         return self._told.timed_out(
             finding, self._timeout, own_names=self._decoder is not None
         )
@@ -261,40 +261,40 @@ class _Visit:
             # The first to arrive time out first, or at about the same time.
             patience = min(_VERDICT_WITHIN, trace_timeout)
             with suppress(Exception):
-                store.wait([self._keys.verdict], timedelta(seconds=patience))
+                store.wait([self._keys.missing_report], timedelta(seconds=patience))
             verdict = self._verdict(store)
             if verdict is not None:
                 return verdict
         deadline = time.monotonic() + trace_timeout
         while True:
             finding = self._find(store)
-            if not finding.unidentified or time.monotonic() >= deadline:
+            if not finding.unidentified_count or time.monotonic() >= deadline:
                 break
             time.sleep(_LOOK_AGAIN)
-        store.set(self._keys.verdict, finding.to_bytes())
+        store.set(self._keys.missing_report, finding.to_bytes())
         return finding
 
     def _verdict(self, store: Any) -> MissingReport | None:
         """Read what somebody found, if that still holds."""
-        if not store.check([self._keys.verdict]):
+        if not store.check([self._keys.missing_report]):
             return None
-        written = read(store, self._keys.verdict)
+        written = read_key(store, self._keys.missing_report)
         found = MissingReport.from_bytes(written, self._world_size)
-        if found is None or found.unidentified:
+        if found is None or found.unidentified_count:
             return None
-        if found.count != store.add(self._keys.num_members, 0):
+        if found.arrived_count != store.add(self._keys.num_members, 0):
             return None
-        return found if self._decoder is None else found.named_by(self._decoder)
+        return found if self._decoder is None else found.with_names(self._decoder)
 
     def _find(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)
-        names_of = self._names(store, arrivals.missing)
-        return MissingReport.of(arrivals, self._world_size, names_of)
+        names_of = self._names(store, arrivals.unseen_ranks)
+        return MissingReport.from_arrivals(arrivals, self._world_size, names_of)
 
     def _names(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        known = guarded(rank_registry.by_registry, store, missing)
+        known = guarded(rank_registry.registry_decoder, store, missing)
         roster = decoders.auto()
         return roster if known is None else decoders.chain(known, roster)
 

@@ -11,7 +11,7 @@ from tracedstore import names
 from tracedstore.coordination import decoders
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Last
+from tracedstore.coordination.protocol import LastArrival
 from tracedstore.coordination.trace_context import BarrierSpan
 from tracedstore.core.barrier_stats import Result, Stalled
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
@@ -76,15 +76,17 @@ class BarrierTelemetry:
             self._token,
             Stalled(
                 family=self._family,
-                arrived=finding.count,
-                missing=dict(zip(finding.missing, finding.missing_names, strict=True)),
-                possible=finding.missing_count if finding.possibly_missing else 0,
+                arrived=finding.arrived_count,
+                missing=dict(
+                    zip(finding.missing_ranks, finding.missing_names, strict=True)
+                ),
+                possible=finding.missing_count if finding.possibly_missing_ranks else 0,
             ),
         )
         self.span.begin(finding.traceparent)
-        self._emit(names.BARRIER_WAITING, **finding.facts())
+        self._emit(names.BARRIER_WAITING, **finding.event_fields())
 
-    def completed(self, last: Last) -> None:
+    def completed(self, last: LastArrival) -> None:
         """Tell that everybody came."""
         if self.span.wanted:
             guarded(self.span.begin, last.traceparent)
@@ -116,16 +118,18 @@ class BarrierTelemetry:
             own_names: They were named by the caller's own decoder.
         """
         guarded(self.span.begin, finding.traceparent)
-        self._emit(names.BARRIER_TIMEOUT, **finding.facts(), timeout_seconds=timeout)
+        self._emit(
+            names.BARRIER_TIMEOUT, **finding.event_fields(), timeout_seconds=timeout
+        )
         error = self._exception(finding, timeout, own_names=own_names)
         self._end(
             "timeout",
             {
                 error_attributes.ERROR_TYPE: TIMEOUT,
-                names.BARRIER_ARRIVED_COUNT: finding.count,
+                names.BARRIER_ARRIVED_COUNT: finding.arrived_count,
                 names.BARRIER_MISSING_COUNT: finding.missing_count,
-                names.BARRIER_MISSING_RANKS: finding.missing[:_MOST_LISTED],
-                names.BARRIER_MISSING_TEXT: finding.described(),
+                names.BARRIER_MISSING_RANKS: finding.missing_ranks[:_MOST_LISTED],
+                names.BARRIER_MISSING_TEXT: finding.describe(),
             },
             error_message(error),
         )
@@ -140,25 +144,27 @@ class BarrierTelemetry:
         if not own_names:
             # torch's own decoder, where none is given, is str().
             shown = [
-                str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
-                for rank, name in zip(finding.missing, shown, strict=True)
+                str(rank)
+                if name == decoders.default_name(rank)
+                else f"{rank} on {name}"
+                for rank, name in zip(finding.missing_ranks, shown, strict=True)
             ]
         words = torch_message(
             self._prefix, self._rank, self._world_size, shown, timeout
         )
         return BarrierTimeout(
-            f"{words}: {finding.described()}",
+            f"{words}: {finding.describe()}",
             key_prefix=self._prefix,
             rank=self._rank,
             world_size=self._world_size,
             timeout=timeout,
             waited=self._waited(),
-            arrived_ranks=finding.arrived,
-            missing_ranks=finding.missing,
+            arrived_ranks=finding.arrived_ranks,
+            missing_ranks=finding.missing_ranks,
             missing_names=finding.missing_names,
-            possibly_missing_ranks=finding.possibly_missing,
-            unidentified_count=finding.unidentified,
-            duplicate_ranks=finding.duplicates,
+            possibly_missing_ranks=finding.possibly_missing_ranks,
+            unidentified_count=finding.unidentified_count,
+            duplicate_ranks=finding.duplicate_ranks,
         )
 
     def _end(

@@ -125,7 +125,7 @@ class _Telemetry:
         try:
             self._endpoint = self._serve()
             self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
-            rank_registry.serve_at(self._endpoint.url)
+            rank_registry.set_metrics_address(self._endpoint.url)
         except Exception as error:
             RECORDER.failures.add(names.ENDPOINT, error)
 
@@ -160,7 +160,7 @@ class _Telemetry:
         RECORDER.observers.set(())
         if self._endpoint is not None:
             self._endpoint.stop(timeout)
-            rank_registry.serve_at(None)
+            rank_registry.set_metrics_address(None)
         if self._watch is not None:
             self._watch.stop(timeout)
         with suppress(KeyError):  # it is not there if registering failed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
-from tracedstore.coordination.arrivals import bisect, side_connection
+from tracedstore.coordination.arrivals import find_absent, side_connection
 from tracedstore.core.counters import Explain
 from tracedstore.core.keys import MOST_KEYS_SHOWN, shown
 from tracedstore.core.operation import Arguments, Method
@@ -34,7 +34,7 @@ def explainer(store: Any, world_size: int, name_of: Callable[[int], str]) -> Exp
         if not method.blocks or not 0 < count <= _MOST_ASKED:
             return {}
         with side_connection(weak_store()) as looking:
-            missing = bisect(looking.check, list(keys))
+            missing = find_absent(looking.check, list(keys))
             agents = _agents(missing, looking, world_size)
         return {
             "missing_keys": list(shown(missing[:MOST_KEYS_SHOWN])),
@@ -54,5 +54,5 @@ def _agents(missing: Sequence[Any], store: Any, world_size: int) -> list[int]:
         return agents
     # All else is written by rank 0, for which it needs the roles of all of them.
     every = [f"{ROLE_INFO}{rank}" for rank in range(min(world_size, _MOST_ASKED))]
-    absent = bisect(store.check, every) if "MASTER_" not in str(missing[0]) else []
+    absent = find_absent(store.check, every) if "MASTER_" not in str(missing[0]) else []
     return [every.index(key) for key in absent] or [0]
