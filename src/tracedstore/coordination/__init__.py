@@ -1,1 +1,1 @@
-"""What ranks do together: barriers, exchange, who is who."""
+"""Coordination of ranks: barriers, data exchange, the rank registry and names."""

@@ -18,7 +18,7 @@ class BarrierKeys:
     """The store keys of one barrier.
 
     Attributes:
-        prefix: The ``key_prefix`` that the caller gave to the barrier.
+        prefix: The ``key_prefix`` that the caller passed to the barrier.
     """
 
     prefix: str

@@ -1,7 +1,7 @@
 """The rank registry: each rank writes its host, pid and addresses into the store.
 
-A scheduler's roster says on which host a rank *should* run; the registry says on which
-host it *does*. Reading never waits for a rank that has not registered.
+A scheduler's roster has the host on which a rank *should* run; the registry has the
+host on which it *does* run. Reading never waits for a rank that has not registered.
 """
 
 import json

@@ -49,18 +49,18 @@ def add(handlers: "Sequence[DebugHandler] | None" = None) -> dict[str, Any]:
         The keyword arguments for ``start_debug_server``. If the page cannot be added,
         they do not have it, and a `telemetry.disabled` event has the reason.
     """
-    given = {} if handlers is None else {_HANDLERS: list(handlers)}
+    without_page = {} if handlers is None else {_HANDLERS: list(handlers)}
     RECORDER.set_up()
     try:
         _register()
         if os.environ["RANK"] != "0":
-            return given
+            return without_page
         others = _other_handlers(handlers)
         # Second, after Home: torch's menu is wider than a screen.
         return {_HANDLERS: [*others[:1], _page(), *others[1:]]}
     except Exception as error:
         RECORDER.failures.add(names.DEBUG_PAGE, _explain(error))
-        return given
+        return without_page
 
 
 def _register() -> None:

@@ -28,7 +28,7 @@ class Row:
     Attributes:
         ranks: The ranks, folded.
         host: Host and pid, as far as known.
-        state: The state in a few words.
+        state: The state as short text.
         calls: The calls in flight, longest first.
         alarm: Needs attention.
     """
