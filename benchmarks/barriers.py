@@ -37,7 +37,7 @@ from wire import CountingStore, Relay, relay
 
 import tracedstore
 from tracedstore.coordination import arrivals, rank_registry
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.protocol import BarrierKeys
 
 WORLDS = (2, 16, 64, 256)
 PROCESSES = 4
@@ -241,7 +241,7 @@ def _count(through: Relay, variant: str, world: int) -> _Counts:
             ]
             for visit in visits:
                 visit.result()
-        released = Keys(prefix).last_member
+        released = BarrierKeys(prefix).last_member
         most.append(
             (
                 max(
@@ -315,7 +315,7 @@ def _client(port: int) -> Any:
 def _name_ours(port: int, world: int, gone: tuple[int, ...], prefix: str) -> Any:
     """Arrive first, have the others arrive, and time out; give seconds and names."""
     store, others = _client(port), _client(port)
-    keys = Keys(prefix)
+    keys = BarrierKeys(prefix)
     came = [rank for rank in range(world) if rank not in gone]
     for rank in came[1:]:
         arrivals.record_arrival(others, keys, rank)
@@ -340,7 +340,7 @@ def _name_ours(port: int, world: int, gone: tuple[int, ...], prefix: str) -> Any
 def _name_torchs(port: int, world: int, gone: tuple[int, ...], prefix: str) -> Any:
     """Time out with all the keys there that torch's rank 0 then waits for."""
     store = _client(port)
-    keys = Keys(prefix)
+    keys = BarrierKeys(prefix)
     came = [keys.trace(rank) for rank in range(1, world) if rank not in gone]
     store.multi_set(came, ["<val_ignored>"] * len(came))
     try:

@@ -1,4 +1,4 @@
-"""Rendezvous backends: what torch documents of them, bare against traced."""
+"""Rendezvous backends: torch's documented behaviour, bare and traced."""
 
 import pickle
 from collections.abc import Callable
@@ -32,13 +32,13 @@ Outcome = tuple[type, Any]
 @pytest.fixture(params=BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each of torch's backends, on each of its stores."""
-    found: str = request.param
-    return found
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(autouse=True)
 def telemetry(registry: CollectorRegistry) -> None:
-    """Count into the test's own registry."""
+    """Count into the test's registry."""
     tracedstore.configure(registry=registry, log_format="off")
 
 
@@ -46,7 +46,7 @@ def telemetry(registry: CollectorRegistry) -> None:
 def pair(
     kind: str, tmp_path: Path, etcd_server: EtcdServer
 ) -> tuple["Journal", "Journal"]:
-    """Two rendezvous, one of which is traced."""
+    """A bare and a traced rendezvous."""
     bare = Rendezvous(kind, tmp_path, etcd_server)
     traced = Rendezvous(kind, tmp_path, etcd_server)
     return Journal(bare, lambda backend: backend), Journal(
@@ -55,7 +55,7 @@ def pair(
 
 
 class Journal:
-    """Does things with a backend and writes down what came of each."""
+    """Calls a backend and records the outcomes."""
 
     def __init__(
         self, rendezvous: Rendezvous, trace: Callable[[Any], Any] = lambda b: b
@@ -87,7 +87,7 @@ class Journal:
     def _comparable(self, result: Any) -> Any:
         if result is None:
             return None
-        # etcd's tokens are its own index: which one it was is what can be compared.
+        # etcd's tokens differ between servers: compare the position of their first use.
         state, token, *rest = result
         if token not in self._tokens:
             self._tokens.append(token)
@@ -95,20 +95,20 @@ class Journal:
 
 
 def documented(journal: Journal) -> None:
-    """Do all that torch documents of get_state and set_state."""
+    """Make all calls of get_state and set_state that torch documents."""
     journal.get()
     _, first, _ = journal.set(b"one")
     journal.get()
-    # Without a token only where there is no state.
+    # Without a token: accepted only if there is no state.
     journal.set(b"two")
-    # With the right one.
+    # With the current token.
     _, second, _ = journal.set(b"two", first)
-    # With one that was right, and with some that never were.
+    # With a stale token, and with invalid ones.
     journal.set(b"three", first)
     for token in ("invalid", object(), 123456789, b"bm9uZQ==", "", None, 0):
         journal.set(b"three", token)
     journal.get()
-    # Somebody else is faster.
+    # Another node writes first.
     journal.set(b"theirs", second, by=journal.other)
     journal.set(b"ours", second)
     journal.get()
@@ -119,22 +119,22 @@ def documented(journal: Journal) -> None:
 
 
 class TestDocumented:
-    """Every result and every exception is the bare backend's."""
+    """Results and exceptions are the bare backend's."""
 
     def test_get_and_set(self, pair: tuple[Journal, Journal]) -> None:
-        """With right, stale and invalid tokens, with and without a state."""
+        """Tokens are valid, stale and invalid, with and without a state."""
         bare, traced = pair
 
         documented(bare)
         documented(traced)
 
         assert traced.outcomes == bare.outcomes
-        # And it was no row of errors.
-        states = [found[0] for _, found in bare.outcomes if found is not None]
+        # Some of the outcomes are not errors.
+        states = [outcome[0] for _, outcome in bare.outcomes if outcome is not None]
         assert {b"one", b"two", b"theirs", b"\x00" * 100_000} <= set(states)
 
     def test_corrupt(self, pair: tuple[Journal, Journal]) -> None:
-        """What is no base64 is a RendezvousStateError."""
+        """A state that is not base64 raises RendezvousStateError."""
         for journal in pair:
             journal.rendezvous.corrupt()
             journal.get()
@@ -146,17 +146,17 @@ class TestDocumented:
         assert bare.outcomes[0][0] is RendezvousStateError
 
     def test_keywords(self, pair: tuple[Journal, Journal]) -> None:
-        """Arguments have the names that torch's have."""
+        """Arguments can be passed by torch's names."""
         for journal in pair:
             token = journal.backend.set_state(state=b"one")[1]
             assert journal.backend.set_state(token=token, state=b"two")[2] is True
 
 
 class TestObject:
-    """Everything else is the other backend's."""
+    """Other attributes are the wrapped backend's."""
 
     def test_name_and_attributes(self, pair: tuple[Journal, Journal]) -> None:
-        """Its name, and what it keeps."""
+        """Name and attributes are the wrapped backend's."""
         bare, traced = pair
 
         assert traced.backend.name == bare.backend.name
@@ -164,10 +164,10 @@ class TestObject:
         assert not hasattr(traced.backend, "no_such_thing")
         assert repr(traced.backend).startswith("TracedRendezvousBackend(<torch.")
 
-    def test_twice(
+    def test_wrapped_twice(
         self, pair: tuple[Journal, Journal], registry: CollectorRegistry
     ) -> None:
-        """What is traced is not traced twice."""
+        """A traced backend is not traced twice."""
         backend = TracedRendezvousBackend(pair[1].backend)
         backend.get_state()
 
@@ -176,23 +176,23 @@ class TestObject:
         name = "tracedstore_operation_duration_seconds_count"
         assert registry.get_sample_value(name, labels) == 1
 
-    def test_no_backend(self) -> None:
-        """Anything else is refused, with its type."""
+    def test_not_a_backend(self) -> None:
+        """Another type raises TypeError with its name."""
         with pytest.raises(TypeError, match="takes a RendezvousBackend, not HashStore"):
             TracedRendezvousBackend(dist.HashStore())  # type: ignore[arg-type]
 
 
 class TestTelemetry:
-    """Telemetry that fails, or is off, is nobody's business but its own."""
+    """Unparsable states and disabled telemetry do not change the results."""
 
     @pytest.mark.parametrize("state", [b"", b"not a pickle", pickle.dumps({"a": 1})])
-    def test_unreadable(
+    def test_other_states(
         self,
         pair: tuple[Journal, Journal],
         registry: CollectorRegistry,
         state: bytes,
     ) -> None:
-        """A state that is not torch's passes, and is no failure."""
+        """A state that is not torch's is returned, and is no telemetry failure."""
         backend = pair[1].backend
         backend.set_state(state)
 
@@ -204,7 +204,7 @@ class TestTelemetry:
     def test_disabled(
         self, pair: tuple[Journal, Journal], registry: CollectorRegistry
     ) -> None:
-        """Nothing is counted, and everything works."""
+        """Calls work and are not counted."""
         tracedstore.configure(registry=registry, disabled=True)
         backend = pair[1].backend
         backend.set_state(b"one")
@@ -216,14 +216,14 @@ class TestTelemetry:
 
 
 class TestLostConnection:
-    """A store that fails is a RendezvousConnectionError."""
+    """A failing store raises RendezvousConnectionError."""
 
     @pytest.mark.parametrize(
         "error", [ValueError("v"), RuntimeError("r"), TimeoutError("t"), OSError("o")]
     )
     def test_c10d(self, error: Exception) -> None:
-        """Of the kinds that torch takes for that; others pass as they are."""
-        told = []
+        """Exceptions are those of the bare backend, which does not convert all."""
+        errors = []
         for trace in (lambda backend: backend, TracedRendezvousBackend):
             flaky = FlakyStore()
             backend = trace(C10dRendezvousBackend(flaky, "run"))
@@ -232,11 +232,11 @@ class TestLostConnection:
             for call in (backend.get_state, lambda b=backend: b.set_state(b"state")):
                 with pytest.raises(Exception) as raised:  # noqa: PT011 - compared below
                     call()
-                told.append((raised.type, str(raised.value), raised.value.__cause__))
+                errors.append((raised.type, str(raised.value), raised.value.__cause__))
 
-        assert told[:2] == told[2:]
+        assert errors[:2] == errors[2:]
         expected = type(error) if type(error) is OSError else RendezvousConnectionError
-        assert {kind for kind, *_ in told} == {expected}
+        assert {kind for kind, *_ in errors} == {expected}
 
 
 BAD_PARAMETERS = [
@@ -253,25 +253,25 @@ BAD_PARAMETERS = [
 
 
 class TestParameters:
-    """The plug-ins take the originals' parameters, because torch reads them."""
+    """torch parses the parameters of the traced backends."""
 
     @pytest.mark.parametrize(("name", "config"), BAD_PARAMETERS)
-    def test_bad(
+    def test_invalid(
         self, name: str, config: dict[str, str], etcd_server: EtcdServer
     ) -> None:
-        """They are refused in the same words."""
-        told = []
+        """The error messages are torch's."""
+        errors = []
         for backend in (name, f"traced-{name}"):
             endpoint = f"127.0.0.1:{etcd_server.port if 'etcd' in name else 0}"
             params = RendezvousParameters(backend, endpoint, "run", 1, 2, **config)
             with pytest.raises(ValueError, match=r".") as raised:
                 rendezvous_handler_registry.create_handler(params)
-            told.append(str(raised.value))
+            errors.append(str(raised.value))
 
-        assert told[0] == told[1]
+        assert errors[0] == errors[1]
 
-    def test_good(self, tmp_path: Path, etcd_server: EtcdServer) -> None:
-        """They have the same effect."""
+    def test_valid(self, tmp_path: Path, etcd_server: EtcdServer) -> None:
+        """The settings and the store are equal."""
         timeouts = {
             "join_timeout": "11",
             "last_call_timeout": "12",
@@ -281,16 +281,16 @@ class TestParameters:
             "keep_alive_max_attempt": "16",
             "read_timeout": "17",
         }
-        places = {
+        endpoints = {
             "c10d": [
                 ("127.0.0.1:0", {"is_host": "1"}),
                 (str(tmp_path / "file"), {"store_type": "file"}),
             ],
             "etcd-v2": [(f"127.0.0.1:{etcd_server.port}", {"protocol": "http"})],
         }
-        for name, where in places.items():
-            for endpoint, config in where:
-                found = []
+        for name, cases in endpoints.items():
+            for endpoint, config in cases:
+                created = []
                 for backend in (name, f"traced-{name}"):
                     params = RendezvousParameters(
                         backend, endpoint, "run", 2, 3, **config, **timeouts
@@ -300,11 +300,11 @@ class TestParameters:
                     timeout = vars(settings.pop("timeout"))
                     store = handler._store
                     client = getattr(store, "client", None)
-                    found.append(
+                    created.append(
                         (settings, timeout, type(store), store.timeout)
                         + ((client.read_timeout, client.protocol) if client else ())
                     )
                     assert handler.get_backend() == backend
                     assert handler.get_run_id() == "run"
 
-                assert found[0] == found[1]
+                assert created[0] == created[1]

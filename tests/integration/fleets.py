@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from integration.harness import Child, wait_until
-from tracedstore.coordination.arrivals import leader, read_ledger
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.arrivals import read_ledger, read_traceparent
+from tracedstore.coordination.protocol import BarrierKeys
 
 # A FileStore rounds up to whole seconds.
 TIMEOUT = 1.0
@@ -77,8 +77,8 @@ class Meeting:
 
     def led(self) -> None:
         """Wait until the first one has left its trace for the others."""
-        store, keys = self._fleet.store, Keys(self.prefix)
-        wait_until(lambda: leader(store, keys, read_ledger(store, keys)))
+        store, keys = self._fleet.store, BarrierKeys(self.prefix)
+        wait_until(lambda: read_traceparent(store, keys, read_ledger(store, keys)))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events that were told of this barrier."""

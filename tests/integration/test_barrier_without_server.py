@@ -116,4 +116,4 @@ class TestGoneAtTheTimeout:
 
         assert time.monotonic() - began < 10
         assert raised.value.missing_ranks == ()
-        assert "who is missing could not be found out" in str(raised.value)
+        assert "the missing ranks could not be determined" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The page in torch's debug server, of a job in which everything is amiss."""
+"""The page in torch's debug server, for a job with several failures."""
 
 import os
 import re
@@ -21,29 +21,29 @@ import torch.distributed as dist
 from integration.children.debugged import KEY
 from integration.harness import Child, forked, in_background, wait_until
 from tracedstore.auto.debug_page import install
-from tracedstore.coordination.rank_registry import registered
+from tracedstore.coordination.rank_registry import read_ranks
 
 pytestmark = pytest.mark.processes
 
-# What each rank does; rank 5 never comes.
+# The task of each rank; rank 5 is never started.
 TASKS = ("idle", "wait", "barrier", "idle", "plain")
 WORLD = len(TASKS) + 1
 STOPPED = 3
 
 
 def free_port() -> int:
-    """A port that nobody listens at; torch's frontend does not say which it has."""
+    """Return a free port; torch's frontend does not report the port it chooses."""
     with socket.create_server(("", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port
 
 
 class Job:
-    """Ranks, the server of their store, and the page.
+    """A job: its ranks, the server of their store, and the page.
 
     Attributes:
         server: The server of the store.
-        ranks: Those that came.
+        ranks: The started ranks.
     """
 
     def __init__(self, folder: Path, tasks: tuple[str, ...], world_size: int) -> None:
@@ -63,11 +63,11 @@ class Job:
             child.next_report()
 
     def page(self) -> str:
-        """Get the page; "" while there is no frontend yet."""
+        """Get the page; "" until the frontend has started."""
         url = f"http://127.0.0.1:{self.frontend}/tracedstore"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                text: str = answer.read().decode()
+            with urllib.request.urlopen(url, timeout=30) as response:
+                text: str = response.read().decode()
                 return text
         except urllib.error.URLError as error:
             if isinstance(error.reason, ConnectionRefusedError):
@@ -75,14 +75,14 @@ class Job:
             raise
 
     def kill(self) -> None:
-        """End all of it."""
+        """Kill all processes."""
         for child in (*self.ranks, self.server):
             child.kill()
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """The job, once its page shows the barrier as stalled; then one rank stops."""
+    """A job whose page shows a stalled barrier, and one stopped rank."""
     job = Job(tmp_path_factory.mktemp("job"), TASKS, WORLD)
     try:
         wait_until(lambda: "epoch/*" in job.page(), 30)
@@ -93,26 +93,26 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def rows(page: str) -> dict[str, list[str]]:
-    """The rows of the page's tables by their first cells, as a reader sees them."""
-    found = {}
+    """Return the rows of the page's tables by their first cells, unescaped."""
+    by_first_cell = {}
     for row in re.findall(r"<tr[^>]*>(.*?)</tr>", page, re.DOTALL):
         cells = re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)
-        shown = [unescape(cell.replace("<br>", "\n")).strip() for cell in cells]
-        if shown:
-            found[shown[0]] = shown[1:]
-    return found
+        texts = [unescape(cell.replace("<br>", "\n")).strip() for cell in cells]
+        if texts:
+            by_first_cell[texts[0]] = texts[1:]
+    return by_first_cell
 
 
 class TestPage:
-    """One page says what every rank is doing, also those that cannot."""
+    """The page shows all ranks, also those that do not answer."""
 
     def test_shows_every_rank(self, job: Job) -> None:
-        """Blocked, stalled, stopped, without the page, and never registered."""
+        """Ranks are blocked, stopped, without the page, or not registered."""
         host = socket.gethostname()
         started = time.monotonic()
         page = job.page()
         took = time.monotonic() - started
-        found = rows(page)
+        shown = rows(page)
         server = f"tcp_store 127.0.0.1:{job.port}"
 
         assert took < 8
@@ -120,42 +120,42 @@ class TestPage:
             "6 ranks: 3 answered, 1 did not answer, 1 without this page,"
             " 1 never registered." in page
         )
-        assert found["rank 1"][:3] == [
+        assert shown["rank 1"][:3] == [
             f"{host}, pid {job.ranks[1].pid}",
             "in a Store call",
             "wait",
         ]
-        assert float(found["rank 1"][3]) > 0
-        assert found["rank 1"][4:] == [
+        assert float(shown["rank 1"][3]) > 0
+        assert shown["rank 1"][4:] == [
             server,
             KEY,
             "<script>alert(*)</script>/*",
             "train-wait",
         ]
-        assert found["rank 2"][4:] == [
+        assert shown["rank 2"][4:] == [
             server,
             "epoch/3/last_member",
             "epoch/*/last_member",
             "train-barrier",
         ]
-        assert found[f"rank {STOPPED}"][:2] == [
+        assert shown[f"rank {STOPPED}"][:2] == [
             f"{host}, pid {job.ranks[STOPPED].pid}",
             "did not answer: no response within 2 s",
         ]
-        assert found["rank 4"][1] == "runs torch's debug server without this page"
-        assert found["rank 5"][1] == "never registered"
-        assert found["rank 0"][1] == "in no Store call"
+        assert shown["rank 4"][1] == "runs torch's debug server without this page"
+        assert shown["rank 5"][1] == "never registered"
+        assert shown["rank 0"][1] == "in no Store call"
 
-    def test_names_the_missing(self, job: Job) -> None:
-        """And says of each what it does instead."""
-        arrived, missing, doing, told_by = rows(job.page())["epoch/*"]
+    def test_missing_ranks(self, job: Job) -> None:
+        """The missing ranks are listed with the calls they are in."""
+        arrived, missing, calls, reported_by = rows(job.page())["epoch/*"]
 
         assert arrived == "1"
         assert missing == (
             f"missing 5 of 6: {socket.gethostname()} (ranks 0-1,3), ranks 4-5"
         )
-        assert told_by == "rank 2"
-        lines = doing.splitlines()
+        assert reported_by == "rank 2"
+        lines = calls.splitlines()
         assert lines[0] == "rank 0: in no Store call"
         assert re.fullmatch(r"rank 1: wait for \d+\.\d s, tcp_store .*", lines[1])
         assert lines[2:] == [
@@ -164,12 +164,12 @@ class TestPage:
             "rank 5: never registered",
         ]
 
-    def test_keys_are_no_html(self, job: Job) -> None:
-        """A key is anybody's text."""
+    def test_keys_are_escaped(self, job: Job) -> None:
+        """A key may contain HTML."""
         assert "<script" not in job.page()
 
-    def test_store_that_is_stopped(self, job: Job) -> None:
-        """Its server may be what hangs: what was known before is shown."""
+    def test_store_server_is_stopped(self, job: Job) -> None:
+        """The page uses the addresses that it read before."""
         os.kill(job.server.pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
@@ -179,55 +179,55 @@ class TestPage:
             os.kill(job.server.pid, signal.SIGCONT)
 
         assert took < 8
-        assert "the store has not answered for 2 s" in page
+        assert "the store did not answer within 2 s" in page
         assert rows(page)["rank 1"][2] == "wait"
 
 
 class TestExit:
-    """A rank that ends while it is asked ends as it would have."""
+    """The status server does not change how a rank exits."""
 
-    def test_asked_all_the_while(self, tmp_path: Path) -> None:
-        """Where a handler in torch's own worker server aborts the process or hangs."""
+    def test_requests_during_exit(self, tmp_path: Path) -> None:
+        """A handler in torch's worker server would abort the process or hang."""
         job = Job(tmp_path, ("idle",), 1)
         try:
-            client = dist.TCPStore("127.0.0.1", job.port, None, is_master=False)
-            store = dist.PrefixStore("debug_server", client)
-            address = registered(store, [0])[0].answers
+            tcp_store = dist.TCPStore("127.0.0.1", job.port, None, is_master=False)
+            store = dist.PrefixStore("debug_server", tcp_store)
+            address = read_ranks(store, [0])[0].answers
 
-            def ask() -> int:
-                answers = 0
+            def send_requests() -> int:
+                count = 0
                 while True:
                     try:
                         urllib.request.urlopen(f"http://{address}", timeout=5).read()
-                        answers += 1
-                    except (OSError, HTTPException):  # gone, or gone in the middle
-                        return answers
+                        count += 1
+                    except (OSError, HTTPException):  # the rank has exited
+                        return count
 
-            asking = [in_background(ask) for _ in range(4)]
+            clients = [in_background(send_requests) for _ in range(4)]
             wait_until(lambda: "answered" in job.page())
             job.ranks[0].close()
 
             assert job.ranks[0].exit_status() == 0
-            assert all(asked.result(10) > 0 for asked in asking)
+            assert all(client.result(10) > 0 for client in clients)
             assert "Traceback" not in job.ranks[0].errors()
         finally:
             job.kill()
 
-    def test_children_do_not_listen(self) -> None:
-        """A data loader's worker would take questions that it never answers."""
-        answering = install._answer()
+    def test_forked_children_do_not_listen(self) -> None:
+        """A data loader's worker would accept connections and never answer."""
+        server = install._start_status_server()
         try:
-            assert answering.listening
-            assert not forked(lambda: answering.listening)
+            assert server.listening
+            assert not forked(lambda: server.listening)
         finally:
-            answering.stop(5)
+            server.stop(5)
 
 
 class TestDocs:
-    """The example of docs/debug-server.md, as it stands there."""
+    """The example of docs/debug-server.md."""
 
     def test_dump(self, tmp_path: Path) -> None:
-        """What torch dumps is what the page of the docs shows."""
+        """The dump that torch writes is equal to the output in the docs."""
         page = Path(__file__).parents[2] / "docs/debug-server.md"
         text = page.read_text("utf-8").replace("25999", str(free_port()))
         ((program, command),) = re.findall(
@@ -247,11 +247,11 @@ class TestDocs:
                 stderr=log,
             )
         try:
-            with suppress(AssertionError):  # the one below says more
+            with suppress(AssertionError):  # the assertion below shows the difference
                 wait_until(lambda: self._newest(tmp_path) == self._folded(expected), 30)
             newest = self._newest(tmp_path)
         finally:
-            # Its ranks are in sessions of their own; it ends them.
+            # Its ranks are in other sessions; torchrun ends them.
             job.terminate()
             job.wait(30)
 
@@ -263,7 +263,7 @@ class TestDocs:
 
     @staticmethod
     def _folded(text: str) -> list[str]:
-        """Without what differs from run to run; the blocked are in order of time."""
+        """Replace what differs between runs; sort, because rows are ordered by time."""
         text = text.replace(socket.gethostname(), "node0")
         text = re.sub(r"for [0-9.]+ s|pid [0-9]+|localhost:[0-9]+", "*", text)
         return sorted(text.splitlines())

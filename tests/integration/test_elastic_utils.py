@@ -1,4 +1,4 @@
-"""The helpers torch has for its agents, on traced stores as on bare ones."""
+"""torch's elastic.utils.store functions, on traced stores and on bare ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Make = Callable[[], Store]
 
 @dataclass(frozen=True)
 class Shape:
-    """Where the wrapper stands, and the same without it."""
+    """A store with and without the wrapper, which may be above or below a prefix."""
 
     bare: Callable[[Store], Any]
     traced: Callable[[Store], Any]
@@ -46,57 +46,57 @@ pytestmark = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @pytest.fixture(autouse=True)
 def telemetry(registry: CollectorRegistry) -> None:
-    """Count into the test's own registry."""
+    """Count into the test's registry."""
     tracedstore.configure(registry=registry, log_format="off")
 
 
 @pytest.fixture
 def tcp_client(tmp_path: Path) -> Make:
-    """Connect to one server, as each rank does."""
+    """Return a function that connects to one server."""
     server = tcp(tmp_path)
     return lambda: dist.TCPStore("127.0.0.1", server.port, None, is_master=False)
 
 
 @pytest.fixture
 def file_store(tmp_path: Path) -> Make:
-    """Open one file, as each rank does."""
+    """Return a function that opens one file."""
     return lambda: dist.FileStore(str(tmp_path / "store"), -1)
 
 
 @pytest.mark.parametrize("kind", ["tcp_client", "file_store"])
-class TestEverybodyComes:
-    """Each rank has a store of its own, and a thread."""
+class TestAllRanks:
+    """All ranks take part, each with its store and thread."""
 
     @pytest.fixture
     def stores(
         self, request: pytest.FixtureRequest, kind: str, shape: Shape
     ) -> list[Any]:
-        """The stores of all ranks."""
+        """Return the stores of all ranks."""
         make: Make = request.getfixturevalue(kind)
         return [shape.traced(make()) for _ in range(RANKS)]
 
     def test_barrier(self, stores: list[Any], kind: str, shape: Shape) -> None:
-        """Nobody leaves before everybody came, and timeouts are as before."""
-        came: list[int] = []
+        """No rank returns before all have arrived, and timeouts are restored."""
+        arrived: list[int] = []
         before = [store.timeout for store in stores]
 
-        def meet(rank: int) -> int:
-            came.append(rank)
+        def run_barrier(rank: int) -> int:
+            arrived.append(rank)
             barrier(stores[rank], RANKS, "meet", barrier_timeout=15)
-            return len(came)
+            return len(arrived)
 
-        assert results(in_threads(RANKS, meet)) == [RANKS] * RANKS
+        assert results(in_threads(RANKS, run_barrier)) == [RANKS] * RANKS
         assert [store.timeout for store in stores] == before
 
     def test_get_all(self, stores: list[Any], kind: str, shape: Shape) -> None:
-        """Everybody reads what everybody wrote."""
+        """All ranks read the values of all ranks."""
 
         def exchange(rank: int) -> list[bytes]:
             stores[rank].set(f"data{rank}", f"of {rank}")
             return list(get_all(stores[rank], rank, "data", RANKS))
 
-        everything = [b"of 0", b"of 1", b"of 2", b"of 3"]
-        assert results(in_threads(RANKS, exchange)) == [everything] * RANKS
+        values = [b"of 0", b"of 1", b"of 2", b"of 3"]
+        assert results(in_threads(RANKS, exchange)) == [values] * RANKS
 
     def test_synchronize(
         self,
@@ -105,14 +105,14 @@ class TestEverybodyComes:
         kind: str,
         shape: Shape,
     ) -> None:
-        """So they do in one step, and each step of it is counted."""
+        """All ranks exchange values, and the calls inside are counted."""
 
         def exchange(rank: int) -> list[bytes]:
-            mine = f"of {rank}".encode()
-            return synchronize(stores[rank], mine, rank, RANKS, "sync", 15)
+            own = f"of {rank}".encode()
+            return synchronize(stores[rank], own, rank, RANKS, "sync", 15)
 
-        everything = [b"of 0", b"of 1", b"of 2", b"of 3"]
-        assert results(in_threads(RANKS, exchange)) == [everything] * RANKS
+        values = [b"of 0", b"of 1", b"of 2", b"of 3"]
+        assert results(in_threads(RANKS, exchange)) == [values] * RANKS
         label = kind.replace("client", "store")
         calls = {
             operation: counted(registry, label, operation)
@@ -121,20 +121,20 @@ class TestEverybodyComes:
         assert calls == {"add": RANKS, "multi_get": RANKS, "wait": 1}
 
 
-class TestSomebodyIsMissing:
-    """One rank does not come, and the others time out."""
+class TestMissingRank:
+    """One rank does not arrive, and the others time out."""
 
-    def test_as_bare(
+    def test_same_errors(
         self, registry: CollectorRegistry, tcp_client: Make, shape: Shape
     ) -> None:
-        """Each rank is told the same as with bare: who is missing, or whom to ask."""
+        """Each rank's error is the same as with bare stores."""
         present = RANKS - 1
         bare = [shape.bare(tcp_client()) for _ in range(present)]
         traced = [shape.traced(tcp_client()) for _ in range(present)]
         stores = bare + traced
 
-        def meet(number: int) -> str:
-            # Two barriers at once, one of bare and one of traced stores.
+        def run_barrier(number: int) -> str:
+            # Two barriers in parallel, one with bare and one with traced stores.
             which, rank = divmod(number, present)
             with pytest.raises(dist.DistStoreError) as raised:
                 barrier(
@@ -148,12 +148,12 @@ class TestSomebodyIsMissing:
                 )
             return str(raised.value).replace(f"meet/{which}", "meet")
 
-        told = results(in_threads(2 * present, meet))
+        errors = results(in_threads(2 * present, run_barrier))
 
-        assert told[:present] == told[present:]
-        assert "missing_ranks=[host-3]" in told[0]
-        assert all("check rank 0 (host-0)" in each for each in told[1:present])
-        # torch leaves its own timeout behind when a barrier fails.
+        assert errors[:present] == errors[present:]
+        assert "missing_ranks=[host-3]" in errors[0]
+        assert all("check rank 0 (host-0)" in error for error in errors[1:present])
+        # torch does not restore the timeout when a barrier fails.
         assert {store.timeout for store in stores} == {timedelta(seconds=1)}
-        # Everybody waited in vain for the last one, and rank 0 for its trace too.
+        # All ranks timed out in one wait, rank 0 also in the wait for the TRACE key.
         assert counted(registry, "tcp_store", "wait", "timeout") == present + 1

@@ -1,4 +1,4 @@
-"""EtcdStore against a real etcd: what happens inside its calls."""
+"""EtcdStore on a real etcd: the requests inside its calls."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -28,13 +28,13 @@ MakeStore = Callable[[], Any]
 def make_store(
     etcd_server: EtcdServer, etcd_store: Callable[[Path], Store], tmp_path: Path
 ) -> MakeStore:
-    """Make stores of one prefix, each with a client of its own, as ranks do."""
+    """Return a function that makes stores with one prefix and separate clients."""
     first: Any = etcd_store(tmp_path)
     return lambda: EtcdStore(etcd_server.client(), first.prefix)
 
 
 def cas(registry: CollectorRegistry) -> dict[str, float | None]:
-    """What is told of the compare-and-sets inside EtcdStore.add."""
+    """Return the metrics of the compare-and-sets inside EtcdStore.add."""
     labels = {"store": "etcd_store", "operation": "add"}
     attempts = "tracedstore_cas_attempts_total"
     return {
@@ -45,7 +45,7 @@ def cas(registry: CollectorRegistry) -> dict[str, float | None]:
 
 
 def attributes(spans: InMemorySpanExporter, operation: str) -> list[Mapping[str, Any]]:
-    """The attributes of the spans of one operation."""
+    """Return the attributes of the spans of one operation."""
     return [
         span.attributes
         for span in spans.get_finished_spans()
@@ -55,7 +55,7 @@ def attributes(spans: InMemorySpanExporter, operation: str) -> list[Mapping[str,
 
 
 class TestContendedAdd:
-    """Threads that all add to one key, each through its own store."""
+    """Threads add to one key, each through a separate store."""
 
     def test_retries(
         self,
@@ -64,7 +64,7 @@ class TestContendedAdd:
         spans: InMemorySpanExporter,
         make_store: MakeStore,
     ) -> None:
-        """The sum is right, and every lost compare-and-set is in metric and span."""
+        """Every lost compare-and-set is counted in the metric and the span."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, spans="all", log_format="off"
         )
@@ -78,28 +78,28 @@ class TestContendedAdd:
 
         assert make_store().get("n") == b"160"
         assert counted(registry, "etcd_store", "add") == 160
-        told = cas(registry)
-        # One of them made the key, and had nothing to compare with.
-        assert told["won"] == 159
-        assert told["retries"] == told["lost"]
-        assert told["lost"]
-        of_add = attributes(spans, "add")
-        assert len(of_add) == 160
-        assert sum(each[names.CAS_RETRY_COUNT] for each in of_add) == told["lost"]
-        # A write that finds the key there, then a read and a swap for each try; or
-        # the one write that made the key.
-        asked = [
-            (each[names.ETCD_REQUESTS], each[names.CAS_RETRY_COUNT]) for each in of_add
+        counts = cas(registry)
+        # One call created the key, without a compare-and-set.
+        assert counts["won"] == 159
+        assert counts["retries"] == counts["lost"]
+        assert counts["lost"]
+        adds = attributes(spans, "add")
+        assert len(adds) == 160
+        assert sum(add[names.CAS_RETRY_COUNT] for add in adds) == counts["lost"]
+        # A write that fails because the key exists, then a read and a swap per try; or
+        # the one write that created the key.
+        requests = [
+            (add[names.ETCD_REQUESTS], add[names.CAS_RETRY_COUNT]) for add in adds
         ]
-        assert asked.count((1, 0)) == 1
+        assert requests.count((1, 0)) == 1
         assert all(
-            requests == 3 + 2 * retries for requests, retries in asked if requests != 1
+            count == 3 + 2 * retries for count, retries in requests if count != 1
         )
-        assert {each[names.ETCD_WATCH_TIMEOUTS] for each in of_add} == {0}
+        assert {add[names.ETCD_WATCH_TIMEOUTS] for add in adds} == {0}
 
 
-class TestInsideACall:
-    """What the client does for the store shows on the call's span."""
+class TestRequests:
+    """The requests of a call are counted on its span."""
 
     @pytest.fixture
     def store(
@@ -108,54 +108,54 @@ class TestInsideACall:
         provider: TracerProvider,
         make_store: MakeStore,
     ) -> Any:
-        """A traced store all of whose calls get a span."""
+        """A traced store with a span for every call."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, spans="all", log_format="off"
         )
         return tracedstore.wrap(make_store())
 
-    def test_get_that_times_out(self, store: Any, spans: InMemorySpanExporter) -> None:
-        """It watched in vain at least once."""
+    def test_get_times_out(self, store: Any, spans: InMemorySpanExporter) -> None:
+        """At least one watch has timed out."""
         store.set_timeout(SHORT)
 
         with pytest.raises(LookupError):
             store.get("never")
 
-        (of_get,) = attributes(spans, "get")
-        assert of_get["error.type"] == "timeout"
-        assert of_get[names.ETCD_WATCH_TIMEOUTS] >= 1
-        assert of_get[names.ETCD_REQUESTS] > of_get[names.ETCD_WATCH_TIMEOUTS]
-        assert of_get[names.CAS_RETRY_COUNT] == 0
+        (span,) = attributes(spans, "get")
+        assert span["error.type"] == "timeout"
+        assert span[names.ETCD_WATCH_TIMEOUTS] >= 1
+        assert span[names.ETCD_REQUESTS] > span[names.ETCD_WATCH_TIMEOUTS]
+        assert span[names.CAS_RETRY_COUNT] == 0
 
-    def test_get_that_waits(
+    def test_get_waits(
         self, store: Any, make_store: MakeStore, spans: InMemorySpanExporter
     ) -> None:
-        """One that got what it watched for has the watch, and no timeout."""
-        # While there is no key at all, EtcdStore can miss the first one.
+        """A watch that succeeds is counted without a timeout."""
+        # EtcdStore can miss the first key of an empty directory.
         make_store().set("another", "v")
-        answer = in_background(lambda: store.get("k"))
+        value = in_background(lambda: store.get("k"))
         wait_until(tracedstore.in_flight)
 
         make_store().set("k", "v")
 
-        assert answer.result(15) == b"v"
-        (of_get,) = wait_until(lambda: attributes(spans, "get"))
-        assert of_get[names.ETCD_REQUESTS] >= 1
-        assert of_get[names.ETCD_WATCH_TIMEOUTS] == 0
+        assert value.result(15) == b"v"
+        (span,) = wait_until(lambda: attributes(spans, "get"))
+        assert span[names.ETCD_REQUESTS] >= 1
+        assert span[names.ETCD_WATCH_TIMEOUTS] == 0
 
     def test_client(self, store: Any, spans: InMemorySpanExporter) -> None:
-        """The store's client is still an etcd.Client, and works as one."""
+        """The store's client is an instance of etcd.Client, and works as one."""
         store.set("k", "v")
 
         assert isinstance(store.client, etcd.Client)
         children = list(store.client.get(store.prefix).children)
         assert [store._decode(child.value) for child in children] == [b"v"]
-        (of_set,) = attributes(spans, "set")
-        # What was asked of the client directly is nobody's call.
-        assert of_set[names.ETCD_REQUESTS] == 1
+        (span,) = attributes(spans, "set")
+        # A direct request of the client belongs to no call.
+        assert span[names.ETCD_REQUESTS] == 1
 
 
-AFTERWARDS: dict[str, Callable[[Any], Any]] = {
+LATER_CALLS: dict[str, Callable[[Any], Any]] = {
     "set": lambda store: store.set("k", "v"),
     "add": lambda store: store.add("n", 1),
     "check": lambda store: store.check(["k"]),
@@ -163,8 +163,8 @@ AFTERWARDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture
-def mortal_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd that no other test needs."""
+def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd for one test."""
     server = EtcdServer(tmp_path)
     server.start()
     yield server
@@ -173,34 +173,34 @@ def mortal_server(tmp_path: Path) -> Iterator[EtcdServer]:
 
 @pytest.mark.processes
 class TestKilled:
-    """etcd is gone from one moment to the next."""
+    """etcd is killed during a call."""
 
-    def test_as_bare(
-        self, registry: CollectorRegistry, mortal_server: EtcdServer
+    def test_same_errors(
+        self, registry: CollectorRegistry, own_server: EtcdServer
     ) -> None:
-        """A blocked call, and every one after it, fails as it does with bare."""
+        """A blocked call, and all later calls, fail as with a bare store."""
         tracedstore.configure(registry=registry, log_format="off")
 
         def make() -> Any:
-            client = mortal_server.client()
-            return EtcdStore(client, "/mortal", timedelta(seconds=50))
+            client = own_server.client()
+            return EtcdStore(client, "/killed", timedelta(seconds=50))
 
         bare, traced = make(), tracedstore.wrap(make())
-        # Bare first: when the traced one has been in its call for a while, so has it.
-        of_bare = in_background(lambda: bare.get("never"))
-        of_traced = in_background(lambda: traced.get("never"))
+        # Bare first: only the traced call can be seen in flight.
+        bare_call = in_background(lambda: bare.get("never"))
+        traced_call = in_background(lambda: traced.get("never"))
         wait_until(lambda: any(c.waited_seconds > 0.3 for c in tracedstore.in_flight()))
 
-        mortal_server.kill()
-        raised = [type(of.exception(15)) for of in (of_bare, of_traced)]
-        for call in AFTERWARDS.values():
+        own_server.kill()
+        raised = [type(call.exception(15)) for call in (bare_call, traced_call)]
+        for later_call in LATER_CALLS.values():
             for store in (bare, traced):
                 with pytest.raises(etcd.EtcdException) as error:
-                    call(store)
+                    later_call(store)
                 raised.append(type(error.value))
 
-        assert raised == [etcd.EtcdConnectionFailed] * 2 * (1 + len(AFTERWARDS))
-        for operation in ("get", *AFTERWARDS):
+        assert raised == [etcd.EtcdConnectionFailed] * 2 * (1 + len(LATER_CALLS))
+        for operation in ("get", *LATER_CALLS):
             error_type = "etcd.EtcdConnectionFailed"
             assert counted(registry, "etcd_store", operation, error_type) == 1
         assert tracedstore.in_flight() == []

@@ -1,4 +1,4 @@
-"""instrument() in real processes: every path is traced, and torch notices nothing."""
+"""instrument() in real processes: all stores are traced, and torch works as before."""
 
 from pathlib import Path
 
@@ -11,39 +11,39 @@ pytestmark = pytest.mark.processes
 
 
 def calls(store: str, *, sets: int = 1, **more: int) -> dict[str, float]:
-    """What gloo does for a group of one: it writes its address and reads it."""
+    """Return the calls of gloo for a group of one: write and read its address."""
     counted = {"set": sets, "wait": 1, "get": 1, **more}
     return {f"{store}_store.{name}": count for name, count in counted.items()}
 
 
 class TestPaths:
-    """Each way in which torch comes to a store by itself."""
+    """Each way in which torch creates or receives a store."""
 
     @pytest.mark.parametrize("order", ["before", "after"])
-    def test_each_is_traced(
+    def test_all_traced(
         self, start_child: StartChild, tmp_path: Path, order: str
     ) -> None:
-        """Whether torch was imported before or after, and used by name."""
+        """Names of torch may be imported before or after instrument()."""
         child = start_child("traced_paths", tmp_path, order)
 
-        answer = child.next_report()
+        report = child.next_report()
 
-        found = answer["found"]
-        # Besides what gloo does, the script writes a key, and the rank itself.
+        calls_by_path = report["found"]
+        # Besides gloo's calls, the script sets a key, and the rank registers.
         for path, store in (
             ("env", "tcp"),
             ("tcp", "tcp"),
             ("store", "hash"),
             ("file", "file"),
         ):
-            assert found[path] == calls(store, sets=1 + 2)
-        # Two keys of the rendezvous, the script's, and one in the workers' store.
-        assert found["c10d"]["tcp_store.set"] == 4
-        assert found["c10d"]["tcp_store.compare_set"] >= 1
-        assert found["static"] == {"tcp_store.set": 1}
-        assert answer["barriers"] == {"by/module": 1, "_tcp_store/num_members": 1}
-        # The job's own variable is the store it always was.
-        assert answer["given"] == ["HashStore", "value"]
+            assert calls_by_path[path] == calls(store, sets=1 + 2)
+        # Two keys of the rendezvous, the script's key, and one key for the workers.
+        assert calls_by_path["c10d"]["tcp_store.set"] == 4
+        assert calls_by_path["c10d"]["tcp_store.compare_set"] >= 1
+        assert calls_by_path["static"] == {"tcp_store.set": 1}
+        assert report["barriers"] == {"by/module": 1, "_tcp_store/num_members": 1}
+        # The job's variable still has the bare store.
+        assert report["given"] == ["HashStore", "value"]
         assert child.exit_status() == 0
         assert "Traceback" not in child.errors()
 
@@ -51,44 +51,42 @@ class TestPaths:
     def test_explicit_init_method(
         self, start_child: StartChild, tmp_path: Path, scheme: str
     ) -> None:
-        """traced+env:// needs no instrument()."""
+        """traced+env:// works without instrument()."""
         port = str(free_port())
-        where = {"env": "", "tcp": f"127.0.0.1:{port}", "file": f"{tmp_path}/store"}
+        addresses = {"env": "", "tcp": f"127.0.0.1:{port}", "file": f"{tmp_path}/store"}
         child = start_child(
-            *("one_group", f"traced+{scheme}://{where[scheme]}"),
+            *("one_group", f"traced+{scheme}://{addresses[scheme]}"),
             env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         )
 
-        answer = child.next_report()
+        report = child.next_report()
 
-        assert (answer["store"], answer["value"]) == ("TracedStore", 3)
-        assert answer["registered"] == [[0, 1, child.pid]]
+        assert (report["store"], report["value"]) == ("TracedStore", 3)
+        assert report["registered"] == [[0, 1, child.pid]]
 
 
 class TestTransparency:
-    """The job cannot tell, and wins where telemetry fails."""
+    """The job runs as without tracedstore, also if the telemetry fails."""
 
-    def test_groups_come_and_go_as_bare(
-        self, start_child: StartChild, tmp_path: Path
-    ) -> None:
-        """Ports, files and keys are left as the bare stores leave them."""
+    def test_lifetime_of_groups(self, start_child: StartChild, tmp_path: Path) -> None:
+        """Ports, files and keys are released as with bare stores."""
         children = {}
-        for how in ("bare", "instrument", "explicit"):
-            (tmp_path / how).mkdir()
-            children[how] = start_child("group_lifetime", how, tmp_path / how)
+        for mode in ("bare", "instrument", "explicit"):
+            (tmp_path / mode).mkdir()
+            children[mode] = start_child("group_lifetime", mode, tmp_path / mode)
 
-        found = {how: child.next_report() for how, child in children.items()}
+        reports = {mode: child.next_report() for mode, child in children.items()}
 
-        assert found["bare"]["second: left over"] is False
-        assert found["bare"]["second: after"] is False
-        assert found["bare"]["kept group"] is True
-        assert found["bare"]["nothing kept"] is False
-        assert found["instrument"] == found["bare"]
-        assert found["explicit"] == found["bare"]
+        assert reports["bare"]["second: left over"] is False
+        assert reports["bare"]["second: after"] is False
+        assert reports["bare"]["kept group"] is True
+        assert reports["bare"]["nothing kept"] is False
+        assert reports["instrument"] == reports["bare"]
+        assert reports["explicit"] == reports["bare"]
         assert {child.exit_status() for child in children.values()} == {0}
 
     def test_identity_from_the_group(self, start_child: StartChild) -> None:
-        """Rank and world size are those given, though the environment has others."""
+        """Rank and world size are the group's, not the environment's."""
         child = start_child(
             *("one_group", f"tcp://127.0.0.1:{free_port()}", "instrument"),
             env={
@@ -98,18 +96,18 @@ class TestTransparency:
                 "RANK": "99",
             },
         )
-        answer = child.next_report()
+        report = child.next_report()
 
         events = child.events()
 
-        assert answer["registered"] == [[0, 1, child.pid]]
+        assert report["registered"] == [[0, 1, child.pid]]
         assert [event["operation"] for event in events[:2]] == ["set", "set"]
         for event in events:
             assert (event["rank"], event["world_size"]) == (0, 1)
             assert (event["run_id"], event["local_rank"]) == ("job-7", 5)
 
     @pytest.mark.parametrize(
-        ("variable", "value", "says"),
+        ("variable", "value", "message"),
         [
             (
                 "TRACEDSTORE_SLOW_AFTER",
@@ -119,29 +117,29 @@ class TestTransparency:
             ("TRACEDSTORE_DISABLED", "1", ""),
         ],
     )
-    def test_without_telemetry_stores_are_bare(
-        self, start_child: StartChild, variable: str, value: str, says: str
+    def test_stores_are_bare_without_telemetry(
+        self, start_child: StartChild, variable: str, value: str, message: str
     ) -> None:
-        """A setting that cannot be used is told of once, and stops nobody."""
+        """An invalid setting is logged once, and the job continues."""
         child = start_child(
             *("one_group", f"tcp://127.0.0.1:{free_port()}", "instrument"),
             env={variable: value},
         )
 
-        answer = child.next_report()
+        report = child.next_report()
         child.write("\n")
 
-        assert (answer["store"], answer["value"]) == ("TCPStore", 3)
-        assert (answer["counted"], answer["registered"]) == ({}, [])
+        assert (report["store"], report["value"]) == ("TCPStore", 3)
+        assert (report["counted"], report["registered"]) == ({}, [])
         assert child.exit_status() == 0
-        assert child.errors().count("telemetry.disabled") == bool(says)
-        assert says in child.errors()
+        assert child.errors().count("telemetry.disabled") == bool(message)
+        assert message in child.errors()
 
-    def test_twice_is_once(self, start_child: StartChild) -> None:
-        """A call is counted once, and the rank registers once."""
-        where = f"tcp://127.0.0.1:{free_port()}"
-        child = start_child("one_group", where, "instrument", "instrument")
+    def test_second_call(self, start_child: StartChild) -> None:
+        """After two calls, each store call is counted once."""
+        url = f"tcp://127.0.0.1:{free_port()}"
+        child = start_child("one_group", url, "instrument", "instrument")
 
-        answer = child.next_report()
+        report = child.next_report()
 
-        assert answer["counted"] == calls("tcp", sets=1 + 1)
+        assert report["counted"] == calls("tcp", sets=1 + 1)

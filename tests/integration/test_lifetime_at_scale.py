@@ -1,4 +1,4 @@
-"""Stores and threads that come and go by the thousand leave nothing behind."""
+"""Thousands of stores and threads do not leak memory, sockets or counters."""
 
 import gc
 import os
@@ -24,33 +24,33 @@ MEGABYTE = 1_000_000
 
 
 def memory() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
 def open_files() -> int:
-    """How many files and sockets this process has open."""
+    """Return the number of open files and sockets of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def traced_stores() -> int:
-    """How many there are, used or not."""
+    """Return the number of TracedStore objects."""
     gc.collect()
-    return sum(type(each) is TracedStore for each in gc.get_objects())
+    return sum(type(item) is TracedStore for item in gc.get_objects())
 
 
 def use_and_close(stores: int) -> None:
-    """Wrap, use and close as many; each would hold 8 kB if it were not freed."""
+    """Wrap, use and close stores; each holds 8 kB until it is freed."""
     for _ in range(stores):
         with wrap(HashStore()) as store:
             store.set("k", "x" * 8192)
 
 
 class TestClosedStores:
-    """What was closed is gone."""
+    """Closed stores are freed."""
 
     def test_memory(self) -> None:
-        """10,000 stores leave the memory as it was, and no object."""
+        """10,000 closed stores leak neither memory nor objects."""
         use_and_close(1_000)
         objects, before = traced_stores(), memory()
 
@@ -60,8 +60,8 @@ class TestClosedStores:
         assert store_module._kept_alive == {}
         assert memory() - before < 20 * MEGABYTE
 
-    def test_memory_would_tell(self) -> None:
-        """Stores that are not closed do show in all of these."""
+    def test_open_stores_are_measured(self) -> None:
+        """Open stores are visible in each of these measurements."""
         objects, before = traced_stores(), memory()
 
         for _ in range(10_000):
@@ -74,7 +74,7 @@ class TestClosedStores:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[dist.TCPStore]:
-    """The server of a TCPStore in this process: both ends of a socket are seen."""
+    """A TCPStore server in this process, which has both ends of each socket."""
     store = tcp(tmp_path)
     store.set("k", "v")
     yield store
@@ -83,28 +83,28 @@ def server(tmp_path: Path) -> Iterator[dist.TCPStore]:
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:
-    """A connection of its own."""
+    """Return a new connection to the server."""
     return dist.TCPStore("127.0.0.1", server.port, None, is_master=False)
 
 
 class TestSockets:
-    """A closed store gives its socket back, and so do its clones."""
+    """Closed stores and their clones close their sockets."""
 
     def test_clients(self, server: dist.TCPStore) -> None:
-        """500 clients, one after the other, leave as many files open as before."""
+        """500 closed clients leave no open files."""
         before = open_files()
 
         for _ in range(500):
             with wrap(client(server)) as store:
                 assert store.get("k") == b"v"
-        assert open_files() > before  # the last one still has a name
+        assert open_files() > before  # the variable references the last one
         del store
 
         wait_until(lambda: abs(open_files() - before) <= 2)
         assert store_module._kept_alive == {}
 
-    def test_clones_with_their_origin(self, server: dist.TCPStore) -> None:
-        """A store's clones go when it is closed, though nobody closed them."""
+    def test_clones_of_a_closed_store(self, server: dist.TCPStore) -> None:
+        """A store's clones are freed when it is closed."""
         before = open_files()
 
         for _ in range(10):
@@ -117,28 +117,28 @@ class TestSockets:
         wait_until(lambda: abs(open_files() - before) <= 2)
         assert store_module._kept_alive == {}
 
-    def test_clones_by_themselves(self, server: dist.TCPStore) -> None:
-        """A clone that is closed goes, though its origin stays open."""
+    def test_closed_clones(self, server: dist.TCPStore) -> None:
+        """A closed clone is freed while its store stays open."""
         store = wrap(client(server))
         before = open_files()
 
         for _ in range(300):
             with store.clone() as clone:
                 assert clone.get("k") == b"v"
-        gone = weakref.ref(clone)
+        weak_clone = weakref.ref(clone)
         del clone
 
         wait_until(lambda: abs(open_files() - before) <= 2)
-        assert gone() is None
+        assert weak_clone() is None
         assert len(store._traced.clones) == 0
         assert list(store_module._kept_alive.values()) == [store]
 
 
 class TestThreads:
-    """A thread's counters are used again by those that come after it."""
+    """Later threads reuse the counters of ended threads."""
 
     def test_short_lived(self, registry: CollectorRegistry) -> None:
-        """2,000 threads with a call each have few counters, and all their calls."""
+        """2,000 threads with one call each need few counters, and all are counted."""
         tracedstore.configure(registry=registry)
         store = wrap(HashStore())
 

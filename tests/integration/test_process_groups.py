@@ -1,4 +1,4 @@
-"""Process groups of real processes that meet through traced stores."""
+"""Process groups of real processes on traced stores."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.processes
 def start_ranks(
     start_child: StartChild, kind: str, file: Path, world_size: int
 ) -> list[Child]:
-    """Start all ranks; rank 0 has the server, if there is one."""
+    """Start all ranks; rank 0 serves a TCPStore."""
     first = start_child("gloo_rank", kind, file if kind == "file" else 0, 0, world_size)
-    where = file if kind == "file" else first.next_report()["port"]
+    address = file if kind == "file" else first.next_report()["port"]
     others = [
-        start_child("gloo_rank", kind, where, rank, world_size)
+        start_child("gloo_rank", kind, address, rank, world_size)
         for rank in range(1, world_size)
     ]
     if kind == "tcp":
@@ -30,12 +30,12 @@ def start_ranks(
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 class TestGloo:
-    """The store is dropped by its caller at once, and never closed."""
+    """The caller drops the store at once and never closes it."""
 
     def test_collectives(
         self, start_child: StartChild, tmp_path: Path, kind: str, world_size: int
     ) -> None:
-        """Groups made later, and split off, work and are counted; all exit with 0."""
+        """Later groups and split groups work and are counted; all ranks exit with 0."""
         ranks = start_ranks(start_child, kind, tmp_path / "store", world_size)
 
         reports: list[dict[str, Any]] = [rank.next_report() for rank in ranks]
@@ -43,18 +43,18 @@ class TestGloo:
 
         assert statuses == [0] * world_size
         total = world_size * (world_size + 1) / 2
-        for number, found in enumerate(reports):
+        for number, report in enumerate(reports):
             at_an_end = number in (0, world_size - 1)
-            assert found["everybody"] == found["again"] == found["split"] == total
-            assert found["of_ends"] == (1 + world_size if at_an_end else None)
-            calls = found["counted"]
-            # Each rank shows its address to the others once a group, and reads
-            # theirs. What the clone did for the split group is among it.
+            assert report["everybody"] == report["again"] == report["split"] == total
+            assert report["of_ends"] == (1 + world_size if at_an_end else None)
+            calls = report["counted"]
+            # Each rank writes its address once per group and reads the others'. This
+            # includes the calls of the clone, which the split group uses.
             groups = 4 if at_an_end else 3
             assert calls[f"{kind}_store.set"] >= groups
             assert calls[f"{kind}_store.get"] >= 3 * (world_size - 1)
             assert calls[f"{kind}_store.clone"] >= 1
-            assert found["kept_alive"] == 1 + calls[f"{kind}_store.clone"]
+            assert report["kept_alive"] == 1 + calls[f"{kind}_store.clone"]
         for rank in ranks:
             assert "Traceback" not in rank.errors()
             assert not rank.events("telemetry.disabled")
@@ -64,12 +64,12 @@ LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
 
 
 class TestNativeThreads:
-    """Gloo that connects lazily calls the store from threads Python never started."""
+    """Gloo's lazy connections call the store from native threads."""
 
-    def test_counted_and_named(
+    def test_in_flight_and_counted(
         self, start_child: StartChild, tcp_server: Child
     ) -> None:
-        """A native thread's call shows while it is blocked, and counts when it ends."""
+        """A native thread's call is in flight while it blocks, then counted."""
         port = tcp_server.next_report()["port"]
         first = start_child("lazy_rank", 0, port, env=LAZY)
         (blocked,) = first.next_report()["in_flight"]
@@ -85,22 +85,20 @@ class TestNativeThreads:
             blocked["key"],
             blocked["operation"],
         )
-        for found in reports:
-            assert found["sum"] == 3
-            assert found["native_threads"] >= 1
-            assert found["counted"]["tcp_store.wait"] == 1
-            assert found["counted"]["tcp_store.get"] == 1
-            assert found["in_flight"] == 0
+        for report in reports:
+            assert report["sum"] == 3
+            assert report["native_threads"] >= 1
+            assert report["counted"]["tcp_store.wait"] == 1
+            assert report["counted"]["tcp_store.get"] == 1
+            assert report["in_flight"] == 0
         assert statuses == [0, 0]
 
     @pytest.mark.parametrize("telemetry", ["on", "disabled", "shut-down"])
-    def test_exit_while_one_is_in_a_call(
-        self, start_child: StartChild, telemetry: str
-    ) -> None:
-        """A process that ends while torch's thread is blocked ends as with bare."""
+    def test_exit_during_a_call(self, start_child: StartChild, telemetry: str) -> None:
+        """A process exits as with a bare store while torch's thread is blocked."""
         bare, traced = (
-            start_child("exit_while_blocked", each, env=LAZY)
-            for each in ("bare", telemetry)
+            start_child("exit_while_blocked", mode, env=LAZY)
+            for mode in ("bare", telemetry)
         )
         bare.next_report()
         traced.next_report()

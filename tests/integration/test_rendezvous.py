@@ -1,4 +1,4 @@
-"""Rendezvous that fail, on real servers: what is told, and what is raised."""
+"""Failing rendezvous on real servers: events and exceptions."""
 
 import socket
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.utils import store as torchs_store
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from integration.harness import (
@@ -37,46 +37,46 @@ pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 @pytest.fixture(autouse=True)
 def telemetry(registry: CollectorRegistry) -> None:
-    """Count into the test's own registry."""
+    """Count into the test's registry."""
     tracedstore.configure(registry=registry, slow_after=5)
 
 
 @pytest.fixture
 def endpoints(etcd_server: EtcdServer) -> dict[str, str]:
-    """Where the nodes meet, by backend."""
+    """The endpoint of each backend."""
     return {
         "c10d": f"127.0.0.1:{free_port()}",
         "etcd-v2": f"127.0.0.1:{etcd_server.port}",
     }
 
 
-# Rank 0 opens a server at its address, so it has to be one; in the order of ranks.
+# In the order of ranks. Rank 0 opens a server at its address, so it must be valid.
 AGENTS = ("127.0.0.1", "127.0.0.2")
 BOTH = pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
 
 
-def meet(handlers: list[RendezvousHandler]) -> list[Any]:
-    """Let all of them join, each in a thread of its own, as they are processes."""
+def join_all(handlers: list[RendezvousHandler]) -> list[Any]:
+    """Let all handlers join, each in a thread."""
     return results(
         in_threads(len(handlers), lambda number: handlers[number].next_rendezvous())
     )
 
 
 def only(events: Events, *wanted: str) -> dict[str, Any]:
-    """The one event of these, which is as the schema says."""
+    """Return the one event with one of these names, checked against the schema."""
     (event,) = [event for event in events() if event["event"] in wanted]
     check(event)
     return event
 
 
-class TestTogether:
-    """Traced and plain nodes in one rendezvous."""
+class TestMixedNodes:
+    """Traced and plain nodes join one rendezvous."""
 
     @BOTH
-    def test_settings_that_are_wrong(
+    def test_invalid_settings(
         self, backend: str, endpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """They are told of, and the rendezvous is torch's own."""
+        """They are reported, and the rendezvous is torch's."""
         tracedstore.shutdown(timeout=1)
         monkeypatch.setenv("TRACEDSTORE_SLOW_AFTER", "10ms")
         node = handler(
@@ -91,8 +91,8 @@ class TestTogether:
         assert RECORDER.failures.counts()[names.RENDEZVOUS] == 1
 
     @pytest.mark.parametrize("kind", ["c10d", "c10d-file", "etcd-v2"])
-    def test_meet(self, kind: str, endpoints: dict[str, str], tmp_path: Path) -> None:
-        """They get different ranks in one world, and one store."""
+    def test_join(self, kind: str, endpoints: dict[str, str], tmp_path: Path) -> None:
+        """The nodes get different ranks, one world size and one store."""
         run_id, backend = fresh_run(), kind.removesuffix("-file")
         endpoints["c10d-file"] = str(tmp_path / "rendezvous")
         config = {"store_type": "file"} if kind == "c10d-file" else {}
@@ -102,7 +102,7 @@ class TestTogether:
             for name in names_
         ]
 
-        infos = meet(nodes)
+        infos = join_all(nodes)
 
         assert sorted(info.rank for info in infos) == [0, 1, 2]
         assert {info.world_size for info in infos} == {3}
@@ -122,7 +122,7 @@ class TestTogether:
         assert all(node.is_closed() for node in nodes)
 
     def test_queues(self, endpoints: dict[str, str]) -> None:
-        """The store has all that torch's has: it is traced around its prefix."""
+        """The traced store has queues and a listing, above its prefix."""
         node = handler("traced-c10d", endpoints["c10d"], fresh_run(), nodes=(1, 1))
         store: Any = node.next_rendezvous().store
         store.queue_push("queue", "item")
@@ -131,8 +131,8 @@ class TestTogether:
         assert "MASTER_ADDR" in "".join(store.list_keys())
         node.shutdown()
 
-    def test_rounds_leave_nothing(self, endpoints: dict[str, str]) -> None:
-        """The store of the last round is let go of."""
+    def test_store_of_an_earlier_round(self, endpoints: dict[str, str]) -> None:
+        """It is closed in the next round."""
         from tracedstore import store as store_module
 
         node = handler("traced-c10d", endpoints["c10d"], fresh_run(), nodes=(1, 1))
@@ -144,32 +144,32 @@ class TestTogether:
 
 
 class TestDisabled:
-    """Where nothing is to be recorded, everything is torch's own."""
+    """With disabled telemetry, torch's behaviour is unchanged."""
 
     def test_exception_and_barrier(
         self, registry: CollectorRegistry, endpoints: dict[str, str], events: Events
     ) -> None:
-        """The exception is as empty as ever, and the barrier is torch's."""
+        """The exception has no text, and the barrier is torch's."""
         tracedstore.configure(registry=registry, disabled=True)
-        before = torchs_store.barrier
+        before = torch_store.barrier
         node = handler("traced-c10d", endpoints["c10d"], "run", join_timeout="1")
 
         with pytest.raises(RendezvousTimeoutError) as raised:
             node.next_rendezvous()
 
         assert str(raised.value) == ""
-        assert torchs_store.barrier is before
+        assert torch_store.barrier is before
         assert events() == []
 
 
 class TestTimeout:
-    """Too few come."""
+    """Too few nodes join."""
 
     @BOTH
-    def test_who_came(
+    def test_joined_and_left_nodes(
         self, backend: str, endpoints: dict[str, str], events: Events
     ) -> None:
-        """The exception says it, and one event, with the one that left before."""
+        """The exception and one event name the nodes that joined and left."""
         run_id, endpoint = fresh_run(), endpoints[backend]
         plain = handler(
             backend, endpoint, run_id, nodes=(3, 4), addr="early", join_timeout="2"
@@ -183,7 +183,7 @@ class TestTimeout:
             join_timeout="4",
         )
         left = in_background(plain.next_rendezvous)
-        # A node looks once a second, and has to look while the other one is there.
+        # A node reads the state once a second; the other node must be in it then.
         wait_until(lambda: b"early" in (traced._traced_backend.get_state() or [b""])[0])
 
         with pytest.raises(RendezvousTimeoutError) as raised:
@@ -206,7 +206,7 @@ class TestTimeout:
         assert "were there and left: early (pid" in event["message"]
 
     def test_no_room(self, endpoints: dict[str, str], events: Events) -> None:
-        """One that comes when the job runs waits, and is told for what."""
+        """A node that joins a running job times out on the wait list."""
         run_id, endpoint = fresh_run(), endpoints["c10d"]
         config = {"nodes": (1, 2), "last_call_timeout": "1"}
         running = handler("c10d", endpoint, run_id, addr="127.0.0.1", **config)
@@ -224,20 +224,20 @@ class TestTimeout:
         running.shutdown()
 
     def test_closed(self, endpoints: dict[str, str], events: Events) -> None:
-        """One that comes when it is over."""
+        """A node cannot join a closed rendezvous."""
         run_id, endpoint = fresh_run(), endpoints["c10d"]
         first = handler("c10d", endpoint, run_id, nodes=(1, 1))
         first.next_rendezvous()
         first.shutdown()
 
-        with pytest.raises(RendezvousClosedError, match="its run id is used up"):
+        with pytest.raises(RendezvousClosedError, match="use a new run id"):
             handler("traced-c10d", endpoint, run_id, nodes=(1, 1)).next_rendezvous()
 
         event = only(events, names.RENDEZVOUS_FAILED)
         assert (event["cause"], event["closed"]) == ("closed", True)
 
     def test_corrupt(self, endpoints: dict[str, str], events: Events) -> None:
-        """Somebody else has written there."""
+        """Another program has written to the key of the state."""
         run_id, endpoint = fresh_run(), endpoints["c10d"]
         node: Any = handler("traced-c10d", endpoint, run_id, nodes=(1, 1))
         node._traced_backend._store.set(f"torch.rendezvous.{run_id}", "x")
@@ -249,24 +249,26 @@ class TestTimeout:
 
 
 class TestUnreachable:
-    """There is no backend to be had."""
+    """The backend cannot be created."""
 
     @pytest.mark.parametrize(
-        ("backend", "where", "cause"),
+        ("backend", "address", "cause"),
         [
             ("c10d", "no.such.host.invalid:4711", "name_resolution"),
             ("c10d", "refused", "refused"),
-            # A TCPStore never gives up on one that listens and says nothing.
+            # A TCPStore never times out on a server that sends nothing.
             ("etcd-v2", "no.such.host.invalid:4711", "name_resolution"),
             ("etcd-v2", "refused", "refused"),
             ("etcd-v2", "silent", "no_answer"),
         ],
     )
-    def test_causes(self, backend: str, where: str, cause: str, events: Events) -> None:
-        """One event with the cause; the exception is torch's, with a note."""
+    def test_causes(
+        self, backend: str, address: str, cause: str, events: Events
+    ) -> None:
+        """One event has the cause; the exception is torch's, with a note."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
             ports = {"refused": free_port(), "silent": silent.getsockname()[1]}
-            endpoint = f"127.0.0.1:{ports[where]}" if where in ports else where
+            endpoint = f"127.0.0.1:{ports[address]}" if address in ports else address
             config = {"is_host": "0"} if backend == "c10d" else {}
 
             def fail(number: int) -> RendezvousConnectionError:
@@ -287,8 +289,8 @@ class TestUnreachable:
         assert len(event["causes"]) >= 2
         assert raised[1].__notes__ == [event["message"]]
 
-    def test_port_taken(self, events: Events) -> None:
-        """The host of a c10d store finds its port taken."""
+    def test_port_in_use(self, events: Events) -> None:
+        """The port of the node that hosts the c10d store is in use."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(RendezvousConnectionError):
@@ -297,7 +299,7 @@ class TestUnreachable:
         assert only(events, names.RENDEZVOUS_FAILED)["cause"] == "address_in_use"
 
     def test_etcd_without_v2(self, tmp_path: Path, events: Events) -> None:
-        """It says how to start etcd."""
+        """The message has the option with which to start etcd."""
         server = EtcdServer(tmp_path, "--enable-v2=false")
         server.start()
         try:
@@ -312,17 +314,17 @@ class TestUnreachable:
         assert "--enable-v2" in "".join(raised.value.__notes__)
 
 
-class TestLost:
-    """The server goes while it is needed."""
+class TestConnectionLost:
+    """The server ends while it is needed."""
 
     def test_tcp_server_dies(self, tcp_server: Child, events: Events) -> None:
-        """The one call that meets it says so, those after it do not again."""
+        """The first failing call emits an event, later calls do not."""
         endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
         node = handler("traced-c10d", endpoint, "run", nodes=(1, 1), is_host="0")
         node.next_rendezvous()
         tcp_server.kill()
 
-        # The state is remembered for a second.
+        # torch caches the state for a second.
         def fails() -> bool:
             try:
                 node.num_nodes_waiting()
@@ -343,18 +345,18 @@ class TestLost:
     def test_etcd_restarts(
         self, tmp_path: Path, registry: CollectorRegistry, events: Events
     ) -> None:
-        """Killed and restarted in the middle: those who kept on trying meet."""
+        """After a restart of etcd during a rendezvous, nodes that retry join."""
         server = EtcdServer(tmp_path)
         server.start()
         endpoint, run_id = f"127.0.0.1:{server.port}", fresh_run()
         try:
             waits = handler("traced-etcd-v2", endpoint, run_id, addr="127.0.0.1")
             joining = in_background(waits.next_rendezvous)
-            book = names.RENDEZVOUS_PARTICIPANTS.name
 
             def joined() -> bool:
+                name = names.RENDEZVOUS_PARTICIPANTS.name
                 labels = {"backend": "etcd-v2"}
-                return registry.get_sample_value(book, labels) == 1
+                return registry.get_sample_value(name, labels) == 1
 
             def accepted() -> float:
                 name = names.RENDEZVOUS_WRITES.name
@@ -370,8 +372,8 @@ class TestLost:
             event = only(events, names.RENDEZVOUS_FAILED)
             assert (event["cause"], event["joined"]) == ("refused", ["127.0.0.1"])
             assert any("EtcdConnectionFailed" in cause for cause in event["causes"])
-            # The node stands in the state that etcd has kept: it takes itself off
-            # that, and joins once more.
+            # The node is still in the state that etcd has stored: it removes itself
+            # and joins again.
             before = accepted()
             rejoining = in_background(waits.next_rendezvous)
             wait_until(lambda: accepted() >= before + 2 and joined())
@@ -387,7 +389,7 @@ class TestLost:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Whom both sides trust."""
+    """The certificate authority of server and clients."""
     return Authority(tmp_path_factory.mktemp("tls"), "authority")
 
 
@@ -395,7 +397,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def tls_server(
     authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EtcdServer]:
-    """An etcd that wants a certificate."""
+    """An etcd that requires client certificates."""
     own = authority.sign("server")
     server = EtcdServer(
         tmp_path_factory.mktemp("etcd-tls"),
@@ -412,20 +414,20 @@ def tls_server(
 
 
 class TestTLS:
-    """etcd over TLS, with certificates of clients."""
+    """etcd over TLS, with client certificates."""
 
     @staticmethod
     def config(authority: Authority, pair: Pair | None = None) -> dict[str, str]:
-        """What --rdzv-conf would say."""
+        """Return the options of --rdzv-conf."""
         config = {"protocol": "https", "ca_cert": str(authority.certificate)}
         if pair is not None:
             config |= {"ssl_cert": str(pair.certificate), "ssl_cert_key": str(pair.key)}
         return config | {"read_timeout": "5"}
 
-    def test_right(
+    def test_valid_certificate(
         self, authority: Authority, tls_server: EtcdServer, events: Events
     ) -> None:
-        """They meet, traced and plain."""
+        """Traced and plain nodes join."""
         config = self.config(authority, authority.sign("client"))
         run_id, endpoint = fresh_run(), f"127.0.0.1:{tls_server.port}"
         nodes = [
@@ -433,32 +435,32 @@ class TestTLS:
             for name in ("etcd-v2", "traced-etcd-v2")
         ]
 
-        assert sorted(info.rank for info in meet(nodes)) == [0, 1]
+        assert sorted(info.rank for info in join_all(nodes)) == [0, 1]
         for node in nodes:
             node.shutdown()
         assert [e for e in events() if e["event"] == names.RENDEZVOUS_FAILED] == []
 
     @pytest.mark.parametrize(
-        ("which", "cause"),
+        ("case", "cause"),
         [
             ("expired", "tls"),
             ("stranger", "tls"),
             ("none", "tls"),
             ("wrong authority", "tls"),
-            # To one that speaks no TLS, etcd says nothing at all.
+            # etcd closes a connection without TLS, without a message.
             ("no TLS", "connection_lost"),
         ],
     )
-    def test_wrong(
+    def test_invalid_certificate(
         self,
-        which: str,
+        case: str,
         cause: str,
         authority: Authority,
         tls_server: EtcdServer,
         events: Events,
         tmp_path: Path,
     ) -> None:
-        """As with torch's own, and told as what it is."""
+        """The exception is torch's, and the event has the cause."""
         strangers = Authority(tmp_path, "strangers")
         configs = {
             "expired": self.config(authority, authority.sign("old", expired=True)),
@@ -470,7 +472,7 @@ class TestTLS:
         raised = []
         for name in ("etcd-v2", "traced-etcd-v2"):
             with pytest.raises(RendezvousConnectionError) as error:
-                handler(name, f"127.0.0.1:{tls_server.port}", "run", **configs[which])
+                handler(name, f"127.0.0.1:{tls_server.port}", "run", **configs[case])
             raised.append(error.value)
 
         assert str(raised[0]) == str(raised[1])
@@ -480,43 +482,43 @@ class TestTLS:
 
 
 class TestAgents:
-    """What the agents wait for after they have met, and for whom."""
+    """Agents wait for keys after the rendezvous; events name who writes them."""
 
     @pytest.fixture(params=["c10d", "etcd-v2"])
     def pair(
         self, request: pytest.FixtureRequest, endpoints: dict[str, str]
     ) -> Iterator[list[Any]]:
-        """The stores of two agents that have met, by rank."""
+        """The stores of two agents of one rendezvous, by rank."""
         run_id = fresh_run()
         nodes = [
             handler(f"traced-{request.param}", endpoints[request.param], run_id, addr=a)
             for a in AGENTS
         ]
-        infos = sorted(meet(nodes), key=lambda info: info.rank)
+        infos = sorted(join_all(nodes), key=lambda info: info.rank)
         yield [info.store for info in infos]
         for node in nodes:
             node.shutdown()
 
-    def test_role_that_is_missing(self, pair: list[Any], events: Events) -> None:
-        """Rank 0 waits for the roles of all agents: who did not write its own?"""
-        leader, _ = pair
-        leader.set("torchelastic/role_info/0", "role")
-        leader.set_timeout(timedelta(seconds=0.3))
+    def test_missing_role(self, pair: list[Any], events: Events) -> None:
+        """Rank 0 waits for the roles; the event names the agent without one."""
+        rank_0, _ = pair
+        rank_0.set("torchelastic/role_info/0", "role")
+        rank_0.set_timeout(timedelta(seconds=0.3))
 
         with pytest.raises((RuntimeError, LookupError)):
-            leader.multi_get([f"torchelastic/role_info/{n}" for n in range(2)])
+            rank_0.multi_get([f"torchelastic/role_info/{n}" for n in range(2)])
 
         event = only(events, names.OPERATION_FAILED)
         assert event["missing_keys"] == ["torchelastic/role_info/1"]
         assert event["missing_key_count"] == event["missing_agent_count"] == 1
         assert event["missing_agents"][0].startswith(f"{AGENTS[1]} (pid ")
 
-    @pytest.mark.parametrize(("written", "culprit"), [([0, 1], 0), ([0], 1)])
-    def test_ranks_that_are_missing(
-        self, pair: list[Any], events: Events, written: list[int], culprit: int
+    @pytest.mark.parametrize(("roles", "missing"), [([0, 1], 0), ([0], 1)])
+    def test_missing_assignment(
+        self, pair: list[Any], events: Events, roles: list[int], missing: int
     ) -> None:
-        """The others wait for rank 0, or for whom rank 0 waits for."""
-        for rank in written:
+        """Others wait for rank 0, or for the agent that rank 0 waits for."""
+        for rank in roles:
             pair[0].set(f"torchelastic/role_info/{rank}", "role")
         pair[1].set_timeout(timedelta(seconds=0.3))
 
@@ -526,22 +528,22 @@ class TestAgents:
         event = only(events, names.OPERATION_FAILED)
         assert event["missing_keys"] == ["torchelastic/assigned_ranks/1"]
         assert [name.split(" ")[0] for name in event["missing_agents"]] == [
-            AGENTS[culprit]
+            AGENTS[missing]
         ]
 
-    def test_while_it_stalls(
+    def test_stalled_call(
         self, endpoints: dict[str, str], registry: CollectorRegistry, events: Events
     ) -> None:
-        """It is told while the agent still waits, and the wait goes on."""
+        """The event is emitted while the agent waits, and the wait continues."""
         tracedstore.configure(registry=registry, stall_after=0.5)
         run_id, endpoint = fresh_run(), endpoints["c10d"]
         nodes = [handler("traced-c10d", endpoint, run_id, addr=a) for a in AGENTS]
-        first, second = sorted(meet(nodes), key=lambda info: info.rank)
+        first, second = sorted(join_all(nodes), key=lambda info: info.rank)
         keys = [f"torchelastic/role_info/{n}" for n in range(2)]
         first.store.set(keys[0], "role")
         waiting = in_background(lambda: first.store.multi_get(keys))
 
-        def told() -> list[dict[str, Any]]:
+        def stalled() -> list[dict[str, Any]]:
             return [
                 event
                 for event in events()
@@ -549,7 +551,7 @@ class TestAgents:
                 and event["operation"] == "multi_get"
             ]
 
-        event = wait_until(told)[0]
+        event = wait_until(stalled)[0]
         check(event)
         assert event["missing_keys"] == [keys[1]]
         assert event["missing_agents"][0].startswith(f"{AGENTS[1]} (pid ")
@@ -559,9 +561,9 @@ class TestAgents:
             node.shutdown()
 
     def test_exit_barrier(self, pair: list[Any], events: Events) -> None:
-        """Torch's barrier is called without a rank, and names agents all the same."""
+        """The barrier that torch calls without a rank names the missing agents."""
         with pytest.raises(tracedstore.BarrierTimeout) as raised:
-            torchs_store.barrier(
+            torch_store.barrier(
                 store=pair[0],
                 world_size=2,
                 key_prefix="torchelastic/agent/terminal_state",

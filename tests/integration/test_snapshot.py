@@ -13,13 +13,13 @@ import tracedstore
 from integration.harness import all_counted
 from support.stores import file, tcp
 from tracedstore.coordination.arrivals import Arrivals, read_arrivals, record_arrival
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.etcd.counting_client import count_requests_of
 
 MakeEtcd = Callable[[Path], Store]
 
 
-def arrive(store: Any, keys: Keys, *ranks: int) -> None:
+def arrive(store: Any, keys: BarrierKeys, *ranks: int) -> None:
     """Do what ranks do that arrive."""
     for rank in ranks:
         record_arrival(store, keys, rank)
@@ -48,18 +48,18 @@ class TestOneAnswer:
             "halving": file(tmp_path),
         }
         for number, came in enumerate(self.STATES):
-            keys = Keys(f"barrier/{number}")
+            keys = BarrierKeys(f"barrier/{number}")
             found: dict[str, Arrivals] = {}
             for way, store in ways.items():
                 arrive(store, keys, *came)
                 found[way] = read_arrivals(store, keys, self.WORLD)
 
             for way, arrivals in found.items():
-                assert set(arrivals.missing) == {*range(self.WORLD)} - {*came}, way
-                assert arrivals.count == len(came), way
-                assert arrivals.unidentified == 0, way
+                assert set(arrivals.unseen_ranks) == {*range(self.WORLD)} - {*came}, way
+                assert arrivals.arrived_count == len(came), way
+                assert arrivals.unidentified_count == 0, way
                 twice = {rank for rank in came if list(came).count(rank) > 1}
-                assert set(arrivals.duplicates) == twice, way
+                assert set(arrivals.duplicate_ranks) == twice, way
 
 
 class TestQuestions:
@@ -71,12 +71,12 @@ class TestQuestions:
 
     @staticmethod
     def _asked(
-        registry: CollectorRegistry, store: Any, keys: Keys, world_size: int
+        registry: CollectorRegistry, store: Any, keys: BarrierKeys, world_size: int
     ) -> dict[str, float]:
         """Look, and count the calls it took."""
         before = all_counted(registry)
         arrivals = read_arrivals(tracedstore.wrap(store), keys, world_size)
-        assert arrivals.missing == (0, world_size // 3, world_size - 1)
+        assert arrivals.unseen_ranks == (0, world_size // 3, world_size - 1)
         return {
             name: count - before.get(name, 0)
             for name, count in all_counted(registry).items()
@@ -93,7 +93,7 @@ class TestQuestions:
         store = tcp(tmp_path)
         asked = []
         for world_size in (16, 4096):
-            keys = Keys(f"barrier/{world_size}")
+            keys = BarrierKeys(f"barrier/{world_size}")
             arrive(store, keys, *self._came(world_size))
             asked.append(self._asked(registry, store, keys, world_size))
 
@@ -106,7 +106,7 @@ class TestQuestions:
     ) -> None:
         """About m·log2(N) checks for m missing, without a ledger."""
         store: Any = tcp(tmp_path)
-        keys = Keys("barrier")
+        keys = BarrierKeys("barrier")
         came = [keys.trace(rank) for rank in self._came(world_size)]
         store.multi_set(came, ["here"] * len(came))
         store.add(keys.num_members, len(came))
@@ -123,12 +123,12 @@ class TestQuestions:
         requests = []
         for world_size in (12, 96):
             store: Any = etcd_store(tmp_path)
-            keys = Keys("barrier")
+            keys = BarrierKeys("barrier")
             arrive(store, keys, *self._came(world_size))
             client = count_requests_of(store)
             client.start()
             arrivals = read_arrivals(store, keys, world_size)
             requests.append(client.stop().requests)
-            assert arrivals.missing == (0, world_size // 3, world_size - 1)
+            assert arrivals.unseen_ranks == (0, world_size // 3, world_size - 1)
 
         assert requests[0] == requests[1] <= 8

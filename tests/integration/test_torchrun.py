@@ -1,4 +1,4 @@
-"""Real torchrun, with the traced backends: what its agents tell."""
+"""torchrun with the traced backends: events and metrics of its agents."""
 
 import os
 import re
@@ -18,19 +18,19 @@ pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(120)]
 
 StartAgent = Callable[..., Agent]
 
-# Agents look after their workers this often; five seconds are torchrun's default.
-QUICKLY = ("--monitor-interval", "0.1")
+# How often agents check their workers; torchrun's default is five seconds.
+MONITOR = ("--monitor-interval", "0.1")
 
 
-# By default torch 2.13 keeps the workers' store over all rounds, with whatever stood in
-# it: workers of a second round find the addresses of the first (gloo: "Connection
-# refused"), and a node that comes later waits for a MASTER_ADDR that nobody writes.
+# By default torch 2.13 keeps the workers' store and its keys over all rounds. Workers
+# of a second round then read the addresses of the first (gloo: "Connection refused"),
+# and a node that joins later waits for a MASTER_ADDR that no node writes.
 NEW_STORE_EVERY_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.fixture
 def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
-    """Start torchrun; it is gone when the test is."""
+    """Start torchrun; it is killed at the end of the test."""
     started: list[Agent] = []
 
     def start(
@@ -39,7 +39,7 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
         folder = tmp_path / f"agent-{len(started)}"
         rendezvous = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
         agent = Agent(
-            folder, *rendezvous, "--rdzv-id", run_id, *QUICKLY, *args, env=env
+            folder, *rendezvous, "--rdzv-id", run_id, *MONITOR, *args, env=env
         )
         started.append(agent)
         return agent
@@ -52,22 +52,22 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
 def training(
     agents: list[Agent], world_size: int, restart: int = 0
 ) -> list[int] | None:
-    """The process ids of all workers by rank, once all of them train."""
+    """Return the process ids of all workers by rank; None until all train."""
     pattern = rf"rank (\d+) of {world_size}: training, pid (\d+), restart {restart}"
     text = "\n".join(agent.out() for agent in agents)
-    found = dict(re.findall(pattern, text))
-    if len(found) < world_size:
+    pids = dict(re.findall(pattern, text))
+    if len(pids) < world_size:
         return None
-    return [int(found[str(rank)]) for rank in range(world_size)]
+    return [int(pids[str(rank)]) for rank in range(world_size)]
 
 
 class TestTwoAgents:
-    """Two agents with two workers each, who train together."""
+    """Two agents train together."""
 
-    def test_c10d_and_workers_that_die(
+    def test_c10d_with_killed_workers(
         self, start_agent: StartAgent, tmp_path: Path
     ) -> None:
-        """All of them are restarted, and meet again."""
+        """All workers are restarted and join a second round."""
         endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
         stop = tmp_path / "stop"
         options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -87,8 +87,8 @@ class TestTwoAgents:
         ]
         workers = wait_until(lambda: training(agents, 4), 60)
 
-        # One of each agent: an agent that restarts because its neighbour does, and
-        # not for a worker of its own, does not count that as a restart.
+        # One worker of each agent: an agent that restarts only because another one does
+        # does not count that as a restart.
         for worker in (workers[0], workers[3]):
             os.kill(worker, signal.SIGKILL)
         wait_until(lambda: training(agents, 4, restart=1), 60)
@@ -115,16 +115,16 @@ class TestTwoAgents:
             )
             for name in ("rendezvous.timeout", "rendezvous.failed"):
                 assert agent.events(name) == []
-            written = [
+            set_states = [
                 span["attributes"]
                 for span in agent.spans()
                 if span["attributes"].get("db.operation.name") == "set_state"
             ]
             joined = "tracedstore.rendezvous.participants"
-            assert {said.get(joined) for said in written} >= {2}
+            assert {attributes.get(joined) for attributes in set_states} >= {2}
 
     def test_etcd(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
-        """They meet in etcd, and all they say to each other goes through there."""
+        """The rendezvous and the agents' store are in etcd."""
         endpoint, run_id = f"127.0.0.1:{etcd_server.port}", fresh_run()
         options = ["--nnodes", "2", "--nproc-per-node", "2", str(TRAIN)]
         agents = [
@@ -142,7 +142,7 @@ class TestTwoAgents:
             assert agent.events("rendezvous.failed") == []
 
     def test_scale_up(self, start_agent: StartAgent, tmp_path: Path) -> None:
-        """One starts alone, a plain one comes later; both go on together."""
+        """A plain agent joins a traced one that runs already."""
         endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
         stop = tmp_path / "stop"
         options = ["--nnodes", "1:2", "--nproc-per-node", "1"]
@@ -167,14 +167,12 @@ class TestTwoAgents:
         assert first.metric(rounds, result="completed") == 2
 
 
-class TestSomebodyIsMissing:
-    """What torchrun's agents say then."""
+class TestMissingAgent:
+    """Events of torchrun's agents when one is missing."""
 
-    def test_an_agent_that_never_comes(
-        self, start_agent: StartAgent, tcp_server: Child
-    ) -> None:
-        """Those who came are named, once each, in the event and in the exception."""
-        # The store is nobody's of theirs: it would go with the first to give up.
+    def test_too_few_agents(self, start_agent: StartAgent, tcp_server: Child) -> None:
+        """The event and the exception name the agents that joined."""
+        # A separate server: an agent's would end with the first agent to give up.
         endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
         run_id = fresh_run()
         options = ["--nnodes", "3", "--nproc-per-node", "1"]
@@ -187,7 +185,7 @@ class TestSomebodyIsMissing:
             for addr in ("node-a", "node-b")
         ]
 
-        told = []
+        emitted = []
         for agent in agents:
             assert agent.exit_status() == 1
             # The first to give up closes the rendezvous for the other one.
@@ -195,7 +193,7 @@ class TestSomebodyIsMissing:
                 "rendezvous.failed"
             )
             check(event)
-            told.append(event["event"])
+            emitted.append(event["event"])
             assert {*event["joined"], *event["left"]} == {"node-a", "node-b"}
             assert (event["min_nodes"], event["max_nodes"]) == (3, 3)
             assert (event["run_id"], event["endpoint"]) == (run_id, endpoint)
@@ -206,26 +204,28 @@ class TestSomebodyIsMissing:
                 assert event["cause"] == "too_few_nodes"
             else:
                 assert (event["cause"], event["closed"]) == ("closed", True)
-            # torch's own exceptions have no text at all.
+            # The exceptions of torch have no text.
             _, _, text = agent.errors().partition(f"Error: rendezvous '{run_id}' ")
             assert "node-a (pid" in text
             assert "node-b (pid" in text
             rounds = "tracedstore_rendezvous_duration_seconds_count"
             assert agent.metric(rounds, result=event["event"].split(".")[1]) == 1
 
-        assert "rendezvous.timeout" in told
-        # And before, while they waited.
-        warned = [event for one in agents for event in one.events("rendezvous.waiting")]
-        for event in warned:
+        assert "rendezvous.timeout" in emitted
+        # Before that, while the agents waited.
+        warnings = [
+            event for agent in agents for event in agent.events("rendezvous.waiting")
+        ]
+        for event in warnings:
             check(event)
             assert (event["min_nodes"], event["run_id"]) == (3, run_id)
             assert event["message"].startswith(f"rendezvous '{run_id}' at {endpoint} ")
-        assert ["node-a", "node-b"] in [sorted(event["joined"]) for event in warned]
+        assert ["node-a", "node-b"] in [sorted(event["joined"]) for event in warnings]
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:
-        """An agent that dies is named by the one that waits for it at the end."""
+        """An agent that waits in the exit barrier names the missing one."""
         endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
-        script = tmp_path / "one_goes_on.py"
+        script = tmp_path / "one_continues.py"
         script.write_text(
             "import os, time\n"
             "print('started', flush=True)\n"
@@ -240,14 +240,14 @@ class TestSomebodyIsMissing:
             )
             for addr in ("127.0.0.1", "127.0.0.2")
         }
-        # The ranks of agents are in the order of their addresses.
-        waits, other = agents["127.0.0.1"], agents["127.0.0.2"]
+        # Agents have ranks in the order of their addresses.
+        waiting, other = agents["127.0.0.1"], agents["127.0.0.2"]
         wait_until(lambda: "started" in other.out(), 60)
 
-        assert waits.exit_status() == 0
-        (event,) = waits.events("barrier.timeout")
+        assert waiting.exit_status() == 0
+        (event,) = waiting.events("barrier.timeout")
         check(event)
         assert (event["rank"], event["world_size"]) == (0, 2)
         assert event["missing_ranks"] == [1]
         assert event["missing_names"] == [f"127.0.0.2 (pid {other.pid})"]
-        assert "Error waiting on exit barrier" in waits.errors()
+        assert "Error waiting on exit barrier" in waiting.errors()

@@ -1,4 +1,4 @@
-"""tracedstore-run with real torchrun, and with jobs that start their own ranks."""
+"""tracedstore-run with torchrun, and with jobs that start their ranks themselves."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ JOBS = Path(__file__).parent / "jobs"
 
 
 def counted(folder: Path, rank: int) -> dict[str, float]:
-    """How many calls of each operation a rank told Prometheus."""
+    """Return the number of calls of each operation in a rank's metrics."""
     return {
         f"{sample.labels['store']}.{sample.labels['operation']}": sample.value
         for family in text_string_to_metric_families(
@@ -36,7 +36,7 @@ class TestTorchrun:
     def test_agent_and_workers(
         self, start_command: StartCommand, tmp_path: Path
     ) -> None:
-        """Both are traced, and what the job learns is the same to the last bit."""
+        """Both are traced, and the result of the training is bit-identical."""
         folders = tmp_path / "bare", tmp_path / "traced"
         for folder in folders:
             folder.mkdir()
@@ -53,13 +53,13 @@ class TestTorchrun:
             check(event)
         assert {event["event"] for event in events} == {"store.operation.slow"}
         for rank in range(2):
-            learned = [
+            weights = [
                 json.loads((folder / f"{rank}.json").read_text()) for folder in folders
             ]
-            assert learned[0] == learned[1]
+            assert weights[0] == weights[1]
             assert counted(folders[0], rank) == {}
             calls = counted(folders[1], rank)
-            # Itself in the registry, its address for the others, theirs for it.
+            # Its registry entry and address; the addresses of the others.
             assert calls["tcp_store.set"] >= 2
             assert calls["tcp_store.get"] >= 1
             own = [event for event in events if event.get("rank") == rank]
@@ -72,13 +72,13 @@ class TestTorchrun:
         agents = [event for event in events if "rank" not in event]
         assert len({event["pid"] for event in agents}) == 1
         keys = " ".join(event["key"] for event in agents)
-        # How agents meet, how they number their workers, and their exit barrier.
+        # The rendezvous, the worker ranks and the exit barrier.
         assert "compare_set" in {event["operation"] for event in agents}
         assert "torchelastic/role_info/0" in keys
         assert "torchelastic/agent/terminal_state/num_members" in keys
 
-    def test_a_node_that_does_not_come(self, start_command: StartCommand) -> None:
-        """The rendezvous is traced too, and says who came, for torch's own backend."""
+    def test_missing_node(self, start_command: StartCommand) -> None:
+        """The rendezvous of torch's backend is traced, and names the joined nodes."""
         agent = start_command(
             *("tracedstore-run", "torchrun", "--nnodes", 2, "--rdzv-backend", "c10d"),
             *("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "job-7"),
@@ -94,12 +94,12 @@ class TestTorchrun:
         assert "1 of 2 nodes joined" in agent.errors()
 
 
-class TestOwnRanks:
-    """A job that starts its ranks itself, without torchrun."""
+class TestWithoutTorchrun:
+    """A job that starts its ranks itself."""
 
     @pytest.mark.parametrize("method", ["spawn", "fork"])
     def test_children(self, start_command: StartCommand, method: str) -> None:
-        """Each child says which rank it is, though no environment says so."""
+        """The events of each child have its rank, which is not in its environment."""
         script = JOBS / "start_ranks.py"
         job = start_command(
             *("tracedstore-run", sys.executable, script, method, free_port())
@@ -110,7 +110,7 @@ class TestOwnRanks:
         assert status == 0, job.errors()
         by_process: dict[int, set[tuple[int, int]]] = {}
         for event in job.events():
-            who = event["rank"], event["world_size"]
-            by_process.setdefault(event["pid"], set()).add(who)
+            identity = event["rank"], event["world_size"]
+            by_process.setdefault(event["pid"], set()).add(identity)
         assert sorted(map(sorted, by_process.values())) == [[(0, 2)], [(1, 2)]]
         assert "Traceback" not in job.errors()

@@ -80,7 +80,9 @@ class TestOneTrace:
     ) -> None:
         """Then all belong to the last one, the first one too."""
         arrived = threading.Event()
-        monkeypatch.setattr(barrier_module, "lead", lambda *_: arrived.set())
+        monkeypatch.setattr(
+            barrier_module, "publish_traceparent", lambda *_: arrived.set()
+        )
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(barrier, traced, 0)
             assert arrived.wait(10)

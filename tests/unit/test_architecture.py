@@ -239,7 +239,7 @@ class TestPublicSurface:
 
     def test_a_report_needs_no_torch(self) -> None:
         """Logs are read where no job runs: of coordination, only words for ranks."""
-        words = ("ranges.", "decoders.nameless")
+        words = ("ranges.", "decoders.default_name")
         for module in (ROOT / "report").glob("*.py"):
             for name in imports(module):
                 if name.startswith("tracedstore.coordination"):

@@ -1,4 +1,4 @@
-"""Looking who arrived."""
+"""Reading the arrivals of a barrier."""
 
 import math
 import threading
@@ -16,27 +16,27 @@ import tracedstore
 from support.stores import KINDS, tcp
 from tracedstore import store as store_module
 from tracedstore.coordination.arrivals import (
-    bisect,
-    listing,
+    etcd_keys,
+    find_absent,
     read_arrivals,
     side_connection,
 )
-from tracedstore.coordination.protocol import Keys, signature
+from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
 
-KEYS = Keys("barrier/7")
+KEYS = BarrierKeys("barrier/7")
 
 
 def arrive(store: Any, rank: int, *, ledger: bool) -> None:
-    """Do what a rank does that arrives, in one of the two ways."""
+    """Record an arrival, in the ledger or with a TRACE key."""
     if ledger:
-        store.append(KEYS.ledger, signature(rank, 1000.0 + rank))
+        store.append(KEYS.ledger, encode_arrival(rank, 1000.0 + rank))
     else:
         store.set(KEYS.trace(rank), "here")
     store.add(KEYS.num_members, 1)
 
 
-class TestBisect:
-    """Halving finds exactly those that are not there, in few questions."""
+class TestFindAbsent:
+    """Bisection finds exactly the absent items, with few checks."""
 
     @given(
         st.integers(min_value=1, max_value=3000).flatmap(
@@ -44,34 +44,34 @@ class TestBisect:
         )
     )
     def test_exact_and_bounded(self, case: tuple[int, set[int]]) -> None:
-        """In order, complete, and in about m·log2(N) questions."""
-        world_size, missing = case
-        asked: list[int] = []
+        """The result is ordered and complete, after about m·log2(N) checks."""
+        world_size, absent = case
+        checks: list[int] = []
 
-        def all_there(ranks: Sequence[int]) -> bool:
-            asked.append(len(ranks))
-            return missing.isdisjoint(ranks)
+        def all_present(ranks: Sequence[int]) -> bool:
+            checks.append(len(ranks))
+            return absent.isdisjoint(ranks)
 
-        assert bisect(all_there, range(world_size)) == sorted(missing)
+        assert find_absent(all_present, range(world_size)) == sorted(absent)
         depth = math.ceil(math.log2(world_size)) + 1
-        assert len(asked) <= 1 + 2 * len(missing) * depth
+        assert len(checks) <= 1 + 2 * len(absent) * depth
 
-    def test_three_of_many(self) -> None:
-        """Three missing of 16,384 take tens of questions, not thousands."""
-        missing = {0, 5000, 16_383}
-        asked = 0
+    def test_three_of_16384(self) -> None:
+        """Three absent ranks of 16,384 take tens of checks, not thousands."""
+        absent = {0, 5000, 16_383}
+        checks = 0
 
-        def all_there(ranks: Sequence[int]) -> bool:
-            nonlocal asked
-            asked += 1
-            return missing.isdisjoint(ranks)
+        def all_present(ranks: Sequence[int]) -> bool:
+            nonlocal checks
+            checks += 1
+            return absent.isdisjoint(ranks)
 
-        assert bisect(all_there, range(16_384)) == [0, 5000, 16_383]
-        assert asked < 100
+        assert find_absent(all_present, range(16_384)) == [0, 5000, 16_383]
+        assert checks < 100
 
-    def test_nobody(self) -> None:
-        """A world of nobody misses nobody."""
-        assert bisect(lambda _ranks: False, []) == []
+    def test_no_items(self) -> None:
+        """An empty world has no absent ranks."""
+        assert find_absent(lambda _ranks: False, []) == []
 
 
 @pytest.fixture(params=[*KINDS, "etcd"])
@@ -83,93 +83,95 @@ def make(
     return lambda: kind(tmp_path)
 
 
-class TestLook:
-    """Who arrived, on every store."""
+class TestReadArrivals:
+    """Arrivals are read on every kind of store."""
 
     @pytest.mark.parametrize("wrapped", [False, True])
     @pytest.mark.parametrize("ledger", [False, True])
-    def test_names(self, make: Callable[[], Any], ledger: bool, wrapped: bool) -> None:
-        """By ledger or by key, bare or traced: the same answer on the same state."""
+    def test_same_result(
+        self, make: Callable[[], Any], ledger: bool, wrapped: bool
+    ) -> None:
+        """Ledger or TRACE keys, bare or traced store: the result is the same."""
         tracedstore.configure(log_format="off")
         store = tracedstore.wrap(make()) if wrapped else make()
-        # Without an append of its own a store has no ledger.
+        # A store without append has no ledger.
         ledger = ledger and store.has_extended_api()
         for rank in (1, 2, 5):
             arrive(store, rank, ledger=ledger)
 
         arrivals = read_arrivals(store, KEYS, 8)
 
-        assert arrivals.missing == (0, 3, 4, 6, 7)
-        assert (arrivals.count, arrivals.unidentified) == (3, 0)
-        assert arrivals.duplicates == ()
+        assert arrivals.unseen_ranks == (0, 3, 4, 6, 7)
+        assert (arrivals.arrived_count, arrivals.unidentified_count) == (3, 0)
+        assert arrivals.duplicate_ranks == ()
 
-    def test_nobody_yet(self, make: Callable[[], Any]) -> None:
-        """A barrier that nobody came to is no error, and blocks on nothing."""
+    def test_no_arrivals(self, make: Callable[[], Any]) -> None:
+        """A barrier without arrivals is no error, and reading it does not block."""
         arrivals = read_arrivals(make(), KEYS, 4)
 
-        assert (arrivals.count, arrivals.missing) == (0, (0, 1, 2, 3))
+        assert (arrivals.arrived_count, arrivals.unseen_ranks) == (0, (0, 1, 2, 3))
 
-    def test_both_ways_at_once(self) -> None:
-        """In a mixed fleet some sign, and some write their key as torch does."""
+    def test_ledger_and_trace_keys(self) -> None:
+        """Ranks of both kinds are seen: traced ones, and plain torch ranks."""
         store = HashStore()
         arrive(store, 0, ledger=True)
         arrive(store, 3, ledger=False)
 
         arrivals = read_arrivals(store, KEYS, 4)
 
-        assert arrivals.missing == (1, 2)
-        assert arrivals.unidentified == 0
+        assert arrivals.unseen_ranks == (1, 2)
+        assert arrivals.unidentified_count == 0
 
-    def test_counted_without_a_name(self) -> None:
-        """Plain torch's ranks count before they can be named."""
+    def test_unidentified(self) -> None:
+        """Plain torch ranks are counted before they can be identified."""
         store = HashStore()
         arrive(store, 0, ledger=True)
         store.add(KEYS.num_members, 2)
 
-        assert read_arrivals(store, KEYS, 4).unidentified == 2
+        assert read_arrivals(store, KEYS, 4).unidentified_count == 2
 
-    def test_signed_twice(self) -> None:
-        """A rank that was restarted on an old prefix is told, and no stranger."""
+    def test_duplicate_rank(self) -> None:
+        """A rank that arrives again is a duplicate, not an unidentified arrival."""
         store = HashStore()
         for rank in (0, 2, 2, 2):
             arrive(store, rank, ledger=True)
 
         arrivals = read_arrivals(store, KEYS, 4)
 
-        assert arrivals.duplicates == (2,)
-        assert (arrivals.count, arrivals.unidentified) == (4, 0)
+        assert arrivals.duplicate_ranks == (2,)
+        assert (arrivals.arrived_count, arrivals.unidentified_count) == (4, 0)
 
-    def test_a_rank_beyond_the_world(self) -> None:
-        """A signature of another world is not taken for one of this."""
+    def test_rank_beyond_the_world_size(self) -> None:
+        """The arrival of such a rank does not hide a missing one."""
         store = HashStore()
         arrive(store, 99, ledger=True)
 
-        assert read_arrivals(store, KEYS, 2).missing == (0, 1)
+        assert read_arrivals(store, KEYS, 2).unseen_ranks == (0, 1)
 
 
-class TestListing:
-    """An EtcdStore answers every check by reading its whole directory."""
+class TestEtcdKeys:
+    """One listing of an EtcdStore costs as much as one check."""
 
-    def test_one_request(
+    def test_all_keys(
         self, etcd_store: Callable[[Path], Store], tmp_path: Path
     ) -> None:
-        """So all keys are had for the price of one."""
+        """The keys of a bare and of a traced EtcdStore are listed, decoded."""
         bare: Any = etcd_store(tmp_path)
         store = tracedstore.wrap(bare)
         store.set("a/0", "x")
         store.set("ä", "x")
 
         expected = frozenset({"a/0", "ä"})
-        assert listing(bare) == expected
-        assert listing(store) == expected
+        assert etcd_keys(bare) == expected
+        assert etcd_keys(store) == expected
 
-    def test_not_of_others(self) -> None:
-        """Other stores are asked with check."""
-        assert listing(HashStore()) is None
+    def test_other_stores(self) -> None:
+        """Other stores are not listed."""
+        assert etcd_keys(HashStore()) is None
 
 
-class TestBeside:
-    """Looking does not wait behind whoever waits."""
+class TestSideConnection:
+    """A side connection does not block while another thread waits on the store."""
 
     @pytest.mark.parametrize(
         "shape",
@@ -181,29 +183,29 @@ class TestBeside:
         ],
         ids=["bare", "wrapped", "under-prefix", "over-prefix"],
     )
-    def test_tcp(self, shape: Callable[[Any], Any], tmp_path: Path) -> None:
-        """A TCPStore that is in a wait is looked at through another connection."""
+    def test_tcp_store(self, shape: Callable[[Any], Any], tmp_path: Path) -> None:
+        """During a wait on a TCPStore, the side connection reads and writes."""
         tracedstore.configure(log_format="off")
         server = tcp(tmp_path)
         store = shape(server)
-        store.set("there", "x")
+        store.set("existing", "x")
         kept = len(store_module._kept_alive)
-        released = threading.Thread(
+        waiter = threading.Thread(
             target=store.wait, args=(["later"], timedelta(seconds=20))
         )
-        released.start()
-        with side_connection(store) as other:
-            assert other is not store
-            assert other.check(["there"])
-            other.set("later", "x")
-        released.join(20)
+        waiter.start()
+        with side_connection(store) as connection:
+            assert connection is not store
+            assert connection.check(["existing"])
+            connection.set("later", "x")
+        waiter.join(20)
 
-        assert not released.is_alive()
+        assert not waiter.is_alive()
         assert len(store_module._kept_alive) == kept
 
-    def test_others_as_they_are(self) -> None:
-        """A store without such a lock needs no second connection."""
+    def test_other_stores(self) -> None:
+        """A store without a connection lock is used itself."""
         store = HashStore()
 
-        with side_connection(store) as other:
-            assert other is store
+        with side_connection(store) as connection:
+            assert connection is store

@@ -380,7 +380,7 @@ class TestBadWeather:
         store.append(rank_registry.REGISTRY, 'not json\n{"rank": "x"}\n[]\n\xff\n')
         rank_registry.register(store, 0, 4)
 
-        assert list(rank_registry.registered(store, range(4))) == [0]
+        assert list(rank_registry.read_ranks(store, range(4))) == [0]
 
 
 class TestRegistry:
@@ -396,10 +396,10 @@ class TestRegistry:
 
         store = make()
         rank_registry.register(store, 3, 8)
-        (first,) = rank_registry.registered(store, range(8)).values()
+        (first,) = rank_registry.read_ranks(store, range(8)).values()
         rank_registry.register(store, 3, 8)
 
-        (info,) = rank_registry.registered(store, range(8)).values()
+        (info,) = rank_registry.read_ranks(store, range(8)).values()
         assert (info.rank, info.world_size) == (3, 8)
         assert (info.host, info.pid) == (socket.gethostname(), os.getpid())
         assert info == first

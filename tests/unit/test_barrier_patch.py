@@ -112,10 +112,10 @@ class TestBarrier:
         """Nothing is kept of a store that is gone."""
         store = dist.HashStore()
         membership.record(store, Membership(0, 1, str))
-        before = len(membership._places)
+        before = len(membership._memberships)
         del store
 
-        assert len(membership._places) == before - 1
+        assert len(membership._memberships) == before - 1
         assert membership.of(dist.HashStore()) is None
         assert membership.of([]) is None
 

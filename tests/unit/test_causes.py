@@ -1,4 +1,4 @@
-"""Why a rendezvous failed, from the exceptions that really come."""
+"""The cause of a failed rendezvous, from the exceptions that libraries raise."""
 
 import socket
 import ssl
@@ -22,7 +22,7 @@ from tracedstore.rendezvous.causes import diagnose
 
 
 def chained(*errors: BaseException) -> BaseException:
-    """Raise one from the other; the first is the one that is caught."""
+    """Chain exceptions by __cause__; return the first."""
     for outer, inner in pairwise(errors):
         outer.__cause__ = inner
     return errors[0]
@@ -32,7 +32,7 @@ POOL = urllib3.HTTPConnectionPool("h")
 
 
 class TestClassification:
-    """The exception nearest to the root says it."""
+    """The exception nearest to the root determines the cause."""
 
     @pytest.mark.parametrize(
         ("error", "cause"),
@@ -61,7 +61,7 @@ class TestClassification:
         ids=lambda given: given if isinstance(given, str) else type(given).__name__,
     )
     def test_each(self, error: Exception, cause: str) -> None:
-        """Under what torch wraps it in."""
+        """Each exception is classified below the exception that torch raises."""
         wrapped = chained(
             RendezvousConnectionError("See inner exception for details."), error
         )
@@ -73,7 +73,7 @@ class TestClassification:
         assert bool(diagnosis.remedy) == (cause != "unknown")
 
     def test_chain(self) -> None:
-        """From what is raised to what it came of, each with its class."""
+        """The chain is listed from the raised exception to the root, with classes."""
         error = chained(
             RendezvousConnectionError("outer"),
             etcd.EtcdException("middle\nmore"),
@@ -87,15 +87,15 @@ class TestClassification:
         )
 
     def test_context(self) -> None:
-        """What was raised while another was handled came of that, unless hidden."""
+        """__context__ belongs to the chain, unless it is suppressed."""
         for suppress, expected in ((False, "refused"), (True, "unknown")):
             error = RendezvousError("outer")
             error.__context__ = ConnectionRefusedError()
             error.__suppress_context__ = suppress
             assert diagnose(error).cause == expected
 
-    def test_circle_and_length(self) -> None:
-        """A chain without end has one here."""
+    def test_cyclic_and_long_chains(self) -> None:
+        """Cycles end, and long chains are cut."""
         first, second = RendezvousError("1"), RendezvousError("2")
         first.__cause__, second.__cause__ = second, first
         assert len(diagnose(first).causes) == 2
@@ -104,36 +104,36 @@ class TestClassification:
         assert len(diagnose(long).causes) == 8
 
     def test_values_are_not_quoted(self) -> None:
-        """A text that may hold a value is left out."""
+        """A message that may contain a value is omitted."""
         assert diagnose(ValueError("secret")).causes == ("ValueError",)
 
 
-class TestAsking:
-    """A TCPStore says of everything that it timed out, so we ask once more."""
+class TestProbe:
+    """A TCPStore reports every failure as a timeout, so diagnose connects once more."""
 
     TIMED_OUT = DistNetworkError("The client socket has timed out after 9ms")
 
     @pytest.fixture
     def listening(self) -> Iterator[int]:
-        """A port that takes connections and says nothing."""
+        """A port that accepts connections and sends nothing."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             yield server.getsockname()[1]
 
     def test_refused(self) -> None:
-        """Nothing listens there."""
+        """Nothing listens at the port."""
         assert diagnose(self.TIMED_OUT, ("127.0.0.1", free_port())).cause == "refused"
 
-    def test_name(self) -> None:
-        """There is no such host."""
-        found = diagnose(self.TIMED_OUT, ("no.such.host.invalid", 1))
-        assert found.cause == "name_resolution"
+    def test_name_resolution(self) -> None:
+        """The host does not exist."""
+        diagnosis = diagnose(self.TIMED_OUT, ("no.such.host.invalid", 1))
+        assert diagnosis.cause == "name_resolution"
 
     def test_no_answer(self, listening: int) -> None:
-        """Something listens, and is no store."""
+        """Another program listens at the port."""
         assert diagnose(self.TIMED_OUT, ("127.0.0.1", listening)).cause == "no_answer"
 
-    def test_only_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is clear is not asked about."""
-        monkeypatch.setattr(causes, "_asked", lambda *_: pytest.fail("asked"))
+    def test_only_after_a_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """If the cause is known, diagnose does not connect."""
+        monkeypatch.setattr(causes, "_probe", lambda *_: pytest.fail("connected"))
         refused = ConnectionRefusedError()
         assert diagnose(refused, ("127.0.0.1", 1)).cause == "refused"

@@ -1,4 +1,4 @@
-"""The parts of the debug page: answers, asking, what is said, and why not."""
+"""The parts of the debug page: status, queries, content and installation."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.debug as torchs
+import torch.distributed.debug as torch_debug
 from torch.distributed.debug import _store
 from torch.distributed.debug._frontend import FrontendServer
 
@@ -24,9 +24,9 @@ from support import events as schema
 from support.events import Events
 from tracedstore.auto import debug_page
 from tracedstore.auto.debug_page import rank_client
-from tracedstore.auto.debug_page.rank_client import Directory, ask_all
+from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
 from tracedstore.auto.debug_page.view import view
-from tracedstore.coordination.decoders import nameless
+from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.rank_registry import RankInfo, register
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.recorder import RECORDER
@@ -55,55 +55,64 @@ STALLED = StalledBarrier(
 )
 
 
-def answer(rank: int = 0, **facts: Any) -> ProcessStatus:
-    """What a rank might say."""
-    given = {"recording": True, "calls": (), "more_calls": 0, "barriers": (), **facts}
-    return ProcessStatus(process={"rank": rank, "pid": os.getpid()}, **given)
+def make_status(rank: int = 0, **fields: Any) -> ProcessStatus:
+    """Return the status of a rank."""
+    default: dict[str, Any] = {
+        "recording": True,
+        "calls": (),
+        "more_calls": 0,
+        "barriers": (),
+    }
+    process = {"rank": rank, "pid": os.getpid()}
+    return ProcessStatus(process=process, **(default | fields))
 
 
 def info(rank: int) -> RankInfo:
-    """What a rank might have registered."""
+    """Return the registry entry of a rank."""
     return RankInfo(rank=rank, host=f"node{rank}", pid=7, world_size=8, started=1.0)
 
 
-def answered(rank: int, **facts: Any) -> Reply:
-    """A rank that answered."""
-    return Reply(state="answered", info=info(rank), answer=answer(rank, **facts))
+def answered(rank: int, **fields: Any) -> Reply:
+    """Return the reply of a rank that answered."""
+    status = make_status(rank, **fields)
+    return Reply(state="answered", info=info(rank), answer=status)
 
 
-class TestAnswer:
-    """What a rank says of itself."""
+class TestStatus:
+    """The status that a rank serves."""
 
-    def test_survives_the_way(self) -> None:
-        """Read back, it is what was written; the missing are written folded."""
-        given = answer(calls=(CALL,), more_calls=3, barriers=(STALLED,))
-        written = given.to_bytes()
+    def test_round_trip(self) -> None:
+        """Decoding returns the encoded status; missing ranks are folded."""
+        status = make_status(calls=(CALL,), more_calls=3, barriers=(STALLED,))
+        encoded = status.to_bytes()
 
-        assert ProcessStatus.from_bytes(written) == given
-        assert json.loads(written)["barriers"][0]["missing"] == {
+        assert ProcessStatus.from_bytes(encoded) == status
+        assert json.loads(encoded)["barriers"][0]["missing"] == {
             "node1": "1-2",
             "rank 4": "4",
         }
 
     @pytest.mark.parametrize(
-        "written",
+        "body",
         [
             b"",
             b"<html>",
             b"[]",
             b"{}",
             b'{"process": 1}',
-            answer(calls=(CALL,)).to_bytes().replace(b"12.34", b'"long"'),
-            answer(barriers=(STALLED,)).to_bytes().replace(b'"1-2"', b'"0-9999999"'),
+            make_status(calls=(CALL,)).to_bytes().replace(b"12.34", b'"long"'),
+            make_status(barriers=(STALLED,))
+            .to_bytes()
+            .replace(b'"1-2"', b'"0-9999999"'),
         ],
     )
-    def test_anything_else(self, written: bytes) -> None:
-        """Somebody else may listen where a rank did."""
+    def test_other_bodies(self, body: bytes) -> None:
+        """Another program may listen at the address of a rank."""
         with pytest.raises(ValueError, match=r"."):
-            ProcessStatus.from_bytes(written)
+            ProcessStatus.from_bytes(body)
 
-    def test_is_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Over HTTP, with who says it, and what it waits in and at."""
+    def test_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The page has the process, its calls and its stalled barriers."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
@@ -111,24 +120,24 @@ class TestAnswer:
         server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
-            with urllib.request.urlopen(url, timeout=10) as got:
-                found = ProcessStatus.from_bytes(got.read())
+            with urllib.request.urlopen(url, timeout=10) as response:
+                status = ProcessStatus.from_bytes(response.read())
         finally:
             server.stop(5)
 
-        assert found.process == {
+        assert status.process == {
             "rank": 3,
             "run_id": "run-7",
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        assert (found.recording, found.calls) == (True, ())
-        assert found.barriers == (STALLED,)
+        assert (status.recording, status.calls) == (True, ())
+        assert status.barriers == (STALLED,)
 
-    def test_that_fails(
+    def test_failure(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """It is counted, and nothing is printed into the job's log by the server."""
+        """A failure is counted, and the server prints nothing into the job's log."""
 
         def broken(_recorder: Any) -> list[InFlight]:
             raise RuntimeError("broken")
@@ -148,7 +157,7 @@ class TestAnswer:
 
 @pytest.fixture
 def store() -> dist.Store:
-    """A store in which rank 0 runs torch's debug server, as it always does."""
+    """A store in which torch's rank 0 has registered."""
     store = dist.HashStore()
     store.set("rank0", "http://somewhere")
     return store
@@ -156,10 +165,10 @@ def store() -> dist.Store:
 
 @pytest.fixture
 def listen() -> Iterator[Callable[[bytes | None], str]]:
-    """Listen, and say this to whoever connects; None for nothing at all."""
+    """Start servers that send a response to every client; None for no response."""
     listening: list[socket.socket] = []
 
-    def serve(server: socket.socket, said: bytes) -> None:
+    def serve(server: socket.socket, response: bytes) -> None:
         while True:
             try:
                 client, _ = server.accept()
@@ -167,13 +176,13 @@ def listen() -> Iterator[Callable[[bytes | None], str]]:
                 return
             with client:
                 client.recv(1000)
-                client.sendall(said)
+                client.sendall(response)
 
-    def start(said: bytes | None) -> str:
+    def start(response: bytes | None) -> str:
         server = socket.create_server(("127.0.0.1", 0))
         listening.append(server)
-        if said is not None:
-            threading.Thread(target=serve, args=(server, said), daemon=True).start()
+        if response is not None:
+            threading.Thread(target=serve, args=(server, response), daemon=True).start()
         return f"127.0.0.1:{server.getsockname()[1]}"
 
     yield start
@@ -183,35 +192,35 @@ def listen() -> Iterator[Callable[[bytes | None], str]]:
 
 
 def http(body: bytes) -> bytes:
-    """An answer as a server words it."""
+    """Return an HTTP response."""
     return b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-class TestAsking:
-    """Every rank has a reply, in bounded time."""
+class TestQueryRanks:
+    """There is a reply for every rank, in bounded time."""
 
-    def test_who_is_there(
+    def test_states(
         self, store: dist.Store, listen: Callable[[bytes | None], str]
     ) -> None:
-        """Each says something else, or nothing."""
-        said = {
-            0: http(answer(0).to_bytes()),
-            1: http(answer(0).to_bytes()),
+        """The state of a rank depends on its response and its registration."""
+        responses = {
+            0: http(make_status(0).to_bytes()),
+            1: http(make_status(0).to_bytes()),
             2: http(b"hello"),
             3: b"HTTP/1.0 404 Not Found\r\n\r\n",
             4: b"",
             5: b"HTTP/1.0 200 OK\r\nContent-Length: 99999999\r\n\r\n",
             6: b"x" * 100_000,
         }
-        for rank, text in said.items():
-            register(store, rank, 10, answers=listen(text))
+        for rank, response in responses.items():
+            register(store, rank, 10, answers=listen(response))
         register(store, 7, 10)
         store.set("rank8", "http://somewhere")
 
-        replies, trouble = ask_all(Directory(lambda: store, 10), 10, 5)
+        replies, store_error = query_ranks(Directory(lambda: store, 10), 10, 5)
 
-        assert trouble == ""
-        assert replies[0].answer == answer(0)
+        assert store_error == ""
+        assert replies[0].answer == make_status(0)
         assert replies[1].why == "another process responds at its address"
         assert [replies[rank].state for rank in range(10)] == (
             ["answered"] + ["silent"] * 7 + ["without", "absent"]
@@ -219,60 +228,59 @@ class TestAsking:
         assert "404" in replies[3].why
         assert "99999999" in replies[5].why
 
-    def test_very_many_that_say_nothing(
+    def test_many_silent_ranks(
         self, store: dist.Store, listen: Callable[[bytes | None], str]
     ) -> None:
-        """More than can be asked at once, and still the page has an end."""
+        """With more ranks than concurrent queries, the timeout of the page holds."""
         silent = listen(None)
         for rank in range(700):
-            # As each would from a process of its own, which registers once.
             register(store, rank, 700, answers=silent)
         started = time.monotonic()
-        replies, _ = ask_all(Directory(lambda: store, 700), 700, 1)
+        replies, _ = query_ranks(Directory(lambda: store, 700), 700, 1)
 
         assert time.monotonic() - started < 3
         assert {reply.state for reply in replies.values()} == {"silent"}
 
-    def test_store_that_hangs(self) -> None:
-        """One thread at a time asks it, and nobody waits for that one."""
-        asked: list[int] = []
+    def test_store_hangs(self) -> None:
+        """Only one thread reads the store, and the page does not wait for it."""
+        connects: list[int] = []
         go_on = threading.Event()
 
         def connect() -> dist.Store:
-            asked.append(1)
+            connects.append(1)
             go_on.wait(30)
             raise RuntimeError("gone")
 
         directory = Directory(connect, 2)
-        found = [directory.look(0.05), directory.look(0.05)]
+        results = [directory.read(0.05), directory.read(0.05)]
         with directory._lock:
-            under_way = directory._under_way
+            read_done = directory._read_done
         go_on.set()
-        assert under_way is not None
-        under_way.wait(10)
+        assert read_done is not None
+        read_done.wait(10)
 
-        assert [trouble for _, trouble in found] == [
-            "the store has not answered for 0 s"
+        assert [error for _, error in results] == [
+            "the store did not answer within 0 s"
         ] * 2
-        assert asked == [1]
-        _, trouble = directory.look(10)
-        assert trouble == "the store could not be read: RuntimeError('gone')"
+        assert connects == [1]
+        _, store_error = directory.read(10)
+        assert store_error == "the store could not be read: RuntimeError('gone')"
 
-    def test_torch_has_other_keys(self) -> None:
-        """Rank 0 is registered wherever this runs; if it is not, nothing is sure."""
+    def test_torch_uses_other_keys(self) -> None:
+        """Rank 0 must be registered; otherwise torch's keys have changed."""
         store = dist.HashStore()
 
-        replies, trouble = ask_all(Directory(lambda: store, 2), 2, 5)
+        replies, store_error = query_ranks(Directory(lambda: store, 2), 2, 5)
 
         assert {reply.state for reply in replies.values()} == {"absent"}
-        assert trouble == rank_client._KEYS_CHANGED
+        assert store_error == rank_client._KEYS_CHANGED
 
 
 class TestView:
-    """What the page says."""
+    """The content of the page."""
 
-    def test_in_words(self) -> None:
-        """Alarms first, then the blocked, longest first; the idle in one row."""
+    def test_text(self) -> None:
+        """Alarms are first, then blocked ranks by duration, then the idle ranks."""
         shorter = InFlight(
             operation="get",
             store="hash_store",
@@ -297,7 +305,7 @@ class TestView:
         }
 
         def roster(rank: int) -> str:
-            return {5: "node5", 6: "node5"}.get(rank, nameless(rank))
+            return {5: "node5", 6: "node5"}.get(rank, default_name(rank))
 
         shown = view(replies, "the store is slow", roster)
 
@@ -309,7 +317,7 @@ class TestView:
             "the store is slow",
             (
                 "barrier epoch/*: 5 arrived, missing 3 of 8: node1 (ranks 1-2),"
-                " node4 (rank 4) (told by ranks 0,3)"
+                " node4 (rank 4) (reported by ranks 0,3)"
             ),
             "    rank 1: get for 0.5 s, hash_store, key k",
             (
@@ -326,21 +334,21 @@ class TestView:
             "rank 1 node1, pid 7: in a Store call",
             "    get for 0.5 s, hash_store, key k",
             "ranks 0,3: in no Store call",
-            "rank 8: in no Store call that is recorded: recording is off there",
+            "rank 8: in no recorded Store call: recording is off",
         ]
 
-    def test_missing_without_names(self) -> None:
-        """Nobody is accused who may have arrived."""
+    def test_unidentified_arrivals(self) -> None:
+        """No rank that may have arrived is listed as missing."""
         unsure = StalledBarrier(family="b", arrived=2, missing={}, possible=3)
         (waiting,) = view({0: answered(0, barriers=(unsure,))}, "", str).barriers
 
-        assert waiting.missing == "missing 3, some arrived without a name"
-        assert waiting.doing == ()
+        assert waiting.missing == "missing 3, some arrivals unidentified"
+        assert waiting.missing_calls == ()
 
 
 @pytest.fixture
 def rank_0(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """The environment of rank 0, and the store there."""
+    """The environment of rank 0, and its store."""
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -350,39 +358,39 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return server
 
 
-def the_sentence(events: Events) -> str:
-    """Why there is no page, as it was told."""
+def error_of(events: Events) -> str:
+    """Return the error of the one telemetry.disabled event."""
     (event,) = events()
     schema.check(event)
     assert (event["event"], event["observer"]) == ("telemetry.disabled", "debug_page")
-    sentence: str = event["error"]
-    return sentence
+    error: str = event["error"]
+    return error
 
 
 class TestAdd:
-    """What start_debug_server is given."""
+    """The arguments for start_debug_server."""
 
     def test_on_rank_0(self, rank_0: dist.Store, events: Events) -> None:
-        """Torch's pages and ours, after Home."""
-        given = debug_page.add()["handlers"]
-        names = [type(handler).__name__ for handler in given]
+        """The handlers are torch's and the page, after Home."""
+        handlers = debug_page.add()["handlers"]
+        names = [type(handler).__name__ for handler in handlers]
 
         assert names[:3] == ["IndexHandler", "StoreHandler", "StacksHandler"]
-        assert [link.path for link in given[1].nav_links()] == ["/tracedstore"]
+        assert [link.path for link in handlers[1].nav_links()] == ["/tracedstore"]
         assert events() == []
 
     def test_spawned(self, rank_0: dist.Store) -> None:
-        """A frontend in a process that is not forked is sent the page."""
+        """The page can be pickled for a frontend that is spawned."""
         (_, page, *_) = debug_page.add()["handlers"]
 
-        sent = pickle.loads(pickle.dumps(page))
+        copy = pickle.loads(pickle.dumps(page))
 
-        assert sent.dump_filename() == "tracedstore"
+        assert copy.dump_filename() == "tracedstore"
 
-    def test_frame_has_changed(self, rank_0: dist.Store) -> None:
-        """The page does without torch's frame, and escapes all the same."""
+    def test_base_template_has_changed(self, rank_0: dist.Store) -> None:
+        """The page is served as escaped text without torch's template."""
 
-        class Asked:
+        class Request:
             frontend = FrontendServer.__new__(FrontendServer)
 
         RECORDER.barriers.record_stall(
@@ -391,29 +399,29 @@ class TestAdd:
         )
         (_, page, *_) = debug_page.add()["handlers"]
         (route,) = page.routes()
-        shown = route.handler(Asked()).decode()
+        shown = route.handler(Request()).decode()
 
         assert shown.startswith("<!doctype html><pre>2 ranks: 1 answered, 1 never")
         assert "barrier &lt;b&gt;: 1 arrived, missing 1 of 2: node1 (rank 1)" in shown
 
-    def test_own_pages(self, rank_0: dist.Store) -> None:
-        """Instead of torch's."""
+    def test_other_handlers(self, rank_0: dist.Store) -> None:
+        """The caller's handlers replace torch's."""
         (own, *_) = debug_page.add()["handlers"]
 
-        given = debug_page.add([own])["handlers"]
+        handlers = debug_page.add([own])["handlers"]
 
-        assert [type(h).__name__ for h in given] == ["IndexHandler", "StoreHandler"]
+        assert [type(h).__name__ for h in handlers] == ["IndexHandler", "StoreHandler"]
 
     def test_on_another_rank(
         self, rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch, events: Events
     ) -> None:
-        """It answers, and needs none of the frontend's packages."""
+        """The rank serves its status, without the frontend's packages."""
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setitem(sys.modules, "tabulate", None)
 
         assert debug_page.add() == {}
-        found = ask_all(Directory(_store.tcpstore_client, 2), 2, 5)[0]
-        assert [found[rank].state for rank in (0, 1)] == ["absent", "answered"]
+        replies, _ = query_ranks(Directory(_store.tcpstore_client, 2), 2, 5)
+        assert [replies[rank].state for rank in (0, 1)] == ["absent", "answered"]
         assert events() == []
 
     @pytest.mark.parametrize("package", ["tabulate", "jinja2"])
@@ -424,16 +432,16 @@ class TestAdd:
         monkeypatch: pytest.MonkeyPatch,
         events: Events,
     ) -> None:
-        """One sentence, with what to install."""
+        """The error names the package to install."""
         for module in ("_debug_handlers", "_frontend"):
             monkeypatch.delitem(
                 sys.modules, f"torch.distributed.debug.{module}", raising=False
             )
-            monkeypatch.delattr(torchs, module, raising=False)
+            monkeypatch.delattr(torch_debug, module, raising=False)
         monkeypatch.setitem(sys.modules, package, None)
 
         assert debug_page.add() == {}
-        assert the_sentence(events) == (
+        assert error_of(events) == (
             f"torch's debug server needs the package {package}, which is not"
             f" installed: pip install {package}"
         )
@@ -441,11 +449,11 @@ class TestAdd:
     def test_variable_is_missing(
         self, rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch, events: Events
     ) -> None:
-        """Which torch needs as well."""
+        """The error names the variable, which torch needs too."""
         monkeypatch.delenv("MASTER_PORT")
 
         assert debug_page.add() == {}
-        assert the_sentence(events) == (
+        assert error_of(events) == (
             "torch's debug server needs the variable MASTER_PORT, which is not set:"
             " start the job with torchrun, or set it"
         )
@@ -453,36 +461,36 @@ class TestAdd:
     def test_torch_has_changed(
         self, rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch, events: Events
     ) -> None:
-        """What is private there may go any day; the caller's own pages stay."""
+        """The error has torch's version; the caller's handlers are returned."""
         monkeypatch.delattr(_store, "tcpstore_client")
 
         assert debug_page.add([]) == {"handlers": []}
-        sentence = the_sentence(events)
-        assert sentence.startswith(
-            f"no page in torch's debug server: that of torch {torch.__version__} is"
-            " not as in 2.13 (AttributeError: "
+        error = error_of(events)
+        assert error.startswith(
+            f"no page in torch's debug server: torch {torch.__version__} differs from"
+            " torch 2.13 (AttributeError: "
         )
 
-    def test_torch_is_older(
+    def test_torch_without_handlers(
         self, rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch, events: Events
     ) -> None:
-        """Its server takes no pages, so it is given none."""
-        monkeypatch.setattr(torchs, "start_debug_server", lambda port=25999: None)
+        """A start_debug_server without the parameter gets no handlers."""
+        monkeypatch.setattr(torch_debug, "start_debug_server", lambda port=25999: None)
 
         assert debug_page.add() == {}
-        assert "start_debug_server takes no handlers" in the_sentence(events)
+        assert "start_debug_server takes no handlers" in error_of(events)
 
-    def test_torch_is_much_older(
+    def test_torch_without_debug_server(
         self, rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch, events: Events
     ) -> None:
-        """It has no debug server."""
+        """A torch without a debug server is reported."""
         monkeypatch.setitem(sys.modules, _store.__name__, None)
 
         assert debug_page.add() == {}
-        assert "is not as in 2.13 (ModuleNotFoundError" in the_sentence(events)
+        assert "differs from torch 2.13 (ModuleNotFoundError" in error_of(events)
 
     def test_import_is_light(self) -> None:
-        """Nothing of torch's server is loaded before it is asked for."""
+        """Importing the module does not load torch's debug server."""
         program = (
             "import sys, tracedstore.auto.debug_page;"
             "print(*{'tabulate', 'aiohttp', 'torch.distributed.debug'}"

@@ -1,4 +1,4 @@
-"""Ranks become host names, or the factory says why not."""
+"""Decoders, and the errors of their factories."""
 
 import os
 import re
@@ -23,10 +23,14 @@ from tracedstore.coordination.decoders import (
     slurm,
     torchrun,
 )
-from tracedstore.coordination.rosters import counts_in, hosts_in, place
+from tracedstore.coordination.rosters import (
+    assign_tasks,
+    parse_node_list,
+    parse_task_counts,
+)
 from tracedstore.core.errors import TracedStoreError
 
-# As srun gives them to task 9 of a job of 4 nodes with 4 tasks each.
+# The environment of task 9 under srun, in a job of 4 nodes with 4 tasks each.
 SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOB_NODELIST": "node[01-03,07]",
@@ -65,12 +69,12 @@ OPENMPI = {
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
-    """An environment without some of its variables."""
+    """Return an environment without some of its variables."""
     return {name: value for name, value in environ.items() if name not in names}
 
 
 def minimal_slurm(nodes: str, tasks: str, distribution: str = "") -> dict[str, str]:
-    """The three variables that make a roster."""
+    """Return the three variables that determine the hosts."""
     return {
         "SLURM_JOB_NODELIST": nodes,
         "SLURM_TASKS_PER_NODE": tasks,
@@ -79,19 +83,19 @@ def minimal_slurm(nodes: str, tasks: str, distribution: str = "") -> dict[str, s
 
 
 def names(decoder: Decoder, count: int) -> list[str]:
-    """The names of the first ranks."""
+    """Return the names of the first ranks."""
     return [decoder(rank) for rank in range(count)]
 
 
-def refusal(factory: Callable[[Mapping[str, str]], Decoder], **environ: str) -> str:
-    """What a factory says when it cannot work."""
-    with pytest.raises(DecoderError) as refused:
+def error_of(factory: Callable[[Mapping[str, str]], Decoder], **environ: str) -> str:
+    """Return the message of the DecoderError that a factory raises."""
+    with pytest.raises(DecoderError) as raised:
         factory(environ)
-    return str(refused.value)
+    return str(raised.value)
 
 
 class TestNodeList:
-    """Slurm's grammar for many hosts in few words."""
+    """Slurm's compact syntax for many hosts."""
 
     @pytest.mark.parametrize(
         ("text", "hosts"),
@@ -104,37 +108,39 @@ class TestNodeList:
                 "gpu-a[1-2]b[3-4],login1",
                 ["gpu-a1b3", "gpu-a1b4", "gpu-a2b3", "gpu-a2b4", "login1"],
             ),
+            ("node[009-011]", ["node009", "node010", "node011"]),
+            ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
             ("[1-2]", ["1", "2"]),
             ("rack[1]-x.example.org", ["rack1-x.example.org"]),
             ("b,a", ["b", "a"]),
         ],
     )
     def test_expands(self, text: str, hosts: list[str]) -> None:
-        """Ranges, padding, several brackets and plain names, in Slurm's order."""
-        assert hosts == hosts_in(text)
+        """Ranges, padding, several brackets and plain names expand in Slurm's order."""
+        assert hosts == parse_node_list(text)
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("", "brackets do not match, or a name is empty"),
-            ("a,,b", "brackets do not match, or a name is empty"),
-            ("a,", "brackets do not match, or a name is empty"),
-            ("node[1-3", "brackets do not match, or a name is empty"),
-            ("node1-3]", "brackets do not match, or a name is empty"),
-            ("node[[1]]", "brackets do not match, or a name is empty"),
-            ("two words", "brackets do not match, or a name is empty"),
+            ("", "unbalanced brackets, or an empty name"),
+            ("a,,b", "unbalanced brackets, or an empty name"),
+            ("a,", "unbalanced brackets, or an empty name"),
+            ("node[1-3", "unbalanced brackets, or an empty name"),
+            ("node1-3]", "unbalanced brackets, or an empty name"),
+            ("node[[1]]", "unbalanced brackets, or an empty name"),
+            ("two words", "unbalanced brackets, or an empty name"),
             ("node[]", "[] is not a number or a range"),
             ("node[1,,2]", "[] is not a number or a range"),
             ("node[a-c]", "[a-c] is not a number or a range"),
             ("node[1-]", "[1-] is not a number or a range"),
             ("node[²]", "[²] is not a number or a range"),
-            ("node[3-1]", "[3-1] runs backwards"),
+            ("node[3-1]", "[3-1] is a descending range"),
         ],
     )
     def test_malformed(self, text: str, reason: str) -> None:
-        """What is no node list is refused with the place that is wrong."""
+        """The error names the part that is malformed."""
         with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
-            hosts_in(text)
+            parse_node_list(text)
 
     @pytest.mark.parametrize(
         "text",
@@ -148,23 +154,23 @@ class TestNodeList:
         ],
     )
     def test_expansion_is_bounded(self, text: str) -> None:
-        """A million hosts is the most, and more of them are never made."""
+        """More than a million hosts are refused before they are expanded."""
         with pytest.raises(ValueError, match="more than 1000000 hosts"):
-            hosts_in(text)
+            parse_node_list(text)
 
     def test_a_million_is_allowed(self) -> None:
-        """The bound itself is inside."""
-        assert len(hosts_in("n[0-999][000-999]")) == 1_000_000
+        """The limit itself is allowed."""
+        assert len(parse_node_list("n[0-999][000-999]")) == 1_000_000
 
     def test_length_of_names_is_bounded(self) -> None:
-        """A long prefix is not multiplied by a wide bracket."""
+        """A long prefix is not repeated for each number of a wide bracket."""
         with pytest.raises(ValueError, match="longer than 253"):
-            hosts_in("n" * 100_000 + "[0-999999]")
+            parse_node_list("n" * 100_000 + "[0-999999]")
 
-    def test_work_is_bounded_by_the_first_excess(self) -> None:
-        """Thousands of brackets are not gone through to find the name too long."""
+    def test_parsing_stops_at_the_limit(self) -> None:
+        """The brackets after the first excess are not parsed."""
         with pytest.raises(ValueError, match="longer than 253"):
-            hosts_in("n" + "[0]" * 40_000)
+            parse_node_list("n" + "[0]" * 40_000)
 
     @given(
         st.lists(
@@ -186,11 +192,11 @@ class TestNodeList:
             max_size=4,
         )
     )
-    def test_as_a_simple_expansion(
+    def test_equals_nested_loops(
         self, expressions: list[list[str | list[tuple[int, int, int]]]]
     ) -> None:
-        """Whatever is written with brackets reads as nested loops would have it."""
-        written, expected = [], []
+        """Brackets expand in the order of nested loops."""
+        texts, expected = [], []
         for expression in expressions:
             text, hosts = "", [""]
             for part in expression:
@@ -199,24 +205,24 @@ class TestNodeList:
                     hosts = [host + part for host in hosts]
                     continue
                 items, numbers = [], []
-                for first, more, width in part:
+                for first, length, width in part:
                     low = str(first).zfill(width)
-                    high = str(first + more).zfill(len(low))
+                    high = str(first + length).zfill(len(low))
                     items.append(low if low == high else f"{low}-{high}")
-                    run = range(first, first + more + 1)
+                    run = range(first, first + length + 1)
                     numbers += [str(n).zfill(len(low)) for n in run]
                 text += f"[{','.join(items)}]"
                 hosts = [host + number for host in hosts for number in numbers]
-            written.append(text)
+            texts.append(text)
             expected += hosts
 
-        assert expected == hosts_in(",".join(written))
+        assert expected == parse_node_list(",".join(texts))
 
     @given(st.text("[],-01ax \n²", max_size=9))
     def test_any_text(self, text: str) -> None:
-        """Text of any kind gives non-empty names or a ValueError, nothing else."""
+        """Arbitrary text expands to valid names or raises ValueError."""
         try:
-            hosts = hosts_in(text)
+            hosts = parse_node_list(text)
         except ValueError:
             return
 
@@ -224,8 +230,8 @@ class TestNodeList:
         assert all(host and not set(host) & set("[], \n") for host in hosts)
 
 
-class TestPlace:
-    """Tasks per node, and which of them goes where."""
+class TestTasks:
+    """Tasks per node, and the assignment of tasks to nodes."""
 
     @pytest.mark.parametrize(
         ("text", "counts"),
@@ -237,40 +243,40 @@ class TestPlace:
         ],
     )
     def test_counts(self, text: str, counts: list[int]) -> None:
-        """Slurm's repetition is undone."""
-        assert counts == counts_in(text)
+        """Repetitions such as 8(x4) are expanded."""
+        assert counts == parse_task_counts(text)
 
     @pytest.mark.parametrize(
         "text", ["1(x999999999)", "0(x999999999)", "999999999", "500001(x2)"]
     )
     def test_counts_are_bounded(self, text: str) -> None:
-        """A million tasks is the most, and more of them are never made."""
+        """More than a million tasks are refused before they are expanded."""
         with pytest.raises(ValueError, match="more than 1000000 tasks"):
-            counts_in(text)
+            parse_task_counts(text)
 
-    def test_rounds_are_as_many_as_tasks(self) -> None:
-        """One node with very many tasks does not make every round go over all nodes.
+    def test_work_is_proportional_to_tasks(self) -> None:
+        """A node that has all its tasks is skipped in later rounds.
 
-        With a step for each node in each round this would be 10^11 steps.
+        With a step per node in each round, this would take 10^11 steps.
         """
-        placed = place([1] * 100_000 + [900_000], 1)
+        assigned = assign_tasks([1] * 100_000 + [900_000], 1)
 
-        assert len(placed) == 1_000_000
-        assert set(placed[100_001:]) == {100_000}
+        assert len(assigned) == 1_000_000
+        assert set(assigned[100_001:]) == {100_000}
 
     @given(st.lists(st.integers(0, 9), max_size=9), st.integers(1, 10))
-    def test_every_task_once(self, counts: list[int], turn: int) -> None:
-        """However tasks are dealt, each node gets its count."""
-        placed = place(counts, turn)
+    def test_every_task_once(self, counts: list[int], plane_size: int) -> None:
+        """Each node gets its count of tasks, with any plane size."""
+        assigned = assign_tasks(counts, plane_size)
 
-        assert counts == [placed.count(node) for node in range(len(counts))]
+        assert counts == [assigned.count(node) for node in range(len(counts))]
 
 
 class TestSlurm:
-    """The roster of a Slurm step."""
+    """Hosts of a Slurm step."""
 
     def test_block(self) -> None:
-        """Without more said, nodes are filled one after the other."""
+        """By default, nodes are filled one after the other."""
         decoder = slurm(SLURM)
 
         assert names(decoder, 16) == (
@@ -287,21 +293,21 @@ class TestSlurm:
         "distribution",
         ["", "*", "block", "block:cyclic", "block,Pack", "block:block:cyclic,NoPack"],
     )
-    def test_only_the_nodes_part_counts(self, distribution: str) -> None:
-        """How sockets and cores are dealt out moves no task to another node."""
+    def test_distribution_inside_nodes(self, distribution: str) -> None:
+        """The distribution over sockets and cores does not change the node."""
         decoder = slurm(minimal_slurm("a,b", "2(x2)", distribution))
 
         assert names(decoder, 4) == ["a", "a", "b", "b"]
 
     @pytest.mark.parametrize("distribution", ["cyclic", "cyclic:cyclic", "Cyclic,Pack"])
     def test_cyclic(self, distribution: str) -> None:
-        """One task to each node in turn, until a node has all of its own."""
+        """Nodes take one task in turn, until each has its count."""
         decoder = slurm(minimal_slurm("a,b,c", "3,1,2", distribution))
 
         assert names(decoder, 6) == ["a", "b", "c", "a", "c", "a"]
 
     def test_plane(self) -> None:
-        """The example in Slurm's source: planes of 2, and nodes of 4, 1 and 1."""
+        """The example of Slurm's source: planes of 2, and nodes of 4, 1 and 1 tasks."""
         user = minimal_slurm("a,b,c", "4,1,1", "plane=2")
         srun = minimal_slurm("a,b,c", "4,1,1", "plane") | {"SLURM_DIST_PLANESIZE": "2"}
 
@@ -309,7 +315,7 @@ class TestSlurm:
         assert names(slurm(srun), 6) == names(slurm(user), 6)
 
     def test_step_on_fewer_nodes_than_the_job(self) -> None:
-        """The step's nodes go with the step's tasks."""
+        """The step's node list is used with the step's task counts."""
         environ = minimal_slurm("a[1-8]", "4(x8)") | {
             "SLURM_STEP_NODELIST": "a[3-4]",
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
@@ -321,26 +327,26 @@ class TestSlurm:
         "name", ["SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"]
     )
     def test_any_node_list(self, name: str) -> None:
-        """Versions and commands of Slurm differ in which of them they set."""
+        """Which variable is set depends on Slurm's version and command."""
         decoder = slurm({name: "a[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"})
 
         assert names(decoder, 2) == ["a1", "a2"]
 
     @pytest.mark.parametrize("rank", [-1, 16, 10**30])
     def test_unknown_ranks(self, rank: int) -> None:
-        """A rank outside the step has no host; a negative one is not the last."""
+        """A rank outside the step raises LookupError; a negative one too."""
         with pytest.raises(LookupError):
             slurm(SLURM)(rank)
 
     def test_missing(self) -> None:
-        """Outside of Slurm it says what it looked for."""
-        assert refusal(slurm) == (
+        """Outside of Slurm, the error names the variables."""
+        assert error_of(slurm) == (
             "SLURM_JOB_NODELIST or SLURM_NODELIST or SLURM_STEP_NODELIST is not set;"
-            " start under its launcher, or pass a decoder of your own"
+            " start under its launcher, or pass your own decoder"
         )
-        assert refusal(slurm, SLURM_JOB_NODELIST="a") == (
+        assert error_of(slurm, SLURM_JOB_NODELIST="a") == (
             "SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE is not set; start under"
-            " its launcher, or pass a decoder of your own"
+            " its launcher, or pass your own decoder"
         )
 
     @pytest.mark.parametrize(
@@ -351,8 +357,8 @@ class TestSlurm:
                 "1",
                 "",
                 (
-                    "SLURM_JOB_NODELIST is 'a[1-': brackets do not match, or a name is"
-                    " empty; correct it, or pass a decoder of your own"
+                    "SLURM_JOB_NODELIST is 'a[1-': unbalanced brackets, or an empty"
+                    " name; correct it, or pass your own decoder"
                 ),
             ),
             (
@@ -361,7 +367,7 @@ class TestSlurm:
                 "",
                 (
                     "SLURM_JOB_NODELIST is 'a[0-999999999]': more than 1000000 hosts;"
-                    " correct it, or pass a decoder of your own"
+                    " correct it, or pass your own decoder"
                 ),
             ),
             (
@@ -370,7 +376,7 @@ class TestSlurm:
                 "",
                 (
                     "SLURM_TASKS_PER_NODE is '8(x': '8(x' is not a count such as 8 or"
-                    " 8(x4); correct it, or pass a decoder of your own"
+                    " 8(x4); correct it, or pass your own decoder"
                 ),
             ),
             (
@@ -379,8 +385,8 @@ class TestSlurm:
                 "",
                 (
                     "SLURM_TASKS_PER_NODE is '8(x4)', which counts 4 nodes, but"
-                    " SLURM_JOB_NODELIST names 3; run under srun, or pass a decoder of"
-                    " your own"
+                    " SLURM_JOB_NODELIST names 3; run under srun, or pass your own"
+                    " decoder"
                 ),
             ),
             (
@@ -389,8 +395,8 @@ class TestSlurm:
                 "arbitrary",
                 (
                     "SLURM_DISTRIBUTION is 'arbitrary', and the order of the nodes is"
-                    " in the file SLURM_HOSTFILE named at launch only; use"
-                    " hostfile:PATH, or pass a decoder of your own"
+                    " only in the file that SLURM_HOSTFILE named at launch; use"
+                    " hostfile:PATH, or pass your own decoder"
                 ),
             ),
             (
@@ -398,8 +404,8 @@ class TestSlurm:
                 "1",
                 "spiral:block",
                 (
-                    "SLURM_DISTRIBUTION is 'spiral:block'; known are block, cyclic and"
-                    " plane=N, else pass a decoder of your own"
+                    "SLURM_DISTRIBUTION is 'spiral:block', not block, cyclic or"
+                    " plane=N; pass your own decoder"
                 ),
             ),
             (
@@ -407,8 +413,8 @@ class TestSlurm:
                 "1",
                 "plane",
                 (
-                    "SLURM_DIST_PLANESIZE is not set; start under its launcher, or pass"
-                    " a decoder of your own"
+                    "SLURM_DIST_PLANESIZE is not set; start under its launcher, or"
+                    " pass your own decoder"
                 ),
             ),
             (
@@ -416,8 +422,8 @@ class TestSlurm:
                 "1",
                 "plane=0",
                 (
-                    "SLURM_DISTRIBUTION plane is '0'; accepted is a whole number from"
-                    " 1, else pass a decoder of your own"
+                    "SLURM_DISTRIBUTION plane is '0', not a whole number of at least"
+                    " 1; correct it, or pass your own decoder"
                 ),
             ),
         ],
@@ -425,55 +431,56 @@ class TestSlurm:
     def test_malformed(
         self, nodes: str, tasks: str, distribution: str, message: str
     ) -> None:
-        """Each refusal names the variable, its value and the remedy."""
-        assert message == refusal(slurm, **minimal_slurm(nodes, tasks, distribution))
+        """Each error has the variable, its value and the remedy."""
+        assert message == error_of(slurm, **minimal_slurm(nodes, tasks, distribution))
 
-    def test_long_values_are_cut_in_messages(self) -> None:
-        """A node list of a hundred kilobytes takes a line."""
-        assert len(refusal(slurm, **minimal_slurm("n[" * 50_000, "1"))) < 300
+    def test_long_values_are_cut(self) -> None:
+        """The error for a node list of a hundred kilobytes is short."""
+        assert len(error_of(slurm, **minimal_slurm("n[" * 50_000, "1"))) < 300
 
-    def test_torchrun_on_top(self) -> None:
-        """With one torchrun on each node, a rank is no longer a Slurm task."""
-        assert refusal(slurm, **SLURM | TORCHRUN) == (
-            "TORCHELASTIC_RUN_ID is 'none', so ranks were given by another launcher;"
-            " use the torchrun decoder, or pass a decoder of your own"
+    def test_torchrun_inside(self) -> None:
+        """With one torchrun per node, a rank is not a Slurm task."""
+        assert error_of(slurm, **SLURM | TORCHRUN) == (
+            "TORCHELASTIC_RUN_ID is 'none', so another launcher assigned the ranks;"
+            " use the torchrun decoder, or pass your own decoder"
         )
 
-    def test_mpirun_on_top(self) -> None:
-        """Inside an allocation mpirun maps ranks in its own way."""
-        assert "use the openmpi decoder" in refusal(slurm, **SLURM | OPENMPI)
+    def test_mpirun_inside(self) -> None:
+        """Inside an allocation, mpirun assigns the ranks."""
+        assert "use the openmpi decoder" in error_of(slurm, **SLURM | OPENMPI)
 
-    def test_other_world(self) -> None:
-        """A script that starts 8 processes in each task has ranks of its own."""
-        assert refusal(slurm, **SLURM | {"WORLD_SIZE": "128"}) == (
-            "WORLD_SIZE is '128', but SLURM_STEP_TASKS_PER_NODE tells 16, so ranks were"
-            " given by another launcher; pass a decoder of your own"
+    def test_other_ranks(self) -> None:
+        """A script that starts 8 processes per task assigns other ranks."""
+        assert error_of(slurm, **SLURM | {"WORLD_SIZE": "128"}) == (
+            "WORLD_SIZE is '128', but 16 according to SLURM_STEP_TASKS_PER_NODE, so"
+            " another launcher assigned the ranks; pass your own decoder"
         )
-        assert refusal(slurm, **SLURM | {"RANK": "72"}) == (
-            "RANK is '72', but SLURM_PROCID tells 9, so ranks were given by another"
-            " launcher; pass a decoder of your own"
+        assert error_of(slurm, **SLURM | {"RANK": "72"}) == (
+            "RANK is '72', but 9 according to SLURM_PROCID, so another launcher"
+            " assigned the ranks; pass your own decoder"
         )
 
-    def test_same_world(self) -> None:
-        """A script that copies Slurm's numbers into torch's variables is fine."""
+    def test_same_ranks(self) -> None:
+        """A script may copy Slurm's numbers into torch's variables."""
         decoder = slurm(SLURM | {"RANK": "9", "WORLD_SIZE": "16"})
 
         assert decoder(9) == "node03"
 
     @pytest.mark.parametrize("own", ["4", "99"])
-    def test_own_host_is_the_proof(self, own: str) -> None:
-        """A roster that puts this very task on another host is wrong about others."""
-        assert refusal(slurm, **SLURM | {"SLURM_PROCID": own}) == (
-            "SLURMD_NODENAME is 'node03', which is not where SLURM_STEP_NODELIST and"
-            f" SLURM_STEP_TASKS_PER_NODE put task {own}; pass a decoder of your own"
+    def test_own_host_differs(self, own: str) -> None:
+        """A roster that puts this task on another host is refused."""
+        assert error_of(slurm, **SLURM | {"SLURM_PROCID": own}) == (
+            "SLURMD_NODENAME is 'node03', but SLURM_STEP_NODELIST and"
+            f" SLURM_STEP_TASKS_PER_NODE put task {own} elsewhere; pass your own"
+            " decoder"
         )
 
 
 class TestTorchrun:
-    """What torchrun tells its workers, and that is little."""
+    """What torchrun's variables show about hosts."""
 
     def test_homogeneous(self) -> None:
-        """The own host by name, the other nodes by number."""
+        """This host is named, the other nodes are numbered."""
         decoder = torchrun(TORCHRUN, host="me")
 
         assert names(decoder, 32) == (
@@ -481,11 +488,11 @@ class TestTorchrun:
         )
 
     def test_own_host_name(self) -> None:
-        """Unless told, the host's name is the system's."""
+        """The default host name is the system's."""
         assert torchrun(TORCHRUN)(8) == socket.gethostname()
 
     def test_heterogeneous(self) -> None:
-        """With uneven nodes only the own ranks are known."""
+        """With nodes of unequal size, only the ranks of this host are named."""
         decoder = torchrun(TORCHRUN | {"RANK": "7", "WORLD_SIZE": "20"}, host="me")
 
         assert [decoder(rank) for rank in range(4, 12)] == ["me"] * 8
@@ -495,7 +502,7 @@ class TestTorchrun:
 
     @pytest.mark.parametrize("rank", [-1, 32])
     def test_unknown_ranks(self, rank: int) -> None:
-        """A rank outside the world has no host."""
+        """A rank beyond the world size raises LookupError."""
         with pytest.raises(LookupError):
             torchrun(TORCHRUN)(rank)
 
@@ -504,27 +511,26 @@ class TestTorchrun:
         ["RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE"],
     )
     def test_missing(self, name: str) -> None:
-        """Each of its variables is needed."""
-        assert refusal(torchrun, **without(TORCHRUN, name)) == (
-            f"{name} is not set; start under its launcher, or pass a decoder of your"
-            " own"
+        """Each variable is required."""
+        assert error_of(torchrun, **without(TORCHRUN, name)) == (
+            f"{name} is not set; start under its launcher, or pass your own decoder"
         )
 
     @pytest.mark.parametrize("value", ["x", "-1", "1.0", "1_0", "²", "9" * 5000])
     def test_malformed(self, value: str) -> None:
-        """A rank is digits and nothing else."""
-        message = refusal(torchrun, **TORCHRUN | {"RANK": value})
+        """Only decimal digits are accepted."""
+        message = error_of(torchrun, **TORCHRUN | {"RANK": value})
 
         assert message.startswith(f"RANK is '{value[:80]}")
         assert message.endswith(
-            "; accepted is a whole number from 0, else pass a decoder of your own"
+            ", not a whole number of at least 0; correct it, or pass your own decoder"
         )
 
     def test_no_workers(self) -> None:
-        """A group has at least one worker."""
-        assert refusal(torchrun, **TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}) == (
-            "LOCAL_WORLD_SIZE is '0'; accepted is a whole number from 1, else pass a"
-            " decoder of your own"
+        """A node has at least one worker."""
+        assert error_of(torchrun, **TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}) == (
+            "LOCAL_WORLD_SIZE is '0', not a whole number of at least 1; correct it, or"
+            " pass your own decoder"
         )
 
     @pytest.mark.parametrize(
@@ -537,24 +543,26 @@ class TestTorchrun:
         ],
     )
     def test_contradictions(self, change: dict[str, str]) -> None:
-        """Numbers that cannot go together did not come from torchrun."""
-        message = refusal(torchrun, **TORCHRUN | change)
+        """Inconsistent numbers are refused."""
+        message = error_of(torchrun, **TORCHRUN | change)
 
-        assert message.startswith(f"RANK is {change.get('RANK', '11')}, which GROUP_")
-        assert message.endswith("start with torchrun, or pass a decoder of your own")
+        assert message.startswith(
+            f"RANK is {change.get('RANK', '11')}, which is impossible"
+        )
+        assert message.endswith("start with torchrun, or pass your own decoder")
 
 
 class TestKubernetes:
     """Pods of an Indexed Job."""
 
-    def test_one_rank_a_pod(self) -> None:
-        """Without more said, the index is the rank."""
+    def test_one_rank_per_pod(self) -> None:
+        """By default, the index is the rank."""
         decoder = kubernetes(KUBERNETES)
 
         assert names(decoder, 3) == ["train-llm-0", "train-llm-1", "train-llm-2"]
 
     def test_ranks_per_pod(self) -> None:
-        """Several ranks share a pod, in order, up to the world's size."""
+        """Pods have LOCAL_WORLD_SIZE ranks each, up to the world size."""
         environ = {"LOCAL_WORLD_SIZE": "8", "RANK": "17", "WORLD_SIZE": "32"}
         decoder = kubernetes(KUBERNETES | environ)
 
@@ -565,13 +573,13 @@ class TestKubernetes:
                 decoder(rank)
 
     def test_full_host_name(self) -> None:
-        """With setHostnameAsFQDN the first label is the pod's."""
+        """With setHostnameAsFQDN, the first label is the pod's name."""
         name = "train-llm-2.svc.default.svc.cluster.local"
 
         assert kubernetes(KUBERNETES | {"HOSTNAME": name})(0) == "train-llm-0"
 
     def test_torchrun_with_node_rank(self) -> None:
-        """Where --node-rank is the index, groups are pods."""
+        """If --node-rank is the index, group ranks are pod indexes."""
         environ = KUBERNETES | TORCHRUN | {"GROUP_RANK": "2", "RANK": "19"}
         decoder = kubernetes(environ | {"PET_NODE_RANK": "2"})
 
@@ -587,16 +595,16 @@ class TestKubernetes:
         ],
     )
     def test_elastic_torchrun(self, change: dict[str, str]) -> None:
-        """An elastic rendezvous gives pods any order."""
+        """An elastic rendezvous may assign pods in any order."""
         environ = KUBERNETES | TORCHRUN | {"GROUP_RANK": "2", "RANK": "19"} | change
 
-        assert "use the torchrun decoder" in refusal(kubernetes, **environ)
+        assert "use the torchrun decoder" in error_of(kubernetes, **environ)
 
-    def test_mpirun_on_top(self) -> None:
-        """Ranks of an mpirun inside a pod are not pods."""
+    def test_mpirun_inside(self) -> None:
+        """Inside a pod, mpirun assigns the ranks."""
         environ = KUBERNETES | OPENMPI
 
-        assert "use the openmpi decoder" in refusal(kubernetes, **environ)
+        assert "use the openmpi decoder" in error_of(kubernetes, **environ)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -604,22 +612,22 @@ class TestKubernetes:
             (
                 {"JOB_COMPLETION_INDEX": ""},
                 (
-                    "JOB_COMPLETION_INDEX is not set; start under its launcher, or pass"
-                    " a decoder of your own"
+                    "JOB_COMPLETION_INDEX is not set; start under its launcher, or"
+                    " pass your own decoder"
                 ),
             ),
             (
                 {"JOB_COMPLETION_INDEX": "two"},
                 (
-                    "JOB_COMPLETION_INDEX is 'two'; accepted is a whole number from 0,"
-                    " else pass a decoder of your own"
+                    "JOB_COMPLETION_INDEX is 'two', not a whole number of at least 0;"
+                    " correct it, or pass your own decoder"
                 ),
             ),
             (
                 {"HOSTNAME": ""},
                 (
-                    "HOSTNAME is not set; start under its launcher, or pass a decoder"
-                    " of your own"
+                    "HOSTNAME is not set; start under its launcher, or pass your own"
+                    " decoder"
                 ),
             ),
             (
@@ -627,42 +635,42 @@ class TestKubernetes:
                 (
                     "HOSTNAME is 'ip-10-0-0-1', which does not end in the"
                     " JOB_COMPLETION_INDEX -2; leave the pod's hostname unset, or pass"
-                    " a decoder of your own"
+                    " your own decoder"
                 ),
             ),
             (
                 {"HOSTNAME": "-2"},
                 (
                     "HOSTNAME is '-2', which does not end in the JOB_COMPLETION_INDEX"
-                    " -2; leave the pod's hostname unset, or pass a decoder of your own"
+                    " -2; leave the pod's hostname unset, or pass your own decoder"
                 ),
             ),
             (
                 {"LOCAL_WORLD_SIZE": "0"},
                 (
-                    "LOCAL_WORLD_SIZE is '0'; accepted is a whole number from 1, else"
-                    " pass a decoder of your own"
+                    "LOCAL_WORLD_SIZE is '0', not a whole number of at least 1;"
+                    " correct it, or pass your own decoder"
                 ),
             ),
             (
                 {"RANK": "5"},
                 (
-                    "RANK is '5', which is not a rank of pod JOB_COMPLETION_INDEX=2 at"
-                    " 1 in each; pass a decoder of your own"
+                    "RANK is '5', which is not a rank of pod JOB_COMPLETION_INDEX=2"
+                    " with 1 per pod; pass your own decoder"
                 ),
             ),
         ],
     )
     def test_malformed(self, change: dict[str, str], message: str) -> None:
-        """Each refusal names the variable, its value and the remedy."""
-        assert message == refusal(kubernetes, **KUBERNETES | change)
+        """Each error has the variable, its value and the remedy."""
+        assert message == error_of(kubernetes, **KUBERNETES | change)
 
 
 class TestOpenMPI:
-    """What mpirun tells its processes."""
+    """What mpirun's variables show about hosts."""
 
     def test_homogeneous(self) -> None:
-        """The own host by name, the others by number."""
+        """This host is named, the others are numbered."""
         decoder = openmpi(OPENMPI, host="me")
 
         assert names(decoder, 12) == ["node 0"] * 4 + ["me"] * 4 + ["node 2"] * 4
@@ -670,11 +678,11 @@ class TestOpenMPI:
             decoder(12)
 
     def test_own_host_name(self) -> None:
-        """Unless told, the host's name is the system's."""
+        """The default host name is the system's."""
         assert openmpi(OPENMPI)(4) == socket.gethostname()
 
     def test_heterogeneous(self) -> None:
-        """With uneven hosts only the own ranks are known."""
+        """With hosts of unequal size, only the ranks of this host are named."""
         decoder = openmpi(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "10"}, host="me")
 
         assert [decoder(rank) for rank in range(4, 8)] == ["me"] * 4
@@ -685,13 +693,13 @@ class TestOpenMPI:
     @pytest.mark.parametrize(
         "change",
         [
-            # Second rank on its host, of three hosts dealt to in turn.
+            # Second rank on its host; three hosts take ranks in turn.
             {"OMPI_COMM_WORLD_RANK": "4"},
             {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "11"},
         ],
     )
     def test_not_by_slot(self, change: dict[str, str]) -> None:
-        """Where ranks do not fill hosts in order, only the own rank is known."""
+        """If ranks do not fill hosts in order, only this rank is named."""
         decoder = openmpi(OPENMPI | change, host="me")
         own = int(change["OMPI_COMM_WORLD_RANK"])
 
@@ -702,10 +710,9 @@ class TestOpenMPI:
 
     @pytest.mark.parametrize("name", [name for name in OPENMPI if "NODE" not in name])
     def test_missing(self, name: str) -> None:
-        """Each of its variables is needed."""
-        assert refusal(openmpi, **without(OPENMPI, name)) == (
-            f"{name} is not set; start under its launcher, or pass a decoder of your"
-            " own"
+        """Each variable is required."""
+        assert error_of(openmpi, **without(OPENMPI, name)) == (
+            f"{name} is not set; start under its launcher, or pass your own decoder"
         )
 
     @pytest.mark.parametrize(
@@ -718,31 +725,31 @@ class TestOpenMPI:
         ],
     )
     def test_contradictions(self, change: dict[str, str]) -> None:
-        """Numbers that cannot go together did not come from mpirun."""
-        message = refusal(openmpi, **OPENMPI | change)
+        """Inconsistent numbers are refused."""
+        message = error_of(openmpi, **OPENMPI | change)
 
         assert message.startswith("OMPI_COMM_WORLD_RANK is ")
         assert message.endswith(
-            "which cannot be; start with mpirun, or pass a decoder of your own"
+            "which is impossible; start with mpirun, or pass your own decoder"
         )
 
-    def test_ranks_of_others(self) -> None:
-        """Ranks that torchrun or a script gave are not mpirun's."""
-        assert "use the torchrun decoder" in refusal(openmpi, **OPENMPI | TORCHRUN)
-        assert refusal(openmpi, **OPENMPI | {"RANK": "40"}) == (
-            "RANK is '40', but OMPI_COMM_WORLD_RANK tells 5, so ranks were given by"
-            " another launcher; pass a decoder of your own"
+    def test_other_ranks(self) -> None:
+        """Ranks that torchrun or a script assigned are refused."""
+        assert "use the torchrun decoder" in error_of(openmpi, **OPENMPI | TORCHRUN)
+        assert error_of(openmpi, **OPENMPI | {"RANK": "40"}) == (
+            "RANK is '40', but 5 according to OMPI_COMM_WORLD_RANK, so another"
+            " launcher assigned the ranks; pass your own decoder"
         )
-        assert "OMPI_COMM_WORLD_SIZE tells 12" in refusal(
+        assert "12 according to OMPI_COMM_WORLD_SIZE" in error_of(
             openmpi, **OPENMPI | {"WORLD_SIZE": "96"}
         )
 
 
 class TestHostfile:
-    """A launcher's host file, where there is one."""
+    """Hosts from a launcher's host file."""
 
-    def test_all_three_ways(self, tmp_path: Path) -> None:
-        """Slots of Open MPI and DeepSpeed, MPICH's colon, and bare names."""
+    def test_formats(self, tmp_path: Path) -> None:
+        """The slots of Open MPI and DeepSpeed, MPICH's colon, and plain names."""
         path = tmp_path / "hosts"
         path.write_text(
             "# made by hand\n"
@@ -777,60 +784,60 @@ class TestHostfile:
         ],
     )
     def test_malformed(self, tmp_path: Path, line: str) -> None:
-        """The refusal names the file and the line."""
+        """The error has the file and the line."""
         path = tmp_path / "hosts"
         path.write_text(f"node0 slots=8\n\n{line}\n")
 
-        with pytest.raises(DecoderError) as refused:
+        with pytest.raises(DecoderError) as raised:
             hostfile(path)
 
-        assert str(refused.value) == (
+        assert str(raised.value) == (
             f"{path}:3: '{line}' is not a host such as node1, node1:8 or node1"
-            " slots=8; correct it, or pass a decoder of your own"
+            " slots=8; correct it, or pass your own decoder"
         )
 
     def test_bounded(self, tmp_path: Path) -> None:
-        """A million slots is the most, and more of them are never made."""
+        """More than a million slots are refused before they are expanded."""
         path = tmp_path / "hosts"
         path.write_text("node0\nnode1 slots=999999999999\n")
 
         with pytest.raises(DecoderError, match=":2: more than 1000000 slots; correct"):
             hostfile(path)
 
-    @pytest.mark.parametrize("text", ["", "# nobody\n", "node1 slots=0\n"])
+    @pytest.mark.parametrize("text", ["", "# comment\n", "node1 slots=0\n"])
     def test_empty(self, tmp_path: Path, text: str) -> None:
-        """A file without slots names no rank."""
+        """A file without slots is refused."""
         path = tmp_path / "hosts"
         path.write_text(text)
 
-        with pytest.raises(DecoderError) as refused:
+        with pytest.raises(DecoderError) as raised:
             hostfile(path)
 
-        assert str(refused.value) == (
+        assert str(raised.value) == (
             f"host file '{path}' has no slots; add lines such as 'node1 slots=8', or"
-            " pass a decoder of your own"
+            " pass your own decoder"
         )
 
     def test_unreadable(self, tmp_path: Path) -> None:
-        """A path that leads nowhere, or to something else, is told."""
+        """A missing file and a binary file are refused."""
         binary = tmp_path / "binary"
         binary.write_bytes(b"\xff\xfe\x00")
 
-        with pytest.raises(DecoderError) as refused:
+        with pytest.raises(DecoderError) as raised:
             hostfile(tmp_path / "none")
-        assert str(refused.value) == (
+        assert str(raised.value) == (
             f"host file '{tmp_path}/none' cannot be read (No such file or directory);"
-            " correct the path, or pass a decoder of your own"
+            " correct the path, or pass your own decoder"
         )
-        with pytest.raises(DecoderError, match="is not text in UTF-8; correct"):
+        with pytest.raises(DecoderError, match="is not UTF-8 text; correct"):
             hostfile(binary)
 
 
 class TestChain:
-    """The first that answers."""
+    """The first decoder that does not raise is used."""
 
-    def test_each_failure_costs_itself(self) -> None:
-        """Whatever one raises, the next is asked."""
+    def test_decoder_raises(self) -> None:
+        """After any exception, the next decoder is called."""
 
         def broken(rank: int) -> str:
             return str(1 // 0)
@@ -839,8 +846,8 @@ class TestChain:
 
         assert names(decoder, 3) == ["host0", "one", "host2"]
 
-    def test_nobody_knows(self) -> None:
-        """A chain is a decoder: what no link knows is a LookupError."""
+    def test_all_raise(self) -> None:
+        """If no decoder knows the rank, the chain raises LookupError."""
         with pytest.raises(LookupError):
             chain({1: "one"}.__getitem__)(2)
         with pytest.raises(LookupError):
@@ -848,10 +855,10 @@ class TestChain:
 
 
 class TestAuto:
-    """Whatever the environment has."""
+    """The decoder for the launcher of this environment."""
 
-    def test_nothing(self) -> None:
-        """At a desk a rank is a rank."""
+    def test_no_launcher(self) -> None:
+        """Without a launcher, ranks have default names."""
         assert names(auto({}), 2) == ["rank 0", "rank 1"]
 
     @pytest.mark.parametrize(
@@ -870,8 +877,8 @@ class TestAuto:
             (TORCHRUN | {"SLURM_JOB_NODELIST": "["}, 0, "node 0"),
         ],
     )
-    def test_who_answers(self, environ: dict[str, str], rank: int, name: str) -> None:
-        """The launcher that gave the ranks, and never a guess of another one."""
+    def test_launcher(self, environ: dict[str, str], rank: int, name: str) -> None:
+        """The launcher that assigned the ranks names them, and no other one."""
         assert name == auto(environ)(rank)
 
     @given(
@@ -882,12 +889,12 @@ class TestAuto:
         st.integers(),
     )
     def test_any_environment(self, environ: dict[str, str], rank: int) -> None:
-        """However the environment looks, there is a name."""
+        """Any environment results in a name."""
         assert auto(environ)(rank)
 
 
 class TestByName:
-    """A decoder from a setting."""
+    """Decoders created by name."""
 
     @pytest.mark.parametrize(
         ("name", "environ"),
@@ -900,11 +907,11 @@ class TestByName:
         ],
     )
     def test_each(self, name: str, environ: dict[str, str]) -> None:
-        """Each has its name, and reads the environment it is given."""
+        """Each decoder is created from the given environment."""
         assert by_name(name, environ)(0) == auto(environ)(0)
 
     def test_hostfile(self, tmp_path: Path) -> None:
-        """A host file's name follows a colon, and may have one itself."""
+        """The path follows a colon, and may contain colons."""
         path = tmp_path / "a:b"
         path.write_text("node1\n")
 
@@ -912,22 +919,22 @@ class TestByName:
 
     @pytest.mark.parametrize("name", ["pbs", "", "Slurm", "hostfile"])
     def test_unknown(self, name: str) -> None:
-        """The refusal lists what there is."""
-        with pytest.raises(DecoderError) as refused:
+        """The error lists the decoders."""
+        with pytest.raises(DecoderError) as raised:
             by_name(name, {})
 
-        assert str(refused.value) == (
-            f"there is no decoder '{name}'; there are auto, kubernetes, openmpi, slurm,"
-            " torchrun and hostfile:PATH"
+        assert str(raised.value) == (
+            f"unknown decoder '{name}'; the decoders are auto, kubernetes, openmpi,"
+            " slurm, torchrun and hostfile:PATH"
         )
 
-    def test_what_it_names_does_not_work_here(self) -> None:
-        """Asked for by name, a decoder that cannot work says so."""
+    def test_unsupported_environment(self) -> None:
+        """The error of the decoder's factory is raised."""
         with pytest.raises(TracedStoreError, match="SLURM_JOB_NODELIST"):
             by_name("slurm", {})
 
-    def test_own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Unless told, the environment is this process's, at the time of the call."""
+    def test_default_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The default environment is this process's, at the time of the call."""
         for name in os.environ:
             if name.startswith(("SLURM", "OMPI", "TORCHELASTIC", "WORLD", "RANK")):
                 monkeypatch.delenv(name)
@@ -938,43 +945,47 @@ class TestByName:
 
 
 class TestNameOf:
-    """A name in every case."""
+    """name_of returns a name in every case."""
 
-    def test_asks(self) -> None:
-        """What the decoder says is the name."""
+    def test_name(self) -> None:
+        """The name is the decoder's."""
         assert name_of(lambda rank: f"host{rank}", 3) == "host3"
 
     @pytest.mark.parametrize("error", [LookupError, ValueError, RecursionError])
-    def test_a_decoder_that_raises(self, error: type[Exception]) -> None:
-        """It costs that name only."""
+    def test_decoder_raises(self, error: type[Exception]) -> None:
+        """Only the rank for which it raises has the default name."""
 
-        def moody(rank: int) -> str:
+        def decoder(rank: int) -> str:
             if rank == 1:
                 raise error
             return "host"
 
-        assert [name_of(moody, rank) for rank in range(3)] == ["host", "rank 1", "host"]
+        assert [name_of(decoder, rank) for rank in range(3)] == [
+            "host",
+            "rank 1",
+            "host",
+        ]
 
-    def test_not_a_decoder(self) -> None:
-        """Neither does something that cannot be called."""
+    def test_not_callable(self) -> None:
+        """A decoder that cannot be called results in the default name."""
         assert name_of(None, 3) == "rank 3"  # type: ignore[arg-type]
 
-    def test_answers_of_other_types(self) -> None:
-        """Text is made of anything; nothing is no name."""
+    def test_names_of_other_types(self) -> None:
+        """Other types are converted to text; None and "" are no names."""
 
         class Unprintable:
             def __str__(self) -> str:
                 raise RuntimeError
 
-        answers: dict[int, object] = {0: 7, 1: b"h", 2: None, 3: "", 4: Unprintable()}
+        values: dict[int, object] = {0: 7, 1: b"h", 2: None, 3: "", 4: Unprintable()}
 
-        shown = [name_of(answers.get, rank) for rank in range(5)]  # type: ignore[arg-type]
+        result = [name_of(values.get, rank) for rank in range(5)]  # type: ignore[arg-type]
 
-        assert shown == ["7", "b'h'", "rank 2", "rank 3", "rank 4"]
+        assert result == ["7", "b'h'", "rank 2", "rank 3", "rank 4"]
 
     @given(st.text(), st.integers(1, 1000))
     def test_bounded_and_encodable(self, text: str, times: int) -> None:
-        """Whatever a decoder answers fits a log line."""
+        """Names are short and can be encoded, whatever the decoder returns."""
         name = name_of(lambda _: text * times, 0)
 
         assert 0 < len(name) <= 256

@@ -1,4 +1,4 @@
-"""get_all, synchronize and store_timeout, together with torch's own."""
+"""get_all, synchronize and store_timeout, alone and together with torch's."""
 
 import inspect
 from collections.abc import Callable
@@ -8,31 +8,31 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.utils import store as torchs
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from tracedstore.coordination import exchange
 
 
 class TestSignatures:
-    """They can stand where torch's stand."""
+    """The functions are drop-in replacements for torch's."""
 
     @pytest.mark.parametrize("name", ["store_timeout", "get_all", "synchronize"])
     def test_same_parameters(self, name: str) -> None:
-        """By name, by position, and with the same defaults."""
+        """Names, order and defaults of the parameters are torch's."""
 
         def parameters(module: Any) -> list[tuple[str, Any]]:
-            found = inspect.signature(getattr(module, name)).parameters.values()
-            return [(parameter.name, parameter.default) for parameter in found]
+            signature = inspect.signature(getattr(module, name))
+            return [(p.name, p.default) for p in signature.parameters.values()]
 
-        assert parameters(tracedstore) == parameters(torchs)
+        assert parameters(tracedstore) == parameters(torch_store)
 
 
 class TestStoreTimeout:
-    """The timeout is what it was, however it ended."""
+    """The store's timeout is restored."""
 
     def test_restored(self) -> None:
-        """After success, and after failure, where torch's own forgets it."""
+        """It is restored on success, and on failure too, where torch's is not."""
         store = HashStore()
         store.set_timeout(timedelta(seconds=9))
         with exchange.store_timeout(store, 0.05):
@@ -49,33 +49,35 @@ Synchronize = Callable[..., list[bytes]]
 
 
 class TestSynchronize:
-    """Everybody's data reaches everybody, whoever wrote the code."""
+    """All ranks exchange data, with tracedstore's function or torch's."""
 
     @pytest.mark.parametrize(
-        "fleet",
+        "functions",
         [
             [tracedstore.synchronize] * 3,
-            [torchs.synchronize, tracedstore.synchronize, torchs.synchronize],
-            [tracedstore.synchronize, torchs.synchronize, torchs.synchronize],
+            [torch_store.synchronize, tracedstore.synchronize, torch_store.synchronize],
+            [tracedstore.synchronize, torch_store.synchronize, torch_store.synchronize],
         ],
-        ids=["ours", "torch first", "ours first"],
+        ids=["tracedstore", "torch rank 0", "tracedstore rank 0"],
     )
     @pytest.mark.parametrize("wrapped", [False, True])
-    def test_mixed_fleets(self, fleet: list[Synchronize], wrapped: bool) -> None:
-        """Ranks of both kinds meet, rank 0 of either kind waits for the others."""
+    def test_mixed_ranks(self, functions: list[Synchronize], wrapped: bool) -> None:
+        """Ranks of both kinds work together; rank 0 waits for the others."""
         tracedstore.configure(log_format="off")
         store: Any = tracedstore.wrap(HashStore()) if wrapped else HashStore()
 
-        def take_part(rank: int) -> list[bytes]:
-            return fleet[rank](store, b"%d" % rank, rank, len(fleet), "data", 20)
+        def run(rank: int) -> list[bytes]:
+            return functions[rank](
+                store, b"%d" % rank, rank, len(functions), "data", 20
+            )
 
-        with ThreadPoolExecutor(len(fleet)) as ranks:
-            results = list(ranks.map(take_part, range(len(fleet))))
+        with ThreadPoolExecutor(len(functions)) as ranks:
+            results = list(ranks.map(run, range(len(functions))))
 
         assert results == [[b"0", b"1", b"2"]] * 3
 
-    def test_one_never_comes(self) -> None:
-        """The store's own timeout comes through, and its timeout is as before."""
+    def test_missing_rank(self) -> None:
+        """The store's timeout error is raised, and its timeout is restored."""
         store = HashStore()
         store.set_timeout(timedelta(seconds=9))
 

@@ -1,4 +1,4 @@
-"""What somebody found who looked at a barrier."""
+"""The report of a barrier's missing ranks."""
 
 import pytest
 from hypothesis import given
@@ -10,83 +10,95 @@ RANKS = st.sets(st.integers(min_value=0, max_value=63)).map(lambda s: tuple(sort
 COUNTS = st.integers(min_value=0, max_value=64)
 
 
-def found(
-    unnamed: tuple[int, ...] = (), unidentified: int = 0, count: int = 1
+def make_report(
+    unseen_ranks: tuple[int, ...] = (),
+    unidentified_count: int = 0,
+    arrived_count: int = 1,
 ) -> MissingReport:
-    """Find something in a world of 64, eight on a host."""
-    finding = MissingReport(
+    """Make a report for 64 ranks, eight per host."""
+    report = MissingReport(
         world_size=64,
-        count=count,
-        unnamed=unnamed,
-        unidentified=unidentified,
-        duplicates=(),
+        arrived_count=arrived_count,
+        unseen_ranks=unseen_ranks,
+        unidentified_count=unidentified_count,
+        duplicate_ranks=(),
         names={},
     )
-    return finding.named_by(lambda rank: f"node{rank // 8}")
+    return report.with_names(lambda rank: f"node{rank // 8}")
 
 
-class TestPassingOn:
-    """One looks, and the others read."""
+class TestEncoding:
+    """A report is published in the store by one rank and read by the others."""
 
     @given(COUNTS, RANKS, COUNTS, RANKS)
     def test_round_trip(
         self,
-        count: int,
-        unnamed: tuple[int, ...],
-        unidentified: int,
-        twice: tuple[int, ...],
+        arrived_count: int,
+        unseen_ranks: tuple[int, ...],
+        unidentified_count: int,
+        duplicate_ranks: tuple[int, ...],
     ) -> None:
-        """What was written is what is read."""
-        finding = MissingReport(
+        """Decoding returns the encoded report."""
+        report = MissingReport(
             world_size=64,
-            count=count,
-            unnamed=unnamed,
-            unidentified=unidentified,
-            duplicates=twice,
-            names={rank: f"node{rank}" for rank in unnamed},
+            arrived_count=arrived_count,
+            unseen_ranks=unseen_ranks,
+            unidentified_count=unidentified_count,
+            duplicate_ranks=duplicate_ranks,
+            names={rank: f"node{rank}" for rank in unseen_ranks},
         )
 
-        assert MissingReport.from_bytes(finding.to_bytes(), 64) == finding
+        assert MissingReport.from_bytes(report.to_bytes(), 64) == report
 
     @pytest.mark.parametrize(
-        "written",
-        [b"", b"<val_ignored>", b"\xff", b"3", b"{}", b'{"count": 1, "unnamed": "x"}'],
+        "value",
+        [
+            b"",
+            b"<val_ignored>",
+            b"\xff",
+            b"3",
+            b"{}",
+            b'{"arrived_count": 1, "unseen_ranks": "x"}',
+        ],
     )
-    def test_somebody_elses(self, written: bytes) -> None:
-        """What is none of ours is none, and no error."""
-        assert MissingReport.from_bytes(written, 4) is None
+    def test_other_values(self, value: bytes) -> None:
+        """A value that is not a report is None, not an error."""
+        assert MissingReport.from_bytes(value, 4) is None
 
 
-class TestWords:
-    """What people read."""
+class TestContent:
+    """What a report states about ranks."""
 
     @pytest.mark.parametrize(
-        ("finding", "words"),
+        ("report", "text"),
         [
             (
-                found((3, *range(8, 16))),
+                make_report((3, *range(8, 16))),
                 "missing 9 of 64: node0 (rank 3), node1 (ranks 8-15)",
             ),
             (
-                found((1, 2, 3), unidentified=2),
-                "1 of ranks 1-3 missing, 2 more arrived without a name",
+                make_report((1, 2, 3), unidentified_count=2),
+                "1 of ranks 1-3 missing, 2 arrivals unidentified",
             ),
-            (found(), "everybody arrived after all"),
-            (MissingReport.nothing(64), "who is missing could not be found out"),
+            (make_report(), "all ranks have arrived"),
+            (
+                MissingReport.unknown(64),
+                "the missing ranks could not be determined",
+            ),
         ],
-        ids=["missing", "nameless", "nobody", "nothing"],
+        ids=["missing", "unidentified", "complete", "unknown"],
     )
-    def test_described(self, finding: MissingReport, words: str) -> None:
-        """By host, in ranges, and honest about what is not known."""
-        assert finding.described() == words
+    def test_describe(self, report: MissingReport, text: str) -> None:
+        """Ranks are grouped by host; what is not known is not claimed."""
+        assert report.describe() == text
 
     @given(RANKS, COUNTS)
-    def test_nobody_who_arrived_is_called_missing(
-        self, unnamed: tuple[int, ...], unidentified: int
+    def test_an_arrived_rank_is_never_missing(
+        self, unseen_ranks: tuple[int, ...], unidentified_count: int
     ) -> None:
-        """Where somebody has no name, nobody is accused."""
-        finding = found(unnamed, unidentified)
+        """With unidentified arrivals, no rank is reported missing."""
+        report = make_report(unseen_ranks, unidentified_count)
 
-        assert finding.missing == (() if unidentified else unnamed)
-        assert set(finding.arrived).isdisjoint(finding.unnamed)
-        assert finding.missing_count == max(0, len(unnamed) - unidentified)
+        assert report.missing_ranks == (() if unidentified_count else unseen_ranks)
+        assert set(report.arrived_ranks).isdisjoint(report.unseen_ranks)
+        assert report.missing_count == max(0, len(unseen_ranks) - unidentified_count)

@@ -1,4 +1,4 @@
-"""The instrumentor that opentelemetry-instrument finds."""
+"""The instrumentor that opentelemetry-instrument loads."""
 
 import sys
 from importlib.metadata import entry_points
@@ -14,25 +14,25 @@ from tracedstore.auto.otel import TracedStoreInstrumentor
 
 
 def file_store(folder: Path) -> dist.Store:
-    """What torch makes for file://."""
+    """Return the store that torch creates for file://."""
     store, _, _ = next(dist.rendezvous(f"file://{folder / 'store'}", 0, 1))
     assert isinstance(store, dist.Store)
     return store
 
 
 class TestInstrumentor:
-    """It does what tracedstore.instrument() does."""
+    """The instrumentor does the same as tracedstore.instrument()."""
 
     def test_entry_point(self) -> None:
-        """It is found by its group and name."""
-        (found,) = entry_points(group="opentelemetry_instrumentor", name="torch_store")
+        """The entry point has the instrumentor's group and name."""
+        (entry,) = entry_points(group="opentelemetry_instrumentor", name="torch_store")
 
-        assert found.load() is TracedStoreInstrumentor
+        assert entry.load() is TracedStoreInstrumentor
         (base,) = TracedStoreInstrumentor.__bases__
         assert base.__module__ == "opentelemetry.instrumentation.instrumentor"
 
-    def test_there_and_back(self, tmp_path: Path) -> None:
-        """As the loader calls it, and as its users do."""
+    def test_instrument_and_uninstrument(self, tmp_path: Path) -> None:
+        """Both take effect, as the loader calls them and as users do."""
         instrumentor = TracedStoreInstrumentor()
 
         instrumentor.instrument(skip_dep_check=True)
@@ -40,20 +40,20 @@ class TestInstrumentor:
         instrumentor.uninstrument()
         bare = type(file_store(tmp_path)).__name__
         instrumentor.instrument()
-        again = patches._on
+        again = patches._enabled
         instrumentor.uninstrument()
 
-        assert (traced, bare, again, patches._on) == (
+        assert (traced, bare, again, patches._enabled) == (
             "TracedStore",
             "FileStore",
             True,
             False,
         )
 
-    def test_a_provider_of_the_jobs(
+    def test_tracer_provider(
         self, provider: TracerProvider, spans: InMemorySpanExporter, tmp_path: Path
     ) -> None:
-        """Spans go where the job says."""
+        """Spans go to the provider that the job passes."""
         TracedStoreInstrumentor().instrument(tracer_provider=provider)
 
         file_store(tmp_path).set("key", "value")
@@ -65,7 +65,7 @@ class TestInstrumentor:
         ]
 
     def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The module can be imported by anybody."""
+        """The module can be imported without OpenTelemetry's package."""
         monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation", None)
         monkeypatch.setitem(
             sys.modules, "opentelemetry.instrumentation.instrumentor", None

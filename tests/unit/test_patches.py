@@ -1,4 +1,4 @@
-"""Taking torch's places and giving them back, in this very process."""
+"""Patching torch and restoring it, in this process."""
 
 import importlib
 import importlib.util
@@ -25,8 +25,8 @@ import tracedstore
 from tracedstore.auto import patches
 
 
-def in_torch() -> dict[str, Any]:
-    """What stands in the places now."""
+def patched_names() -> dict[str, Any]:
+    """Return the current objects at all patch targets."""
     handler = dynamic_rendezvous.DynamicRendezvousHandler
     return {
         "env": handlers["env"],
@@ -40,102 +40,102 @@ def in_torch() -> dict[str, Any]:
         "c10d": rendezvous_handler_registry._registry["c10d"],
         "etcd-v2": rendezvous_handler_registry._registry["etcd-v2"],
         "barrier": store.barrier,
-        "barrier's copy": distributed.barrier,
+        "barrier copy": distributed.barrier,
     }
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The places where both are the very same object."""
-    return [name for name in one if one[name] is other[name]]
+def unchanged(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the targets with the same object in both."""
+    return [name for name in before if before[name] is after[name]]
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    """What can be passed to it, and how."""
-    found = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, one.default) for one in found]
+    """Return name, kind and default of the parameters."""
+    signature = inspect.signature(function)
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
 
 class TestTorch:
-    """torch is changed in twelve places and nowhere else, and back."""
+    """Twelve functions of torch are replaced, and restored."""
 
-    def test_there_and_back(self) -> None:
-        """All are taken, and the very same objects return."""
-        before, public = in_torch(), dict(vars(dist))
+    def test_instrument_and_uninstrument(self) -> None:
+        """All targets are replaced, and the same objects are restored."""
+        before, public = patched_names(), dict(vars(dist))
 
         tracedstore.instrument()
-        during = in_torch()
+        during = patched_names()
         public_during = dict(vars(dist))
         tracedstore.uninstrument()
 
-        assert same(before, during) == []
-        assert same(before, in_torch()) == list(before)
-        # What jobs import by name is never touched.
+        assert unchanged(before, during) == []
+        assert unchanged(before, patched_names()) == list(before)
+        # The names that jobs import are not changed.
         assert public_during == public
 
-    def test_twice_is_once(self) -> None:
-        """A second call changes nothing, and one uninstrument() takes it all back."""
-        before = in_torch()
+    def test_second_call(self) -> None:
+        """A second call has no effect, and one uninstrument() restores all."""
+        before = patched_names()
         tracedstore.instrument()
-        once = in_torch()
+        once = patched_names()
         meta_path = list(sys.meta_path)
 
         tracedstore.instrument()
-        again = in_torch()
+        again = patched_names()
         same_finders = sys.meta_path == meta_path
         tracedstore.uninstrument()
         tracedstore.uninstrument()
 
-        assert same(once, again) == list(once)
+        assert unchanged(once, again) == list(once)
         assert same_finders
-        assert same(before, in_torch()) == list(before)
+        assert unchanged(before, patched_names()) == list(before)
 
-    def test_signatures_stay(self) -> None:
-        """Whoever inspects them finds torch's."""
+    def test_signatures(self) -> None:
+        """The shims have the signatures of torch's functions."""
         before = {
-            name: parameters(found)
-            for name, found in in_torch().items()
+            name: parameters(function)
+            for name, function in patched_names().items()
             if name != "static"
         }
 
         tracedstore.instrument()
-        found = in_torch()
+        shims = patched_names()
 
-        assert {name: parameters(found[name]) for name in before} == before
+        assert {name: parameters(shims[name]) for name in before} == before
 
-    def test_what_another_put_there_stays(self) -> None:
-        """uninstrument() does not undo what came after instrument()."""
+    def test_patch_of_another_library(self) -> None:
+        """uninstrument() keeps a patch that was installed after instrument()."""
         original = handlers["file"]
         tracedstore.instrument()
 
-        def somebody_elses(url: str, **_kwargs: Any) -> Iterator[Any]:
+        def other_handler(url: str, **_kwargs: Any) -> Iterator[Any]:
             yield url
 
-        handlers["file"] = somebody_elses
+        handlers["file"] = other_handler
         tracedstore.uninstrument()
-        found, handlers["file"] = handlers["file"], original
+        handler, handlers["file"] = handlers["file"], original
 
-        assert found is somebody_elses
+        assert handler is other_handler
 
-    def test_a_kept_shim_does_nothing(self, tmp_path: Path) -> None:
-        """What was taken from a place meanwhile works on, untraced."""
+    def test_shim_after_uninstrument(self, tmp_path: Path) -> None:
+        """A shim that was referenced before calls torch's original."""
         tracedstore.instrument()
         kept = handlers["file"]
         tracedstore.uninstrument()
 
         url = f"file://{tmp_path / 'store'}?rank=0&world_size=1"
-        found, rank, world_size = next(kept(url))
+        created, rank, world_size = next(kept(url))
 
-        assert type(found) is dist.FileStore
+        assert type(created) is dist.FileStore
         assert (rank, world_size) == (0, 1)
 
-    def test_a_package_that_is_broken(
+    def test_package_cannot_be_loaded(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """Where the rest cannot be loaded, torch is left alone, and that is told."""
-        before = in_torch()
+        """If the package cannot be loaded, that is logged and torch is restored."""
+        before = patched_names()
         monkeypatch.delattr("tracedstore.auto.replacements", raising=False)
         monkeypatch.setitem(sys.modules, "tracedstore.auto.replacements", None)
         tracedstore.instrument()
@@ -143,38 +143,38 @@ class TestTorch:
         url = f"file://{tmp_path / 'store'}"
         stores = [next(dist.rendezvous(url, 0, 1))[0] for _ in range(2)]
 
-        assert [type(found) for found in stores] == [dist.FileStore] * 2
-        assert same(before, in_torch()) == list(before)
+        assert [type(store) for store in stores] == [dist.FileStore] * 2
+        assert unchanged(before, patched_names()) == list(before)
         (record,) = caplog.records
-        assert "telemetry.disabled: torch is left as it is" in record.getMessage()
+        assert "telemetry.disabled: torch is not instrumented: " in record.getMessage()
 
-    def test_errors_are_torchs(self, tmp_path: Path) -> None:
-        """A bad URL fails with torch's words, and the second turn does too."""
+    def test_errors(self, tmp_path: Path) -> None:
+        """A bad URL and a second rendezvous raise torch's errors."""
         tracedstore.instrument()
         with pytest.raises(ValueError, match="tcp:// rendezvous: port number missing"):
             next(dist.rendezvous("tcp://127.0.0.1", 0, 1))
 
-        found = dist.rendezvous(f"file://{tmp_path / 'store'}", 0, 1)
-        next(found)
+        results = dist.rendezvous(f"file://{tmp_path / 'store'}", 0, 1)
+        next(results)
         with pytest.raises(RuntimeError, match="rerendezvous using file://"):
-            next(found)
+            next(results)
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that can be imported and has not been."""
-    name = "waited_for_by_a_test"
+    """A module that has not been imported."""
+    name = "module_of_a_test"
     (tmp_path / f"{name}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield name
     sys.modules.pop(name, None)
 
 
-class TestWaiting:
-    """Something is done when a module has been imported, and nothing before."""
+class TestWhenImported:
+    """Actions run after the import of a module."""
 
-    def test_after_it_is_complete(self, package: str) -> None:
-        """It is called once, with the module as its importer gets it."""
+    def test_after_the_import(self, package: str) -> None:
+        """The action runs once, with the complete module."""
         seen: list[tuple[ModuleType, int]] = []
         patches.when_imported(
             package, lambda module: seen.append((module, module.value))
@@ -185,20 +185,20 @@ class TestWaiting:
         importlib.reload(module)
 
         assert seen == [(module, 1)]
-        assert patches._finder not in sys.meta_path
+        assert patches._import_hook not in sys.meta_path
 
-    def test_at_once_if_it_is_there(self, package: str) -> None:
-        """A module that was imported before is not waited for."""
+    def test_imported_before(self, package: str) -> None:
+        """The action runs at once, without an import hook."""
         module = importlib.import_module(package)
         seen: list[ModuleType] = []
 
         patches.when_imported(package, seen.append)
 
         assert seen == [module]
-        assert patches._finder not in sys.meta_path
+        assert patches._import_hook not in sys.meta_path
 
-    def test_only_looking_for_it_is_not_importing_it(self, package: str) -> None:
-        """Many programs ask whether a module exists before they import it."""
+    def test_find_spec_only(self, package: str) -> None:
+        """Checking whether a module exists does not run the action."""
         seen: list[ModuleType] = []
         patches.when_imported(package, seen.append)
 
@@ -208,8 +208,8 @@ class TestWaiting:
         module = importlib.import_module(package)
         assert seen == [module]
 
-    def test_leaves_no_trace(self, package: str) -> None:
-        """The module's loader is as it always was."""
+    def test_loader(self, package: str) -> None:
+        """The imported module has its own loader."""
         plain = importlib.util.find_spec(package)
         patches.when_imported(package, lambda _module: None)
 
@@ -221,23 +221,23 @@ class TestWaiting:
         assert module.__loader__ is module.__spec__.loader
         assert "value = 1" in inspect.getsource(module)
 
-    def test_a_module_that_fails(self, package: str, tmp_path: Path) -> None:
-        """Its error is its importer's, and it is waited for still."""
+    def test_import_fails(self, package: str, tmp_path: Path) -> None:
+        """The error is raised, and the action runs after a later import."""
         source = tmp_path / f"{package}.py"
-        source.write_text("raise RuntimeError('not today')\n")
+        source.write_text("raise RuntimeError('first import')\n")
         seen: list[ModuleType] = []
         patches.when_imported(package, seen.append)
 
-        with pytest.raises(RuntimeError, match="not today"):
+        with pytest.raises(RuntimeError, match="first import"):
             importlib.import_module(package)
-        source.write_text("value = 'another day'\n")
+        source.write_text("value = 'second import'\n")
         importlib.invalidate_caches()
         module = importlib.import_module(package)
 
         assert seen == [module]
 
-    def test_a_module_that_does_not_exist(self) -> None:
-        """Python says so, as always."""
+    def test_no_such_module(self) -> None:
+        """Python's ModuleNotFoundError is raised."""
         patches.when_imported("no_such_module_at_all", lambda _module: None)
 
         with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):

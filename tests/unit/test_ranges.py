@@ -1,4 +1,4 @@
-"""Ranks fold into ranges and group by host."""
+"""Folding ranks into ranges, and grouping them by host."""
 
 import re
 
@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.coordination.decoders import nameless
+from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.ranges import by_host, describe, fold, unfold
 
 
-def eight_a_node(rank: int) -> str:
-    """Name hosts as a cluster with eight ranks on each node does."""
+def eight_per_node(rank: int) -> str:
+    """Name the host of a rank, with eight ranks per node."""
     return f"node{rank // 8}"
 
 
 class TestFold:
-    """Ranges of ranks as text."""
+    """Ranks as ranges in text."""
 
     @pytest.mark.parametrize(
         ("ranks", "text"),
@@ -29,31 +29,33 @@ class TestFold:
         ],
     )
     def test_folds(self, ranks: list[int], text: str) -> None:
-        """Sorted, each once, neighbours together."""
+        """The text is sorted, without duplicates, with adjacent ranks joined."""
         assert text == fold(ranks)
 
     @given(st.lists(st.one_of(st.integers(0, 50), st.integers(0, 10**17))))
     def test_unfold_is_the_inverse(self, ranks: list[int]) -> None:
-        """Nothing is lost but order and repetition."""
+        """Only order and duplicates are lost."""
         assert sorted(set(ranks)) == unfold(fold(ranks))
 
     @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9))))
     def test_fold_is_canonical(self, ranges: list[tuple[int, int]]) -> None:
-        """However ranges were written, folding again gives one text."""
-        text = ",".join(f"{first}-{first + more}" for first, more in ranges)
+        """A set of ranks has one folded text."""
+        text = ",".join(f"{first}-{first + length}" for first, length in ranges)
         ranks = {
-            rank for first, more in ranges for rank in range(first, first + more + 1)
+            rank
+            for first, length in ranges
+            for rank in range(first, first + length + 1)
         }
 
         assert fold(ranks) == fold(unfold(text))
 
     def test_takes_any_iterable(self) -> None:
-        """Ranks may come from a generator, once."""
+        """Ranks may be a generator."""
         assert fold(rank for rank in (3, 2, 1)) == "1-3"
 
 
 class TestUnfold:
-    """Text from elsewhere is read with care."""
+    """Malformed and huge texts are refused."""
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -64,28 +66,28 @@ class TestUnfold:
             ("1-2-3", "'1-2-3' is not a rank or a range of ranks"),
             ("1 -2", "'1 -2' is not a rank or a range of ranks"),
             ("²", "'²' is not a rank or a range of ranks"),
-            ("3-1", "'3-1' runs backwards"),
+            ("3-1", "'3-1' is a descending range"),
             ("0-1000000", "more than 1000000 ranks"),
             ("0-999999999999999999", "more than 1000000 ranks"),
             ("0-999999,0-999999", "more than 1000000 ranks"),
         ],
     )
     def test_malformed(self, text: str, message: str) -> None:
-        """What fold did not write, or too much of it, is refused before expansion."""
+        """A malformed or huge text is refused before it is expanded."""
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             unfold(text)
 
     def test_a_million_is_allowed(self) -> None:
-        """The bound itself is inside."""
+        """The limit itself is allowed."""
         assert len(unfold("0-999999")) == 1_000_000
 
 
 class TestByHost:
-    """Ranks of one name together."""
+    """Ranks are grouped by name."""
 
     def test_order_of_first_rank(self) -> None:
-        """Hosts come as their first ranks do, whatever order the ranks had."""
-        hosts = by_host([9, 3, 16, 8, 3], eight_a_node)
+        """Hosts are in the order of their first ranks, whatever the input order."""
+        hosts = by_host([9, 3, 16, 8, 3], eight_per_node)
 
         assert list(hosts.items()) == [
             ("node0", [3]),
@@ -94,35 +96,35 @@ class TestByHost:
         ]
 
     def test_scattered_ranks(self) -> None:
-        """A host's ranks need not be neighbours."""
+        """The ranks of a host need not be adjacent."""
         assert by_host(range(5), lambda rank: "ab"[rank % 2]) == {
             "a": [0, 2, 4],
             "b": [1, 3],
         }
 
-    def test_a_decoder_that_raises(self) -> None:
-        """Ranks without a name stand for themselves."""
+    def test_decoder_raises(self) -> None:
+        """Ranks without a name get the default name."""
         assert by_host([0, 1, 2], {1: "one"}.__getitem__) == {
             "rank 0": [0],
             "one": [1],
             "rank 2": [2],
         }
 
-    def test_asks_once_for_each_rank(self) -> None:
-        """A decoder may be slow: it is called no more than needed."""
-        asked: list[int] = []
+    def test_one_call_per_rank(self) -> None:
+        """The decoder, which may be slow, is called once per rank."""
+        calls: list[int] = []
 
         def decoder(rank: int) -> str:
-            asked.append(rank)
+            calls.append(rank)
             return "host"
 
         describe([2, 1, 2], 8, decoder)
 
-        assert asked == [1, 2]
+        assert calls == [1, 2]
 
 
 class TestDescribe:
-    """The sentence an operator reads."""
+    """The text for the operator."""
 
     @pytest.mark.parametrize(
         ("ranks", "text"),
@@ -140,18 +142,18 @@ class TestDescribe:
         ],
     )
     def test_hosts(self, ranks: list[int], text: str) -> None:
-        """Each host with its ranks."""
-        assert text == describe(ranks, 2048, eight_a_node)
+        """Each host is listed with its ranks."""
+        assert text == describe(ranks, 2048, eight_per_node)
 
     def test_many_hosts(self) -> None:
-        """Beyond the first sixteen hosts there is a count."""
-        text = describe(range(136, 136 + 256), 2048, eight_a_node)
+        """Hosts after the sixteenth are counted."""
+        text = describe(range(136, 136 + 256), 2048, eight_per_node)
 
         assert text.startswith("missing 256 of 2048: node17 (ranks 136-143), node18")
         assert text.endswith(", node32 (ranks 256-263), ... and 16 more hosts")
 
     @pytest.mark.parametrize(
-        ("most_hosts", "text"),
+        ("max_hosts", "text"),
         [
             (1, "missing 17 of 32: node0 (ranks 0-7), ... and 2 more hosts"),
             (
@@ -170,9 +172,9 @@ class TestDescribe:
             ),
         ],
     )
-    def test_as_many_hosts_as_asked_for(self, most_hosts: int, text: str) -> None:
-        """The caller says how many hosts are worth a name."""
-        assert text == describe(range(17), 32, eight_a_node, most_hosts)
+    def test_max_hosts(self, max_hosts: int, text: str) -> None:
+        """The caller sets the number of hosts that are listed."""
+        assert text == describe(range(17), 32, eight_per_node, max_hosts)
 
     @pytest.mark.parametrize(
         ("ranks", "text"),
@@ -183,26 +185,26 @@ class TestDescribe:
         ],
     )
     def test_no_hosts_known(self, ranks: list[int], text: str) -> None:
-        """Where a name is only the rank again, ranks are told as ranges."""
-        assert text == describe(ranks, 8, nameless)
+        """Ranks with the default name are folded into ranges."""
+        assert text == describe(ranks, 8, default_name)
 
     def test_some_hosts_known(self) -> None:
-        """Hosts first, then the ranks without one."""
+        """Hosts are listed first, then the ranks without a host."""
         decoder = {1: "one", 4: "four", 5: "four"}.__getitem__
 
         assert describe(range(8), 8, decoder) == (
             "missing 8 of 8: one (rank 1), four (ranks 4-5), ranks 0,2-3,6-7"
         )
 
-    def test_a_misleading_name(self) -> None:
-        """A host that is called like a rank loses none of its ranks."""
+    def test_host_named_like_a_rank(self) -> None:
+        """All its ranks are listed."""
         assert describe([5, 7], 8, lambda _: "rank 5") == (
             "missing 2 of 8: rank 5 (ranks 5,7)"
         )
 
-    @pytest.mark.parametrize("decoder", [nameless, lambda _: "host", str])
+    @pytest.mark.parametrize("decoder", [default_name, lambda _: "host", str])
     def test_bounded(self, decoder: object) -> None:
-        """Every second of 98,304 ranks fits a log line and accounts for all."""
+        """The text for every second of 98,304 ranks is short and counts all."""
         assert callable(decoder)
         text = describe(range(0, 98_304, 2), 98_304, decoder)
 
@@ -211,10 +213,10 @@ class TestDescribe:
         assert len(text) < 1000
 
     @given(st.sets(st.integers(0, 500)), st.integers(1, 9))
-    def test_counts_add_up(self, ranks: set[int], most_hosts: int) -> None:
-        """The number at the front is the number of ranks, whoever is named."""
-        text = describe(ranks, 501, eight_a_node, most_hosts)
+    def test_counts_add_up(self, ranks: set[int], max_hosts: int) -> None:
+        """The count is the number of ranks, however many hosts are listed."""
+        text = describe(ranks, 501, eight_per_node, max_hosts)
 
         assert text.startswith(f"missing {len(ranks)} of 501")
         hosts = {rank // 8 for rank in ranks}
-        assert text.count("node") == min(len(hosts), most_hosts)
+        assert text.count("node") == min(len(hosts), max_hosts)

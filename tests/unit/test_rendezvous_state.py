@@ -1,4 +1,4 @@
-"""Reading the state of a rendezvous: torch's is read, anything else is let be."""
+"""Parsing the state of a rendezvous: torch's states only."""
 
 import pickle
 import time
@@ -13,24 +13,25 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from support.rendezvous import a_state
-from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, read
+from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, parse_state
 
 
-def snapshot(
-    *joined: str, waiting: tuple[str, ...] = (), **facts: Any
+def make_state(
+    *joined: str, waiting: tuple[str, ...] = (), **fields: Any
 ) -> RendezvousState:
-    """A state with these nodes, all of them just heard of."""
-    found = read(a_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **facts))
-    assert found is not None
-    return found
+    """Return a state with these nodes, whose heartbeats are recent."""
+    state = a_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **fields)
+    parsed = parse_state(state)
+    assert parsed is not None
+    return parsed
 
 
-class TestRead:
-    """From bytes to a snapshot."""
+class TestParse:
+    """From bytes to a RendezvousState."""
 
     @pytest.mark.parametrize("protocol", [3, 4, 5])
-    def test_torchs(self, protocol: int) -> None:
-        """By the protocols that Python writes by default, has so, or will."""
+    def test_torch_state(self, protocol: int) -> None:
+        """Pickles of the past, present and next default protocol are parsed."""
         state = dynamic._RendezvousState()
         node, other = dynamic._NodeDesc("a", 1, 0), dynamic._NodeDesc("b", 2, 3)
         state.round, state.complete, state.closed = 4, True, True
@@ -40,9 +41,9 @@ class TestRead:
         state.redundancy_list.add(other)
         state.last_heartbeats[node] = datetime.fromtimestamp(1000, UTC)
 
-        found = read(pickle.dumps(state, protocol))
+        parsed = parse_state(pickle.dumps(state, protocol))
 
-        assert found == RendezvousState(
+        assert parsed == RendezvousState(
             round=4,
             complete=True,
             closed=True,
@@ -52,7 +53,7 @@ class TestRead:
         )
 
     def test_nothing_is_executed(self, tmp_path: Path) -> None:
-        """A pickle that would run a command does not."""
+        """A pickle that calls a function is not parsed, and the call is not made."""
         mark = tmp_path / "mark"
 
         class Evil:
@@ -64,7 +65,7 @@ class TestRead:
         assert mark.exists()
         mark.unlink()
 
-        assert read(evil) is None
+        assert parse_state(evil) is None
         assert not mark.exists()
 
     @pytest.mark.parametrize(
@@ -78,9 +79,9 @@ class TestRead:
         ],
         ids=str,
     )
-    def test_something_else(self, state: Any) -> None:
-        """Another object is not one."""
-        assert read(pickle.dumps(state)) is None
+    def test_other_objects(self, state: Any) -> None:
+        """A pickle of another object is None."""
+        assert parse_state(pickle.dumps(state)) is None
 
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -93,104 +94,104 @@ class TestRead:
         ],
     )
     def test_wrong_fields(self, field: str, value: Any) -> None:
-        """A state of another torch, or of nobody's, is not one either."""
+        """A state with fields of other types is None."""
         state = dynamic._RendezvousState()
         setattr(state, field, value)
-        assert read(pickle.dumps(state)) is None
+        assert parse_state(pickle.dumps(state)) is None
 
-    def test_lacking_fields(self) -> None:
-        """Likewise."""
+    def test_missing_fields(self) -> None:
+        """A state without all fields is None."""
         state = dynamic._RendezvousState()
         del state.wait_list
-        assert read(pickle.dumps(state)) is None
+        assert parse_state(pickle.dumps(state)) is None
 
     @given(st.binary(max_size=200))
     def test_any_bytes(self, state: bytes) -> None:
-        """Nothing raises."""
-        assert read(state) is None
+        """Arbitrary bytes do not raise."""
+        assert parse_state(state) is None
 
     @given(st.data())
     def test_damaged(self, data: st.DataObject) -> None:
-        """A state with a byte changed, or cut, is read or is not; it never raises."""
+        """A state with a changed byte or a missing end does not raise."""
         state = bytearray(a_state({"a": 1}, {"b": 2}))
         state[data.draw(st.integers(0, len(state) - 1))] = data.draw(
             st.integers(0, 255)
         )
-        read(bytes(state[: data.draw(st.integers(0, len(state)))]))
+        parse_state(bytes(state[: data.draw(st.integers(0, len(state)))]))
 
-    def test_huge(self) -> None:
-        """What no rendezvous can be is not even looked at."""
-        assert read(a_state() + b"\x00" * 2**24) is None
+    def test_too_large(self) -> None:
+        """Bytes beyond the limit are not unpickled."""
+        assert parse_state(a_state() + b"\x00" * 2**24) is None
 
 
-class TestSilence:
-    """How long a node has not been heard of."""
+class TestSilentSeconds:
+    """The time since a node's last heartbeat."""
 
     def test_of_a_node(self) -> None:
-        """By its last heartbeat; one that is ahead of us is not silent at all."""
-        found = read(a_state({"a": 5, "ahead": -60}))
-        assert found is not None
-        a, ahead = sorted(found.participants)
+        """It is 0 for a heartbeat in the future, and None without a heartbeat."""
+        state = parse_state(a_state({"a": 5, "ahead": -60}))
+        assert state is not None
+        a, ahead = sorted(state.participants)
         now = time.time()
 
-        assert found.silent(a, now) == pytest.approx(5, abs=2)
-        assert found.silent(ahead, now) == 0
-        assert found.silent(Node("nobody", 1, 1), now) is None
+        assert state.silent_seconds(a, now) == pytest.approx(5, abs=2)
+        assert state.silent_seconds(ahead, now) == 0
+        assert state.silent_seconds(Node("unknown", 1, 1), now) is None
 
 
 OWN = Node("own", 100, 0)
 
 
 class TestAttendance:
-    """Who was there, told when some have gone."""
+    """The nodes that were seen, including those that have left."""
 
-    def test_nothing_seen(self) -> None:
-        """Then nobody was."""
+    def test_no_state(self) -> None:
+        """Without a state there are no nodes."""
         attendance = Attendance()
         assert attendance.last is None
         assert attendance.joined(OWN) == attendance.left(OWN) == []
 
     def test_own_node_gave_up(self) -> None:
-        """This node is told as joined though it took itself off the state."""
+        """This node counts as joined after it has removed itself from the state."""
         attendance = Attendance()
-        attendance.saw(snapshot("own", "b"))
-        attendance.saw(snapshot())
+        attendance.record(make_state("own", "b"))
+        attendance.record(make_state())
 
         assert attendance.joined(OWN) == [OWN]
         assert attendance.left(OWN) == [Node("b", 101, 0)]
 
     def test_wait_list(self) -> None:
-        """One that waited and then joined is told once."""
+        """A node that waited and then joined is listed once."""
         attendance = Attendance()
-        attendance.saw(snapshot("own", waiting=("b",)))
+        attendance.record(make_state("own", waiting=("b",)))
         assert attendance.waiting(OWN) == [Node("b", 200, 0)]
 
         state = dynamic._RendezvousState()
         state.participants[dynamic._NodeDesc("b", 200, 0)] = 0
-        found = read(pickle.dumps(state))
-        assert found is not None
-        attendance.saw(found)
+        parsed = parse_state(pickle.dumps(state))
+        assert parsed is not None
+        attendance.record(parsed)
 
         assert attendance.waiting(None) == []
         assert attendance.joined(None) == [Node("b", 200, 0)]
         assert attendance.left(None) == [OWN]
 
     def test_another_round(self) -> None:
-        """Who was in the last round only is no concern of this one."""
+        """The nodes of an earlier round are forgotten."""
         attendance = Attendance()
-        attendance.saw(snapshot("own", "b", round=1))
-        attendance.saw(snapshot("own", round=2))
+        attendance.record(make_state("own", "b", round=1))
+        attendance.record(make_state("own", round=2))
 
         assert attendance.joined(OWN) == [OWN]
         assert attendance.left(OWN) == []
 
-    def test_silence_of_those_who_left(self) -> None:
-        """Counted from their last heartbeat that was seen."""
+    def test_silent_seconds_of_a_node_that_left(self) -> None:
+        """It is counted from the last heartbeat seen."""
         attendance = Attendance()
-        attendance.saw(snapshot("own", "b"))
-        attendance.saw(snapshot("own"))
+        attendance.record(make_state("own", "b"))
+        attendance.record(make_state("own"))
         now = time.time() + 30
 
-        (silent,) = attendance.silent(attendance.left(OWN), now)
+        (silent,) = attendance.silent_seconds(attendance.left(OWN), now)
         assert silent == pytest.approx(30, abs=5)
-        assert attendance.silent([Node("nobody", 1, 1)], now) == [None]
+        assert attendance.silent_seconds([Node("unknown", 1, 1)], now) == [None]

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from tracedstore.attach.collect import MAX_LEDGERS, JobState, _latest, wanted
 from tracedstore.attach.job_status import Status, _ago
 from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
+from tracedstore.coordination.protocol import (
+    BarrierKeys,
+    Ledger,
+    encode_arrival,
+    encode_traceparent,
+)
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.core.errors import CommandError
 
@@ -82,7 +87,11 @@ class TestLatest:
 
 def test_times_of_a_ledger() -> None:
     """One for each that signed; a traceparent and a torn entry are none."""
-    entries = signature(3, 7.5) + spelled("00-" + "a" * 52) + signature(1, 9.0)
+    entries = (
+        encode_arrival(3, 7.5)
+        + encode_traceparent("00-" + "a" * 52)
+        + encode_arrival(1, 9.0)
+    )
 
     ledger = Ledger(entries + b"\0\0")
 
@@ -101,13 +110,13 @@ def test_started_anew(anew: bool) -> None:
     store: Any = dist.HashStore()
     for attempt, came in ((0, [0]), (1, [0, 1])):
         under: Any = dist.PrefixStore(f"attempt_{attempt}", store)
-        keys = Keys("b")
+        keys = BarrierKeys("b")
         for rank in (0, 1):
             pid = 100 * attempt * anew + rank
             told = {"rank": rank, "host": "a", "pid": pid, "world_size": 2}
             under.set(f"{REGISTRY}/{rank}", json.dumps(told | {"started": attempt}))
         for rank in came:
-            under.append(keys.ledger, signature(rank, 10.0 * attempt + rank + 1))
+            under.append(keys.ledger, encode_arrival(rank, 10.0 * attempt + rank + 1))
             under.add(keys.num_members, 1)
     dist.PrefixStore("attempt_1", store).set("b/last_member", "")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_ledger
-from tracedstore.coordination.protocol import Keys, Ledger
+from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.coordination.rank_registry import RankInfo
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class AbandonedBarriers:
             (group.prefix, came)
             for one in barriers
             if (group := group_of(one))
-            and (came := _signed(read_ledger(snapshot, Keys(one))))
+            and (came := _signed(read_ledger(snapshot, BarrierKeys(one))))
         ]
         # By group, because the numbers of ranks mean something there only.
         self._last: dict[str, dict[int, float]] = {}
@@ -58,7 +58,7 @@ class AbandonedBarriers:
         They came to another one since. That alone may be another thread of theirs, so
         they also said that they waited in vain, or are another process by now.
         """
-        keys = Keys(barrier)
+        keys = BarrierKeys(barrier)
         ledger = read_ledger(self._snapshot, keys)
         came = _signed(ledger)
         unsigned = self._snapshot.add(keys.num_members, 0) - len(ledger.ranks())
@@ -79,7 +79,7 @@ class AbandonedBarriers:
         homes = [home for home in self._homes if barrier.startswith(home)]
         keys = self._homes[max(homes, key=len)] if homes else []
         there = StoreSnapshot(keys, {key: self._snapshot.get(key) for key in keys})
-        before = {info.rank: info for info in rank_registry.everybody(there)}
+        before = {info.rank: info for info in rank_registry.read_all(there)}
         return {
             info.rank
             for info in now

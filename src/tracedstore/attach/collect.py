@@ -11,9 +11,9 @@ from tracedstore.attach.abandoned import AbandonedBarriers
 from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
-from tracedstore.coordination.decoders import chain, nameless
+from tracedstore.coordination.decoders import chain, default_name
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Keys, Last
+from tracedstore.coordination.protocol import BarrierKeys, LastArrival
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core import keys as families
 
@@ -139,10 +139,10 @@ class JobState:
         found = [
             Group(
                 prefix=prefix,
-                world_size=rank_registry.size_of(infos),
+                world_size=rank_registry.latest_world_size(infos),
                 ranks=tuple(infos),
             )
-            for prefix, infos in rank_registry.groups(snapshot).items()
+            for prefix, infos in rank_registry.read_groups(snapshot).items()
         ]
         others = [group for group in found if not _of_job(group, run_id)]
         groups = [group for group in found if _of_job(group, run_id)]
@@ -154,7 +154,7 @@ class JobState:
                 _barrier(snapshot, prefix, group)
                 for prefix in prefixes
                 if (group := _group_of(prefix, found)) not in others
-                and snapshot.get(Keys(prefix).num_members).isdigit()
+                and snapshot.get(BarrierKeys(prefix).num_members).isdigit()
             )
             # Those whose time is not known first, in the order of their numbers.
             return tuple(sorted(read, key=lambda one: one.last or 0.0))
@@ -186,13 +186,13 @@ def wanted(keys: Sequence[str]) -> list[str]:
     barriers = [prefix for some in _barriers(there) for prefix in _latest(some)]
     of_barriers = {
         key
-        for one in map(Keys, barriers)
+        for one in map(BarrierKeys, barriers)
         for key in (
             one.num_members,
             one.last_member,
             one.ledger,
-            one.verdict,
-            one.repeats,
+            one.missing_report,
+            one.repeat_count,
             one.traceparent,
         )
     }
@@ -210,7 +210,7 @@ def _barriers(keys: Iterable[str]) -> tuple[list[str], list[str]]:
     """Find the prefixes of the barriers in progress, and of those that are complete."""
     there = keys if isinstance(keys, (set, frozenset)) else set(keys)
     prefixes = [key.removesuffix(_END) for key in there if key.endswith(_END)]
-    complete = {one for one in prefixes if Keys(one).last_member in there}
+    complete = {one for one in prefixes if BarrierKeys(one).last_member in there}
     return [one for one in prefixes if one not in complete], list(complete)
 
 
@@ -230,13 +230,13 @@ def _numbered(prefix: str) -> tuple[list[int], str]:
 
 def _group_of(prefix: str, groups: Iterable[Group]) -> Group | None:
     """Find whose barrier it is: of those registered in the nearest place above it."""
-    numberless = rank_registry.numberless(prefix)
+    numberless = rank_registry.without_numbers(prefix)
     above = [group for group in groups if numberless.startswith(group.prefix)]
     return max(above, key=lambda group: len(group.prefix), default=None)
 
 
 def _barrier(snapshot: StoreSnapshot, prefix: str, group: Group | None) -> BarrierState:
-    keys = Keys(prefix)
+    keys = BarrierKeys(prefix)
     ledger = read_ledger(snapshot, keys)
     times, signed = ledger.times(), ledger.ranks()
     hosts = {} if group is None else group.hosts
@@ -248,7 +248,7 @@ def _barrier(snapshot: StoreSnapshot, prefix: str, group: Group | None) -> Barri
         last=max(times, default=None),
     )
     if snapshot.check([keys.last_member]):
-        last = Last.from_bytes(snapshot.get(keys.last_member)).rank
+        last = LastArrival.from_bytes(snapshot.get(keys.last_member)).rank
         if last is None and signed:
             last = signed[-1]
         return barrier(
@@ -260,23 +260,25 @@ def _barrier(snapshot: StoreSnapshot, prefix: str, group: Group | None) -> Barri
     if size is None:
         return barrier(complete=False)
     # Where a rank is, else where those who miss it say that it should be.
-    named = chain(hosts.__getitem__, told.__getitem__, nameless)
-    finding = MissingReport.of(read_arrivals(snapshot, keys, size), size, named)
+    named = chain(hosts.__getitem__, told.__getitem__, default_name)
+    finding = MissingReport.from_arrivals(
+        read_arrivals(snapshot, keys, size), size, named
+    )
     return barrier(complete=False, world_size=size, finding=finding)
 
 
 def _size_and_names(
-    snapshot: StoreSnapshot, keys: Keys, group: Group | None
+    snapshot: StoreSnapshot, keys: BarrierKeys, group: Group | None
 ) -> tuple[int | None, dict[int, str]]:
     """Tell how many a barrier is for, and what those are called that were missing.
 
     Who waited there and looked has said so; else it is as many as registered, unless
     more than that came.
     """
-    if snapshot.check([keys.verdict]):
-        told = MissingReport.from_bytes(snapshot.get(keys.verdict), 0)
-        if told is not None and told.count and not told.duplicates:
-            size = told.count - told.unidentified + len(told.unnamed)
+    if snapshot.check([keys.missing_report]):
+        told = MissingReport.from_bytes(snapshot.get(keys.missing_report), 0)
+        if told is not None and told.arrived_count and not told.duplicate_ranks:
+            size = told.arrived_count - told.unidentified_count + len(told.unseen_ranks)
             return size, dict(told.names)
     if group is None or snapshot.add(keys.num_members, 0) > group.world_size:
         return None, {}
@@ -299,11 +301,11 @@ def _rendezvous(
     if not written:
         return {}
     # Only where there is one: torch's half of the package takes a while.
-    from tracedstore.rendezvous.state import read  # noqa: PLC0415
+    from tracedstore.rendezvous.state import parse_state  # noqa: PLC0415
 
     def state(value: bytes) -> "RendezvousState | None":
         try:
-            return read(b64decode(value, validate=True))
+            return parse_state(b64decode(value, validate=True))
         except ValueError:
             return None
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tracedstore.attach.address import Address
 from tracedstore.attach.collect import JobState, tells_of_workers, wanted, workers_of
-from tracedstore.coordination.rank_registry import RankInfo, everybody, prefix_of
+from tracedstore.coordination.rank_registry import RankInfo, prefix_of, read_all
 from tracedstore.core.errors import CommandError
 
 
@@ -30,11 +30,11 @@ def surveyed(address: Address, run_id: str | None) -> JobState:
 def registered(address: Address) -> list[RankInfo]:
     """List the ranks that registered there, and among its workers."""
     snapshot = address.look(_of_ranks)
-    infos = everybody(snapshot)
+    infos = read_all(snapshot)
     for url in set(workers_of(snapshot).values()) - {address.url}:
         # A job that has ended, or one that cannot be reached from here.
         with suppress(CommandError):
-            infos += everybody(Address(url).look(_of_ranks))
+            infos += read_all(Address(url).look(_of_ranks))
     return infos
 
 

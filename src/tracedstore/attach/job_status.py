@@ -72,7 +72,9 @@ class Status:
         return barrier.short and not young
 
     def _silent(self, state: "RendezvousState") -> "dict[Node, float]":
-        ages = {node: state.silent(node, self.now) for node in sorted(state.present)}
+        ages = {
+            node: state.silent_seconds(node, self.now) for node in sorted(state.present)
+        }
         return {
             node: age
             for node, age in ages.items()
@@ -147,7 +149,7 @@ class Status:
                 since = f", the first {_ago(self.now - barrier.first)} ago"
             yield f"  {barrier.prefix}: {barrier.arrived}{of} arrived{since}"
             if barrier.finding is not None and barrier.short:
-                yield f"    {barrier.finding.described()}"
+                yield f"    {barrier.finding.describe()}"
 
     def _complete(self) -> Iterator[str]:
         shown = self.survey.complete[-_MOST_COMPLETE:]
@@ -260,7 +262,7 @@ class Status:
             last = {"last_rank": barrier.last_rank, "last_host": barrier.last_host}
             return facts | last
         waited = None if barrier.first is None else max(0.0, self.now - barrier.first)
-        found = {} if barrier.finding is None else barrier.finding.facts()
+        found = {} if barrier.finding is None else barrier.finding.event_fields()
         return found | facts | {"waited_seconds": waited}
 
     def _state(self, state: "RendezvousState | None") -> dict[str, Any]:
@@ -270,7 +272,7 @@ class Status:
 
         def nodes(some: "Iterable[Node]") -> list[dict[str, Any]]:
             return [
-                asdict(node) | {"silent_seconds": state.silent(node, self.now)}
+                asdict(node) | {"silent_seconds": state.silent_seconds(node, self.now)}
                 for node in some
             ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from tracedstore.coordination.arrivals import all_keys, etcd_contents
+from tracedstore.coordination.arrivals import etcd_items, list_keys
 from tracedstore.core.errors import CommandError
 
 # Values to a request, and seconds for one: a key that was deleted after it was listed
@@ -50,7 +50,7 @@ class StoreSnapshot:
             wanted: Chooses them.
             answered: Is called after each answer of the store's.
         """
-        contents = etcd_contents(store)
+        contents = etcd_items(store)
         if contents is not None:
             answered()
             return cls(contents, contents, _beside(store))
@@ -90,7 +90,7 @@ class StoreSnapshot:
 
 def _listed(store: Any) -> list[str]:
     try:
-        return sorted(all_keys(store))
+        return sorted(list_keys(store))
     except (AttributeError, NotImplementedError):
         raise CommandError(
             "the torch installed here is too old to list the keys of a store; use the"

@@ -1,1 +1,1 @@
-"""Zero code: what torch makes by itself, and its own tools, become traced."""
+"""Zero-code tracing: patches torch so that the stores it creates are traced."""

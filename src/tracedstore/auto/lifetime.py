@@ -1,11 +1,11 @@
-"""Let a store that we wrapped for torch live as long as torch would have kept it.
+"""Closes the stores that the patches wrapped, when torch would have freed them.
 
-A wrapper stays alive until it is closed, because torch's C++ cannot keep its Python
-half. Nobody knows to close one that was made behind their back; and one that stays is
-not harmless: its server keeps the port, and the next ``init_process_group`` at that
-port finds the keys of the last one. So it is closed when the last process group on
-it, and the last PrefixStore that a group was given, are gone, as the bare store would
-go then.
+A wrapper stays alive until it is closed, because torch's C++ does not keep its Python
+object. The job does not close a wrapper that it did not create. One that stays open
+does harm: its server keeps the port, and the next ``init_process_group`` at that port
+reads the keys of the previous one. So a wrapper is closed when the last process group
+on it is gone, and the last PrefixStore that a group was created with. The bare store
+would be freed at the same time.
 """
 
 import sys
@@ -14,35 +14,36 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from tracedstore.store import TracedStore
 
-# Those that we wrapped: what the job wrapped is the job's to close.
-_ours: WeakSet[TracedStore] = WeakSet()
-# Who uses them.
+# Stores that the patches wrapped. A store that the job wrapped is the job's to close.
+_owned: WeakSet[TracedStore] = WeakSet()
+# The process groups and PrefixStores that use each of them.
 _users: WeakKeyDictionary[TracedStore, set[ref[Any]]] = WeakKeyDictionary()
 
 
-def adopt(store: TracedStore) -> None:
-    """Take it on us to close a store."""
-    _ours.add(store)
+def own(store: TracedStore) -> None:
+    """Take over closing a store."""
+    _owned.add(store)
 
 
 def close_after(store: TracedStore, *users: Any) -> None:
-    """Close a store of ours when these and all other users of it are gone."""
-    if store not in _ours:
+    """Close an owned store when these and all its other users are gone."""
+    if store not in _owned:
         return
-    left = _users.setdefault(store, set())
-    whose = ref(store)
+    remaining = _users.setdefault(store, set())
+    weak_store = ref(store)
 
-    # Modules are taken apart at the end, and then there is nothing to be closed.
-    def gone(user: ref[Any], ending: Any = sys.is_finalizing) -> None:
-        left.discard(user)
-        unused = whose()
-        if unused is not None and not left and not ending():
+    # Bound as a default, because module globals may be None at interpreter shutdown;
+    # then nothing needs to be closed.
+    def user_gone(user: ref[Any], is_finalizing: Any = sys.is_finalizing) -> None:
+        remaining.discard(user)
+        unused = weak_store()
+        if unused is not None and not remaining and not is_finalizing():
             unused.close()
 
-    left.update(ref(user, gone) for user in users)
+    remaining.update(ref(user, user_gone) for user in users)
 
 
 def close_if_unused(store: TracedStore) -> None:
-    """Close a store of ours that no process group came to use."""
-    if store in _ours and not _users.get(store):
+    """Close an owned store that no process group uses."""
+    if store in _owned and not _users.get(store):
         store.close()

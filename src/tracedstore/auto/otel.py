@@ -1,7 +1,7 @@
-"""The same for ``opentelemetry-instrument``, which finds this by its entry point.
+"""The instrumentor that ``opentelemetry-instrument`` loads through its entry point.
 
-It is loaded by every Python process below that command, so it imports no torch. The
-extra ``tracedstore[instrument]`` has what it needs.
+Every Python process below that command loads this module, so it does not import torch.
+Its dependency is in the extra ``tracedstore[instrument]``.
 """
 
 from collections.abc import Callable, Collection
@@ -12,14 +12,14 @@ from tracedstore.auto import patches
 if TYPE_CHECKING:
 
     class BaseInstrumentor:
-        """Theirs, which hides its types."""
+        """OpenTelemetry's class, which has no type annotations."""
 
         instrument: Callable[..., None]
         uninstrument: Callable[..., None]
 else:
     try:
         from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
-    except Exception:  # without the extra nobody asks for it
+    except Exception:  # without the extra, nothing loads the entry point
         BaseInstrumentor = object
 
 
@@ -27,13 +27,13 @@ class TracedStoreInstrumentor(BaseInstrumentor):
     """Traces the stores of ``torch.distributed``; see `tracedstore.instrument`."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Name what is instrumented."""
+        """Return the instrumented package, with its versions."""
         return ("torch >= 2.6",)
 
     def _instrument(self, **kwargs: Any) -> None:
         provider = kwargs.get("tracer_provider")
         if provider is not None:
-            # Only who has a provider of his own pays for torch at once.
+            # configure() imports torch, so only a caller with a provider pays for it.
             from tracedstore.export.setup import configure  # noqa: PLC0415
 
             configure(tracer_provider=provider)

@@ -1,14 +1,14 @@
-"""Where torch makes stores by itself, and how those places are taken and given back.
+"""Replaces the functions with which torch creates stores, and restores them.
 
-This module is loaded while Python starts, by ``tracedstore-run`` and
-``opentelemetry-instrument``, in processes that may never use a store. So it imports
-nothing but what is there already, and puts small shims in torch's places; the shims
-load the rest of the package when one of them is called. That is never while torch is
-still being imported, which nothing that imports torch would survive.
+``tracedstore-run`` and ``opentelemetry-instrument`` load this module at Python's
+start-up, in processes that may never use a store. So it imports only what Python has
+imported already, and installs small shims into torch. A shim loads the rest of the
+package when it is first called. That is never during the import of torch, when
+importing the rest, which imports torch, would fail.
 
-The shims stand where torch looks things up each time it needs them, so code that
-imported ``init_process_group`` by name before is traced as well, and torch's public
-functions stay the very same objects.
+The shims are installed where torch looks the functions up on each call. So code that
+imported ``init_process_group`` by name before is traced too, and torch's public
+functions remain the same objects.
 """
 
 import functools
@@ -19,164 +19,169 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 _RENDEZVOUS: Final = "torch.distributed.rendezvous"
-# The barrier's home, and a module that has a copy of it.
+# The module that defines torch's barrier, and a module that imports it by name.
 _BARRIER: Final = "torch.distributed.elastic.utils.store"
-_BARRIERS_COPY: Final = "torch.distributed.elastic.utils.distributed"
+_BARRIER_COPY: Final = "torch.distributed.elastic.utils.distributed"
 _SCHEMES: Final = ("env", "tcp", "file")
-# What an init method is called that is traced whether or not torch's own are.
-_EXPLICIT: Final = "traced+"
+# The prefix of init methods that are traced without `instrument` too.
+_TRACED_PREFIX: Final = "traced+"
 
 
 class PatchTarget(NamedTuple):
-    """A function of torch's that makes a store or is handed one.
+    """A function of torch that creates a store or receives one.
 
     Attributes:
-        module: In which module.
-        owner: What of the module has it, a class or a dict, by its dotted name; ""
-            for the module.
-        name: Its name there.
-        treatment: The function of `auto.replacements` that is called instead.
-        otherwise: The one for a shim that is there, or was kept, while torch's own
-            stores are not to be traced; "" for none.
+        module: The name of the module.
+        owner: The class or dict in the module that has the function, as a dotted name;
+            "" for the module itself.
+        name: The name of the function in its owner.
+        replacement: The function of `auto.replacements` that is called instead.
+        fallback: The function of `auto.replacements` that a shim calls while
+            `instrument` is not in effect; "" for torch's original.
     """
 
     module: str
     owner: str
     name: str
-    treatment: str
-    otherwise: str = ""
+    replacement: str
+    fallback: str = ""
 
 
 _ELASTIC: Final = "torch.distributed.elastic.rendezvous"
-# Every process group is made here, the default one of a given store too.
-_GROUPS: Final = PatchTarget(
+# Creates every process group, also the default one with a ``store=`` argument.
+_PROCESS_GROUPS: Final = PatchTarget(
     "torch.distributed.distributed_c10d",
     "",
     "_new_process_group_helper",
     "process_group",
-    "watched_group",
+    "tracked_process_group",
 )
 PATCH_TARGETS: Final = (
     *(
         PatchTarget(_RENDEZVOUS, "_rendezvous_handlers", scheme, "rendezvous")
         for scheme in _SCHEMES
     ),
-    _GROUPS,
-    # How torchrun's agents meet; registered by the package when it is imported.
+    _PROCESS_GROUPS,
+    # The rendezvous of torchrun's agents, which the package registers on its import.
     *(
         PatchTarget(
-            _ELASTIC, "rendezvous_handler_registry._registry", name, "agents_rendezvous"
+            _ELASTIC, "rendezvous_handler_registry._registry", name, "agent_rendezvous"
         )
         for name in ("c10d", "etcd-v2")
     ),
-    # What they meet through, and what they serve to their workers.
+    # The stores of that rendezvous, and the store that an agent serves to its workers.
     PatchTarget(
         f"{_ELASTIC}.dynamic_rendezvous",
         "DynamicRendezvousHandler",
         "_create_tcp_store_server",
-        "agents_store",
+        "agent_store",
     ),
-    PatchTarget(f"{_ELASTIC}.static_tcp_rendezvous", "", "TCPStore", "agents_store"),
+    PatchTarget(f"{_ELASTIC}.static_tcp_rendezvous", "", "TCPStore", "agent_store"),
     *(
-        PatchTarget(f"{_ELASTIC}.c10d_rendezvous_backend", "", name, "agents_store")
+        PatchTarget(f"{_ELASTIC}.c10d_rendezvous_backend", "", name, "agent_store")
         for name in ("_create_tcp_store", "_create_file_store")
     ),
 )
 
-_on = False
-# What was swapped: where, its name there, torch's own, and ours.
-_swapped: list[tuple[Any, str, Any, Any]] = []
-# What else is to be done to give back everything.
+_enabled = False
+# The installed shims: owner, name, torch's original, shim.
+_installed: list[tuple[Any, str, Any, Any]] = []
+# What else `uninstrument` has to undo.
 _undo: list[Callable[[], None]] = []
 
 
 def instrument() -> None:
-    """Trace the stores that torch makes by itself, from now on.
+    """Trace the stores that torch creates from now on.
 
-    These are the stores behind ``env://``, ``tcp://`` and ``file://``, a ``store=``
-    given to ``init_process_group``, those of torchrun's agents, and torch's own
-    ``elastic.utils.store.barrier``. It does not matter whether torch.distributed has
-    been imported; if not, nothing is until it is. Calling it twice is calling it
-    once. Telemetry that cannot be set up is reported, and leaves stores bare.
+    These are the stores of ``env://``, ``tcp://`` and ``file://``, a ``store=`` that is
+    passed to ``init_process_group``, and the stores of torchrun's agents. torch's
+    ``elastic.utils.store.barrier`` is traced too. It can be called before or after the
+    import of torch.distributed, and imports nothing itself. A second call has no
+    effect. If the telemetry cannot be set up, that is logged and torch's stores remain
+    untraced.
     """
-    global _on  # noqa: PLW0603 - torch's places are one a process
-    if _on:
+    global _enabled  # noqa: PLW0603 - torch is patched once per process
+    if _enabled:
         return
-    _on = True
+    _enabled = True
     for target in PATCH_TARGETS:
-        when_imported(target.module, functools.partial(_take, target))
-    for module in (_BARRIER, _BARRIERS_COPY):
+        when_imported(target.module, functools.partial(_install, target))
+    for module in (_BARRIER, _BARRIER_COPY):
         when_imported(module, _replace_barrier)
 
 
 def uninstrument() -> None:
-    """Give torch its own functions back, the very same objects.
+    """Restore torch's original functions, the same objects as before.
 
-    Stores that are traced by then stay so, until their users let go of them.
+    A store that is traced already remains traced until torch frees it.
     """
-    global _on  # noqa: PLW0603 - likewise
-    _on = False
-    _finder.cancel()
-    while _swapped:
-        owner, name, original, ours = _swapped.pop()
-        # What somebody else put there meanwhile is not ours to remove.
-        if _get(owner, name) is ours:
+    global _enabled  # noqa: PLW0603 - torch is patched once per process
+    _enabled = False
+    _import_hook.cancel()
+    while _installed:
+        owner, name, original, shim = _installed.pop()
+        # Another library may have patched the same function since.
+        if _get(owner, name) is shim:
             _set(owner, name, original)
     while _undo:
         _undo.pop()()
 
 
-def watch_groups() -> None:
-    """See the process groups that are made, though torch's own stores stay bare.
+def track_process_groups() -> None:
+    """Patch the creation of process groups only, without tracing torch's stores.
 
-    Who asks for ``traced+env://`` by name has nobody else to close that store.
+    The store of ``traced+env://`` is closed after its last process group, also without
+    `instrument`.
     """
-    when_imported(_GROUPS.module, functools.partial(_take, _GROUPS))
+    when_imported(_PROCESS_GROUPS.module, functools.partial(_install, _PROCESS_GROUPS))
 
 
 def register_init_methods() -> None:
-    """Let ``init_process_group`` know ``traced+env://`` and its likes."""
-    when_imported(_RENDEZVOUS, _offer, for_good=True)
+    """Register ``traced+env://``, ``traced+tcp://`` and ``traced+file://`` in torch."""
+    when_imported(_RENDEZVOUS, _register_traced_handlers, permanent=True)
 
 
 def when_imported(
-    name: str, then: Callable[[ModuleType], None], *, for_good: bool = False
+    name: str, action: Callable[[ModuleType], None], *, permanent: bool = False
 ) -> None:
-    """Do something with a module: now, or when it has been imported.
+    """Call an action with a module: now, or after its import.
 
     Args:
-        name: The module.
-        then: What to do; must not raise.
-        for_good: `uninstrument` does not call it off.
+        name: The name of the module.
+        action: The action; must not raise.
+        permanent: `uninstrument` does not cancel it.
     """
     module = sys.modules.get(name)
     if module is not None:
-        then(module)
+        action(module)
     else:
-        _finder.wait_for(name, then, for_good=for_good)
+        _import_hook.add(name, action, permanent=permanent)
 
 
-class _Finder:
-    """Waits for modules to be imported; finds none itself."""
+class _ImportHook:
+    """A meta path finder that runs actions after the import of modules.
+
+    It is on ``sys.meta_path`` only while an action is pending.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[tuple[Callable[[ModuleType], None], bool]]] = {}
+        self._pending: dict[str, list[tuple[Callable[[ModuleType], None], bool]]] = {}
 
-    def wait_for(
-        self, name: str, then: Callable[[ModuleType], None], *, for_good: bool
+    def add(
+        self, name: str, action: Callable[[ModuleType], None], *, permanent: bool
     ) -> None:
-        self._waiting.setdefault(name, []).append((then, for_good))
+        self._pending.setdefault(name, []).append((action, permanent))
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def cancel(self, *names: str) -> None:
-        """Wait for these no more, or for none; but for what is for good."""
-        for name in names or list(self._waiting):
-            waiting = self._waiting.pop(name, [])
-            kept = [found for found in waiting if found[1]]
+        """Cancel the actions for these modules, or all; permanent ones remain."""
+        for name in names or list(self._pending):
+            pending = self._pending.pop(name, [])
+            kept = [entry for entry in pending if entry[1]]
             if kept:
-                self._waiting[name] = kept
-        self._leave_if_done()
+                self._pending[name] = kept
+        self._remove_if_idle()
 
     def find_spec(
         self,
@@ -184,140 +189,144 @@ class _Finder:
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if name not in self._waiting:
+        if name not in self._pending:
             return None
-        spec = _found_by_others(self, name, path, target)
+        spec = _find_spec_elsewhere(self, name, path, target)
         if spec is not None and spec.loader is not None:
-            loader: Any = _Loader(spec.loader)
+            loader: Any = _HookLoader(spec.loader)
             spec.loader = loader
         return spec
 
-    def imported(self, module: ModuleType) -> None:
-        """Do what was to be done with a module."""
-        for then, _ in self._waiting.pop(module.__name__, []):
-            then(module)
-        self._leave_if_done()
+    def run(self, module: ModuleType) -> None:
+        """Run the actions for a module."""
+        for action, _ in self._pending.pop(module.__name__, []):
+            action(module)
+        self._remove_if_idle()
 
-    def _leave_if_done(self) -> None:
-        if not self._waiting and self in sys.meta_path:
+    def _remove_if_idle(self) -> None:
+        if not self._pending and self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
-def _found_by_others(
-    finder: _Finder,
+def _find_spec_elsewhere(
+    hook: _ImportHook,
     name: str,
     path: Sequence[str] | None,
     target: ModuleType | None,
 ) -> ModuleSpec | None:
-    for other in list(sys.meta_path):
-        find_spec = getattr(other, "find_spec", None)
-        if other is not finder and find_spec is not None:
+    """Find a module through the other finders on ``sys.meta_path``."""
+    for finder in list(sys.meta_path):
+        find_spec = getattr(finder, "find_spec", None)
+        if finder is not hook and find_spec is not None:
             spec: ModuleSpec | None = find_spec(name, path, target)
             if spec is not None:
                 return spec
     return None
 
 
-class _Loader:
-    """Loads a module with another loader, and says so to the finder."""
+class _HookLoader:
+    """Loads a module with its own loader, then runs the import hook's actions."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
-        # Whoever asks the module for its loader gets the one it always had.
+        # Code that inspects the module sees its own loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _finder.imported(module)
+        _import_hook.run(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-_finder: Final = _Finder()
+_import_hook: Final = _ImportHook()
 
 
-def _take(target: PatchTarget, module: ModuleType) -> None:
-    """Put our shim in a target of torch's; where torch has no such target, do not."""
+def _install(target: PatchTarget, module: ModuleType) -> None:
+    """Replace a function of torch with a shim; does nothing if torch has none."""
     owner: Any = module
     for name in target.owner.split(".") if target.owner else ():
         owner = getattr(owner, name, None)
     original = _get(owner, target.name)
-    if original is None or any(original is ours for *_, ours in _swapped):
+    if original is None or any(original is shim for *_, shim in _installed):
         return
 
-    # One of them is a class, whose __dict__ does not belong on a function.
+    # One original is a class, whose __dict__ must not be copied to a function.
     @functools.wraps(original, updated=())
     def shim(*args: Any, **kwargs: Any) -> Any:
-        name = target.treatment if _on else target.otherwise
-        treat = _treatment(name) if name else None
-        if treat is None:
+        name = target.replacement if _enabled else target.fallback
+        replacement = _load_replacement(name) if name else None
+        if replacement is None:
             return original(*args, **kwargs)
-        return treat(original, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     _set(owner, target.name, shim)
-    _swapped.append((owner, target.name, original, shim))
+    _installed.append((owner, target.name, original, shim))
 
 
-def _treatment(name: str) -> Callable[..., Any] | None:
-    """Load the rest of the package, and give one of the functions of `replacements`."""
+def _load_replacement(name: str) -> Callable[..., Any] | None:
+    """Load the rest of the package and return a function of `replacements`.
+
+    If that fails, log it, restore torch and return None.
+    """
     try:
-        # Not at the top: see the module's docstring.
+        # Not at the top: see the docstring of the module.
         from tracedstore.auto import replacements  # noqa: PLC0415
 
-        treatment: Callable[..., Any] = getattr(replacements, name)
+        replacement: Callable[..., Any] = getattr(replacements, name)
     except Exception as error:
         uninstrument()
-        _report(error)
+        _log_disabled(error)
         return None
-    return treatment
+    return replacement
 
 
 def _replace_barrier(module: ModuleType) -> None:
-    if module.__name__ == _BARRIER and _BARRIERS_COPY in sys.modules:
-        return  # it is being imported, and not complete: its turn comes
-    _finder.cancel(_BARRIERS_COPY)  # replacing imports it
+    if module.__name__ == _BARRIER and _BARRIER_COPY in sys.modules:
+        return  # the other module is still being imported; this runs again after it
+    _import_hook.cancel(_BARRIER_COPY)  # barrier_patch.replace() imports it
     try:
-        # torch never imports these by itself, so torch is complete by now.
+        # torch does not import these modules itself, so its import is complete.
         from tracedstore import barrier_patch  # noqa: PLC0415 - see the docstring
 
         barrier_patch.replace()
         _undo.append(barrier_patch.restore)
     except Exception as error:
-        _report(error)
+        _log_disabled(error)
 
 
-def _offer(module: ModuleType) -> None:
+def _register_traced_handlers(module: ModuleType) -> None:
     handlers = getattr(module, "_rendezvous_handlers", None)
     if not isinstance(handlers, dict):
         return
     for scheme in _SCHEMES:
 
-        def explicit(url: str, *args: Any, scheme: str = scheme, **kwargs: Any) -> Any:
-            from tracedstore.auto import replacements  # noqa: PLC0415 - likewise
+        def handler(url: str, *args: Any, scheme: str = scheme, **kwargs: Any) -> Any:
+            from tracedstore.auto import replacements  # noqa: PLC0415 - see the module docstring
 
-            return replacements.explicit(
-                handlers[scheme], url.removeprefix(_EXPLICIT), *args, **kwargs
+            return replacements.explicit_rendezvous(
+                handlers[scheme], url.removeprefix(_TRACED_PREFIX), *args, **kwargs
             )
 
-        handlers.setdefault(_EXPLICIT + scheme, explicit)
+        handlers.setdefault(_TRACED_PREFIX + scheme, handler)
 
 
-def _report(error: Exception) -> None:
-    """Tell that something is not traced here; the job goes on as without us."""
-    import logging  # noqa: PLC0415 - not while Python starts
+def _log_disabled(error: Exception) -> None:
+    """Log that torch is not instrumented; the job continues untraced."""
+    import logging  # noqa: PLC0415 - not at Python's start-up
 
     logging.getLogger("tracedstore").error(
-        "telemetry.disabled: torch is left as it is, because of %r", error
+        "telemetry.disabled: torch is not instrumented: %r", error
     )
 
 
 def _get(owner: Any, name: str) -> Any:
     if isinstance(owner, dict):
         return owner.get(name)
-    # As it is written there, not as it looks from outside: a plain function.
+    # From the __dict__, because getattr() of a class may bind the function.
     return vars(owner).get(name) if owner is not None else None
 
 

@@ -1,7 +1,8 @@
-"""What is done in torch's places: wrap the store, and say who this process is.
+"""The functions that the shims of `patches` call instead of torch's.
 
-Each function here stands in for one of torch's, which it is given first. Whatever goes
-wrong with the telemetry, torch gets the store it would have had.
+They wrap the stores that torch creates and register the rank of this process. Each
+function takes torch's original as its first argument. If the telemetry fails, torch
+gets the store that it would have without tracedstore.
 """
 
 import inspect
@@ -24,37 +25,39 @@ RendezvousResult = tuple[Store, int, int]
 def rendezvous(
     original: Callable[..., Iterator[RendezvousResult]], *args: Any, **kwargs: Any
 ) -> Iterator[RendezvousResult]:
-    """Stand in for the handler of an init method."""
+    """Replace the rendezvous handler of an init method."""
     for store, rank, world_size in original(*args, **kwargs):
-        yield _of_rank(store, rank, world_size), rank, world_size
+        yield _trace_and_register(store, rank, world_size), rank, world_size
 
 
-def explicit(
+def explicit_rendezvous(
     original: Callable[..., Iterator[RendezvousResult]], *args: Any, **kwargs: Any
 ) -> Iterator[RendezvousResult]:
-    """Handle ``traced+env://`` and its likes, with or without `instrument`."""
-    patches.watch_groups()
+    """Handle ``traced+env://`` and the like, with or without `instrument`."""
+    patches.track_process_groups()
     return rendezvous(original, *args, **kwargs)
 
 
 def process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand in for what makes a process group of a store."""
-    call = _bound(original, args, kwargs)
+    """Replace the creation of a process group; trace the default group's store."""
+    call = _bind(original, args, kwargs)
     if call is not None and _is_default_group(call):
         _trace_store_of(call)
-    return _group(original, args, kwargs, call)
+    return _create_group(original, args, kwargs, call)
 
 
-def watched_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the same, and leave a store that is not traced as it is."""
-    return _group(original, args, kwargs, _bound(original, args, kwargs))
+def tracked_process_group(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replace the creation of a process group, without tracing its store."""
+    return _create_group(original, args, kwargs, _bind(original, args, kwargs))
 
 
-def agents_rendezvous(original: Callable[..., Any], params: Any) -> Any:
-    """Stand in for what makes the rendezvous of torchrun's agent."""
+def agent_rendezvous(original: Callable[..., Any], params: Any) -> Any:
+    """Replace the creation of the rendezvous handler of torchrun's agent."""
     try:
         ensure_configured()
-        # Here, because workers have no use for it.
+        # Imported here, because workers do not need it.
         from tracedstore.rendezvous import plugins  # noqa: PLC0415
 
         creator = plugins.CREATORS[params.backend]
@@ -64,88 +67,87 @@ def agents_rendezvous(original: Callable[..., Any], params: Any) -> Any:
     return (creator if creator and RECORDER.on else original)(params)
 
 
-def agents_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
-    """Stand in for what makes a store of torchrun's agent."""
-    made = original(*args, **kwargs)
-    store = _traced(made)
-    if isinstance(store, TracedStore) and store is not made:
-        # The agent's rendezvous refers to it for as long as it is used, so it need
-        # not outlive that; one that did would keep the state of a closed rendezvous.
+def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
+    """Replace the creation of a store of torchrun's agent."""
+    bare = original(*args, **kwargs)
+    store = _trace(bare)
+    if isinstance(store, TracedStore) and store is not bare:
+        # The agent's rendezvous references the store while it is in use, so the wrapper
+        # need not be kept alive. If it were, it would keep the state of a rendezvous
+        # that is closed.
         store.close()
     return store
 
 
-def _bound(
+def _bind(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments | None:
     try:
         return inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
-        return None  # torch's to say what is wrong with it
+        return None  # torch raises its own error for the arguments
 
 
 def _is_default_group(call: inspect.BoundArguments) -> bool:
-    given = call.arguments
+    arguments = call.arguments
     return not (
-        given.get("global_ranks_in_group")
-        # MPI is given a Store that is none, and "fake" needs no other process.
-        or type(given.get("store")) is Store
-        or str(given.get("backend")) == "fake"
+        arguments.get("global_ranks_in_group")
+        # MPI gets an instance of the base class; "fake" needs no other process.
+        or type(arguments.get("store")) is Store
+        or str(arguments.get("backend")) == "fake"
     )
 
 
 def _trace_store_of(call: inspect.BoundArguments) -> None:
-    """Trace the store that a group is to be made of, unless a handler has."""
-    given = call.arguments
+    """Trace the store argument of a new group, unless it is traced already."""
+    arguments = call.arguments
     try:
-        if _traced_below(given["store"]) is None:
-            given["store"] = _of_rank(
-                given["store"], given["group_rank"], given["group_size"]
+        if _traced_bottom(arguments["store"]) is None:
+            arguments["store"] = _trace_and_register(
+                arguments["store"], arguments["group_rank"], arguments["group_size"]
             )
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
 
 
-def _group(
+def _create_group(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     call: inspect.BoundArguments | None,
 ) -> Any:
-    """Make the group, and let the store go with it, if it is ours to close."""
+    """Create the group; an owned store is closed after its last group."""
     if call is None:
         return original(*args, **kwargs)
-    below = _traced_below(call.arguments.get("store"))
+    traced = _traced_bottom(call.arguments.get("store"))
     try:
-        made = original(*call.args, **call.kwargs)
+        created = original(*call.args, **call.kwargs)
     except BaseException:
-        if below is not None:
-            lifetime.close_if_unused(below)
+        if traced is not None:
+            lifetime.close_if_unused(traced)
         raise
-    if below is not None:
-        # The group and its PrefixStore; a process that is no member gets neither.
-        lifetime.close_after(below, *(user for user in made if _is_torchs(user)))
-    return made
+    if traced is not None:
+        # The group and its PrefixStore; a process outside the group gets neither.
+        users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
+        lifetime.close_after(traced, *users)
+    return created
 
 
-def _is_torchs(user: Any) -> bool:
-    return isinstance(user, (Store, ProcessGroup))
+def _traced_bottom(store: Store | None) -> TracedStore | None:
+    """Return the traced store below all PrefixStores, if it is traced."""
+    bottom = None if store is None else bottom_of(store)
+    return bottom if isinstance(bottom, TracedStore) else None
 
 
-def _traced_below(store: Store | None) -> TracedStore | None:
-    below = None if store is None else bottom_of(store)
-    return below if isinstance(below, TracedStore) else None
-
-
-def _of_rank(store: Store, rank: int, world_size: int) -> Store:
-    """Trace a store that a rank was given, and let the rank register in it."""
+def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
+    """Trace the store of a rank, and register the rank in it."""
     known = rank >= 0 and world_size > 0
     try:
         if known:
             set_identity(rank, world_size)
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
-    traced = _traced(store)
+    traced = _trace(store)
     if known and isinstance(traced, TracedStore):
         try:
             rank_registry.register(traced, rank, world_size)
@@ -154,13 +156,14 @@ def _of_rank(store: Store, rank: int, world_size: int) -> Store:
     return traced
 
 
-def _traced(store: Store) -> Store:
+def _trace(store: Store) -> Store:
+    """Wrap a store; return it unchanged if the telemetry is off or fails."""
     try:
         ensure_configured()
         if isinstance(store, TracedStore) or not RECORDER.on:
             return store
         traced = wrap(store)
-        lifetime.adopt(traced)
+        lifetime.own(traced)
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
         return store

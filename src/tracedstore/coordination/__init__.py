@@ -1,1 +1,1 @@
-"""What ranks do together: barrier, arrivals, rank registry, decoders, exchange."""
+"""Coordination of ranks: barriers, data exchange, the rank registry and names."""

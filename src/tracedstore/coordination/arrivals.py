@@ -1,9 +1,9 @@
-"""Find out who arrived at a barrier, in as few round trips as the store allows.
+"""Reads which ranks arrived at a barrier, in as few round trips as the store allows.
 
-Three ways, the best one first: one read of the ledger, where the store can append;
-one listing of its keys, where that is what it offers; else halving ranges of ranks
-with ``check``, about m·log2(N) round trips for m missing of N. Never one wait per
-rank: that takes a timeout for each that is missing, and accuses a rank that is there
+There are three ways, the best one first: one read of the ledger, if the store has
+``append``; one listing of all keys, on an EtcdStore; else ``check`` on halved ranges of
+ranks, about m·log2(N) round trips for m missing ranks of N. There is never one wait per
+rank: that takes one timeout per missing rank, and reports a present rank as missing
 when the store is slow.
 """
 
@@ -15,173 +15,188 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tracedstore.coordination.protocol import Keys, Ledger, signature, spelled
+from tracedstore.coordination.protocol import (
+    BarrierKeys,
+    Ledger,
+    encode_arrival,
+    encode_traceparent,
+)
 from tracedstore.core.identity import bottom_of
 
 T = TypeVar("T")
 
-# A check has all its keys in one request; this keeps requests small.
-_MOST_KEYS_A_CHECK = 4096
-# Only after a restart on a store without a ledger.
-_MOST_ASKED_ONE_BY_ONE = 256
+# A check sends all its keys in one request; this bounds the size of a request.
+_MAX_KEYS_PER_CHECK = 4096
+# Checks for repeated ranks, one each: only after a restart, without a ledger.
+_MAX_REPEAT_CHECKS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """Who arrived, as far as that can be told.
+    """The arrivals at a barrier, as far as its keys show.
 
     Attributes:
-        count: How many arrivals were counted.
-        missing: The ranks that nothing shows to have arrived, in order.
-        duplicates: Ranks that arrived more than once.
-        unidentified: Arrivals that no name belongs to: plain torch's, mostly.
-        traceparent: The trace of the first to arrive, "" if it left none.
+        arrived_count: Number of arrivals counted.
+        unseen_ranks: Ranks without a recorded arrival, in order. They are missing, or
+            among the unidentified arrivals.
+        duplicate_ranks: Ranks that arrived more than once.
+        unidentified_count: Arrivals without a rank: mostly plain torch ranks.
+        traceparent: The first rank's traceparent, "" if it published none.
     """
 
-    count: int
-    missing: tuple[int, ...]
-    duplicates: tuple[int, ...]
-    unidentified: int
+    arrived_count: int
+    unseen_ranks: tuple[int, ...]
+    duplicate_ranks: tuple[int, ...]
+    unidentified_count: int
     traceparent: str = ""
 
 
-def record_arrival(store: Any, keys: Keys, rank: int) -> bool:
-    """Write down that a rank arrived, and tell whether that went into the ledger."""
+def record_arrival(store: Any, keys: BarrierKeys, rank: int) -> bool:
+    """Record the arrival of a rank; return whether that went into the ledger."""
     if store.has_extended_api():
-        # On a TCPStore nobody waits for an answer to this.
-        store.append(keys.ledger, signature(rank, time.time()))
+        # A TCPStore sends no reply to an append.
+        store.append(keys.ledger, encode_arrival(rank, time.time()))
         return True
+    # torch only checks whether the TRACE key exists, so it can be a counter.
     if store.add(keys.trace(rank), 1) > 1:
-        # torch only asks whether that key is there, so it can count as well.
-        store.add(keys.repeats, 1)
-        store.set(keys.again(rank), "")
+        store.add(keys.repeat_count, 1)
+        store.set(keys.repeated(rank), "")
     return False
 
 
-def read_arrivals(store: Any, keys: Keys, world_size: int) -> Arrivals:
-    """Look who arrived. Blocks on nothing and changes nothing."""
-    # The count first: who arrives between the two reads is then named and not
-    # counted, instead of counted and accused.
+def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
+    """Read which ranks arrived. Does not block and changes nothing."""
+    # The count is read before the ledger: a rank that arrives between the two reads is
+    # identified and not counted, instead of counted and reported missing.
     count: int = store.add(keys.num_members, 0)
     ledger = read_ledger(store, keys)
-    signed = ledger.ranks()
-    missing = set(range(world_size)).difference(signed)
-    repeats = len(signed) - (world_size - len(missing))
-    often = Counter(signed) if repeats > 0 else Counter[int]()
-    twice = [rank for rank, times in often.items() if times > 1]
-    if count > len(signed):
-        # Somebody came without signing: plain torch's ranks, or there is no ledger.
-        missing -= _traced(store, keys, sorted(missing))
-    if not ledger.entries and store.check([keys.repeats]):
-        repeats += int(store.get(keys.repeats))
-        came = [rank for rank in range(world_size) if rank not in missing]
-        some = came[:_MOST_ASKED_ONE_BY_ONE]
-        twice += [rank for rank in some if store.check([keys.again(rank)])]
-    named = world_size - len(missing)
+    recorded = ledger.ranks()
+    unseen = set(range(world_size)).difference(recorded)
+    repeats = len(recorded) - (world_size - len(unseen))
+    arrivals = Counter(recorded) if repeats > 0 else Counter[int]()
+    duplicates = [rank for rank, times in arrivals.items() if times > 1]
+    if count > len(recorded):
+        # Some arrivals are not in the ledger: plain torch ranks, or there is none.
+        unseen -= _with_trace_key(store, keys, sorted(unseen))
+    if not ledger.entries and store.check([keys.repeat_count]):
+        repeats += int(store.get(keys.repeat_count))
+        seen = [rank for rank in range(world_size) if rank not in unseen]
+        duplicates += [
+            rank
+            for rank in seen[:_MAX_REPEAT_CHECKS]
+            if store.check([keys.repeated(rank)])
+        ]
+    identified = world_size - len(unseen)
     return Arrivals(
-        count=count,
-        missing=tuple(sorted(missing)),
-        duplicates=tuple(sorted(twice)),
-        unidentified=max(0, count - named - repeats),
-        traceparent=leader(store, keys, ledger),
+        arrived_count=count,
+        unseen_ranks=tuple(sorted(unseen)),
+        duplicate_ranks=tuple(sorted(duplicates)),
+        unidentified_count=max(0, count - identified - repeats),
+        traceparent=read_traceparent(store, keys, ledger),
     )
 
 
-def read(store: Any, key: str) -> bytes:
-    """Read a key that is there, in one round trip where that can be had.
+def read_key(store: Any, key: str) -> bytes:
+    """Read a key that exists, in one round trip if the store allows it.
 
-    A TCPStore's get takes two: it waits for the key, and then asks for it.
+    A TCPStore's ``get`` takes two: it waits for the key, then reads it.
     """
-    # The second changes nothing, because nothing is what it would change.
-    one_trip = store.has_extended_api()
-    found: bytes = store.compare_set(key, "", "") if one_trip else store.get(key)
-    return found
+    # compare_set with equal expected and desired values reads the key in one round
+    # trip and never changes it.
+    one_round_trip = store.has_extended_api()
+    value: bytes = store.compare_set(key, "", "") if one_round_trip else store.get(key)
+    return value
 
 
-def read_ledger(store: Any, keys: Keys, *, signed: bool = False) -> Ledger:
-    """Read what those that arrived wrote, if anybody did.
+def read_ledger(store: Any, keys: BarrierKeys, *, exists: bool = False) -> Ledger:
+    """Read the ledger of a barrier; it is empty if there is none.
 
     Args:
-        store: Where to read it.
-        keys: Of which barrier.
-        signed: The caller did, so there is a ledger, and nobody has to ask.
+        store: The store to read from.
+        keys: The keys of the barrier.
+        exists: Skip the check: the caller has written to the ledger.
     """
-    there = signed or store.check([keys.ledger])
-    return Ledger(read(store, keys.ledger)) if there else Ledger()
+    exists = exists or store.check([keys.ledger])
+    return Ledger(read_key(store, keys.ledger)) if exists else Ledger()
 
 
-def duplicates(store: Any, keys: Keys, ledger: Ledger) -> bool:
-    """Tell whether some rank did, in one round trip at most."""
+def has_duplicates(store: Any, keys: BarrierKeys, ledger: Ledger) -> bool:
+    """Return whether a rank arrived more than once, in at most one round trip."""
     if ledger.entries:
-        signed = ledger.ranks()
-        return len(set(signed)) < len(signed)
-    return bool(store.check([keys.repeats]))
+        ranks = ledger.ranks()
+        return len(set(ranks)) < len(ranks)
+    return bool(store.check([keys.repeat_count]))
 
 
-def lead(store: Any, keys: Keys, traceparent: str) -> None:
-    """Leave the trace of the first to arrive, for the others to join."""
+def publish_traceparent(store: Any, keys: BarrierKeys, traceparent: str) -> None:
+    """Publish the first rank's traceparent, for the other ranks to join."""
     if store.has_extended_api():
-        store.append(keys.ledger, spelled(traceparent))
+        store.append(keys.ledger, encode_traceparent(traceparent))
     else:
         store.set(keys.traceparent, traceparent)
 
 
-def leader(store: Any, keys: Keys, ledger: Ledger) -> str:
-    """Find the trace of the first to arrive, "" if it left none."""
+def read_traceparent(store: Any, keys: BarrierKeys, ledger: Ledger) -> str:
+    """Read the first rank's traceparent, "" if it published none."""
     if store.has_extended_api() or not store.check([keys.traceparent]):
         return ledger.traceparent()
-    written: bytes = store.get(keys.traceparent)
-    return written.decode("ascii", "replace")
+    value: bytes = store.get(keys.traceparent)
+    return value.decode("ascii", "replace")
 
 
-def _traced(store: Any, keys: Keys, ranks: Sequence[int]) -> set[int]:
-    """Find those of the ranks whose TRACE key is there."""
-    listed = listing(store)
-    if listed is not None:
-        return {rank for rank in ranks if keys.trace(rank) in listed}
-    absent = bisect(_checker(store, keys), ranks)
-    return set(ranks) - set(absent)
+def _with_trace_key(store: Any, keys: BarrierKeys, ranks: Sequence[int]) -> set[int]:
+    """Return the ranks whose TRACE key exists."""
+    existing = etcd_keys(store)
+    if existing is not None:
+        return {rank for rank in ranks if keys.trace(rank) in existing}
+
+    def all_exist(some: Sequence[int]) -> bool:
+        return bool(store.check([keys.trace(rank) for rank in some]))
+
+    absent = find_absent(all_exist, ranks)
+    return set(ranks).difference(absent)
 
 
-def _checker(store: Any, keys: Keys) -> Callable[[Sequence[int]], bool]:
-    def all_there(ranks: Sequence[int]) -> bool:
-        return bool(store.check([keys.trace(rank) for rank in ranks]))
+def find_absent(
+    all_present: Callable[[Sequence[T]], bool], items: Sequence[T]
+) -> list[T]:
+    """Find the absent items by bisection, in order.
 
-    return all_there
-
-
-def bisect(all_there: Callable[[Sequence[T]], bool], ranks: Sequence[T]) -> list[T]:
-    """Find the ranks that are not there by halving those that are not all there."""
-    missing: list[T] = []
-    # Depth first from the left, so that what is found is in order.
+    Args:
+        all_present: Returns whether all of the given items are present.
+        items: The items to search.
+    """
+    absent: list[T] = []
+    # Depth first from the left, so that the result is in order.
     pending = [
-        ranks[start : start + _MOST_KEYS_A_CHECK]
-        for start in range(0, len(ranks), _MOST_KEYS_A_CHECK)
+        items[start : start + _MAX_KEYS_PER_CHECK]
+        for start in range(0, len(items), _MAX_KEYS_PER_CHECK)
     ][::-1]
     while pending:
         some = pending.pop()
-        if all_there(some):
+        if all_present(some):
             continue
         if len(some) == 1:
-            missing.append(some[0])
+            absent.append(some[0])
             continue
         half = len(some) // 2
         pending += [some[half:], some[:half]]
-    return missing
+    return absent
 
 
-def listing(store: Any) -> frozenset[str] | None:
-    """List the keys of an EtcdStore, whose every check reads its whole directory.
+def etcd_keys(store: Any) -> frozenset[str] | None:
+    """List the keys of an EtcdStore in one request; None for other stores.
 
-    None for other stores: a listing of theirs is no cheaper than what it replaces,
-    and that of a PrefixStore has the keys of its neighbours.
+    Each ``check`` of an EtcdStore reads its whole directory anyway. On the other
+    stores a listing costs no less than the checks it replaces, and the listing of a
+    PrefixStore includes keys outside its prefix.
     """
-    contents = etcd_contents(store)
-    return None if contents is None else frozenset(contents)
+    items = etcd_items(store)
+    return None if items is None else frozenset(items)
 
 
-def etcd_contents(store: Any) -> dict[str, bytes] | None:
-    """Read all that is in an EtcdStore, in one request; None for other stores."""
+def etcd_items(store: Any) -> dict[str, bytes] | None:
+    """Read all keys and values of an EtcdStore in one request; None for others."""
     state = getattr(store, "_traced", None)
     inner = store if state is None else state.inner
     if type(inner).__name__ != "EtcdStore":
@@ -196,22 +211,22 @@ def etcd_contents(store: Any) -> dict[str, bytes] | None:
     }
 
 
-def all_keys(store: Any) -> Iterable[str]:
-    """List all keys of a store, which takes one request and blocks on nothing."""
-    listed = listing(store)
-    keys: Iterable[str] = store.list_keys() if listed is None else listed
+def list_keys(store: Any) -> Iterable[str]:
+    """List all keys of a store, in one request and without blocking."""
+    in_etcd = etcd_keys(store)
+    keys: Iterable[str] = store.list_keys() if in_etcd is None else in_etcd
     return keys
 
 
 @contextmanager
 def side_connection(store: Any) -> Iterator[Any]:
-    """Give a store to read_arrivals through while another thread waits on this one.
+    """Yield a store that can be used while another thread waits on this one.
 
-    A TCPStore is one connection under one lock, so whoever looks would wait for
-    whoever waits; a clone has a connection of its own. The other stores have no such
-    lock, and are given as they are.
+    A TCPStore is one connection under one lock, so other calls block until a wait
+    returns; its clone has a separate connection. The other stores have no such lock,
+    and are yielded unchanged.
     """
-    if type(_bare(store)).__name__ != "TCPStore":
+    if type(_unwrap(store)).__name__ != "TCPStore":
         yield store
         return
     clone = store.clone()
@@ -222,14 +237,14 @@ def side_connection(store: Any) -> Iterator[Any]:
 
 
 def close_connection(store: Any) -> None:
-    """Be done with a store of one's own: a traced one is kept alive until closed."""
+    """Release a store that this process opened; a traced one lives until closed."""
     close = getattr(bottom_of(store), "close", None)
     if close is not None:
         close()
 
 
-def _bare(store: Any) -> Any:
-    """Peel PrefixStores and traced stores off, in whatever order they come."""
+def _unwrap(store: Any) -> Any:
+    """Return the store below all PrefixStores and traced stores, in any order."""
     bottom = bottom_of(store)
     state = getattr(bottom, "_traced", None)
-    return bottom if state is None else _bare(state.inner)
+    return bottom if state is None else _unwrap(state.inner)

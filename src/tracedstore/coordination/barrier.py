@@ -18,12 +18,12 @@ from typing import Any
 from tracedstore import names
 from tracedstore.coordination import decoders, rank_registry
 from tracedstore.coordination.arrivals import (
-    duplicates,
-    lead,
-    leader,
-    read,
+    has_duplicates,
+    publish_traceparent,
     read_arrivals,
+    read_key,
     read_ledger,
+    read_traceparent,
     record_arrival,
     side_connection,
 )
@@ -31,7 +31,7 @@ from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Keys, Last, Ledger
+from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
@@ -75,7 +75,7 @@ class BarrierCall:
     ) -> None:
         self._store = store
         self._world_size = world_size
-        self._keys = Keys(key_prefix)
+        self._keys = BarrierKeys(key_prefix)
         self._timeout = timeout
         self._rank = rank
         self._decoder = decoder
@@ -120,7 +120,7 @@ class BarrierCall:
             guarded(self._publish_traceparent)
         return order
 
-    def _wait(self, order: int, warn_after: float) -> Last:
+    def _wait(self, order: int, warn_after: float) -> LastArrival:
         """Wait for the last rank; return what it wrote."""
         if order == self._world_size:
             return self._complete()
@@ -134,17 +134,17 @@ class BarrierCall:
             if watch is not None:
                 WATCHER.remove(watch)
         if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
-            return Last()
-        written = guarded(read, self._store, self._keys.last_member)
-        return Last() if written is None else Last.from_bytes(written)
+            return LastArrival()
+        written = guarded(read_key, self._store, self._keys.last_member)
+        return LastArrival() if written is None else LastArrival.from_bytes(written)
 
-    def _complete(self) -> Last:
+    def _complete(self) -> LastArrival:
         """Complete the barrier, as the last rank."""
         shared, ledger = "", None
         if self._telemetry.span.enabled:
             # Before the barrier completes: the others read the shared trace from here.
             shared, ledger = guarded(self._shared_trace) or ("", None)
-        last = Last(self._rank, shared)
+        last = LastArrival(self._rank, shared)
         self._store.set(self._keys.last_member, last.to_json())
         self._telemetry.arrived_last()
         if ledger is not None or not self._in_ledger:
@@ -164,12 +164,12 @@ class BarrierCall:
         self._telemetry.span.begin()
         traceparent = self._telemetry.span.traceparent()
         if traceparent:
-            lead(self._store, self._keys, traceparent)
+            publish_traceparent(self._store, self._keys, traceparent)
 
     def _shared_trace(self) -> tuple[str, Ledger]:
         """Return the trace that all ranks join: the first rank's, else this one's."""
-        ledger = read_ledger(self._store, self._keys, signed=self._in_ledger)
-        shared = leader(self._store, self._keys, ledger)
+        ledger = read_ledger(self._store, self._keys, exists=self._in_ledger)
+        shared = read_traceparent(self._store, self._keys, ledger)
         if not shared:
             # The first rank runs plain torch, or has not published its trace yet.
             self._telemetry.span.begin()
@@ -179,17 +179,17 @@ class BarrierCall:
     def _audit(self, ledger: Ledger | None) -> None:
         """Report a rank that was counted twice: the barrier completed too early."""
         if ledger is None and self._in_ledger:
-            ledger = read_ledger(self._store, self._keys, signed=True)
-        if duplicates(self._store, self._keys, ledger or Ledger()):
+            ledger = read_ledger(self._store, self._keys, exists=True)
+        if has_duplicates(self._store, self._keys, ledger or Ledger()):
             self._report_stale(self._world_size)
 
     def _report_stale(self, arrived: int) -> None:
         arrivals = read_arrivals(self._store, self._keys, self._world_size)
-        self._telemetry.stale(arrived, arrivals.duplicates)
+        self._telemetry.stale(arrived, arrivals.duplicate_ranks)
 
     def _warn(self) -> None:
         report = run_with_timeout(_READ_TIMEOUT, self._read_while_waiting)
-        if report.unnamed:
+        if report.unseen_ranks:
             self._telemetry.waiting(report)
 
     def _read_while_waiting(self) -> MissingReport:
@@ -198,12 +198,12 @@ class BarrierCall:
             side_connection(self._store) as store,
         ):
             report = self._read_missing(store)
-            if report.unnamed:
-                store.set(self._keys.verdict, report.to_bytes())
+            if report.unseen_ranks:
+                store.set(self._keys.missing_report, report.to_bytes())
             return report
 
     def _timed_out(self, order: int) -> BarrierTimeout:
-        report = MissingReport.nothing(self._world_size)
+        report = MissingReport.unknown(self._world_size)
         try:
             report = run_with_timeout(
                 _READ_TIMEOUT, lambda: self._read_after_timeout(order)
@@ -230,7 +230,9 @@ class BarrierCall:
                 # The first ranks to arrive time out first, or at about the same time.
                 report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)
                 with suppress(Exception):
-                    store.wait([self._keys.verdict], timedelta(seconds=report_timeout))
+                    store.wait(
+                        [self._keys.missing_report], timedelta(seconds=report_timeout)
+                    )
                 published = self._published_report(store)
                 if published is not None:
                     return published
@@ -247,7 +249,7 @@ class BarrierCall:
 
     def _wait_for_names(self, report: MissingReport) -> MissingReport:
         deadline = time.monotonic() + self._name_timeout
-        while report.unidentified and time.monotonic() < deadline:
+        while report.unidentified_count and time.monotonic() < deadline:
             time.sleep(_READ_INTERVAL)
             report = run_with_timeout(
                 _READ_TIMEOUT, lambda: self._read_missing(self._store)
@@ -256,31 +258,31 @@ class BarrierCall:
 
     def _publish(self, report: MissingReport) -> None:
         with self._telemetry.span.suppress_call_spans():
-            self._store.set(self._keys.verdict, report.to_bytes())
+            self._store.set(self._keys.missing_report, report.to_bytes())
             if self._rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
                 self._store.set(self._keys.tracing_gate, "<val_ignored>")
 
     def _published_report(self, store: Any) -> MissingReport | None:
         """Return another rank's report, if no rank has arrived since."""
-        if not store.check([self._keys.verdict]):
+        if not store.check([self._keys.missing_report]):
             return None
-        written = read(store, self._keys.verdict)
+        written = read_key(store, self._keys.missing_report)
         report = MissingReport.from_bytes(written, self._world_size)
-        if report is None or report.unidentified:
+        if report is None or report.unidentified_count:
             return None
-        if report.count != store.add(self._keys.num_members, 0):
+        if report.arrived_count != store.add(self._keys.num_members, 0):
             return None
-        return report if self._decoder is None else report.named_by(self._decoder)
+        return report if self._decoder is None else report.with_names(self._decoder)
 
     def _read_missing(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)
-        decoder = self._decoder_for(store, arrivals.missing)
-        return MissingReport.of(arrivals, self._world_size, decoder)
+        decoder = self._decoder_for(store, arrivals.unseen_ranks)
+        return MissingReport.from_arrivals(arrivals, self._world_size, decoder)
 
     def _decoder_for(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        registered = guarded(rank_registry.by_registry, store, missing)
+        registered = guarded(rank_registry.registry_decoder, store, missing)
         roster = decoders.auto()
         return roster if registered is None else decoders.chain(registered, roster)

@@ -10,7 +10,7 @@ from tracedstore import names
 from tracedstore.coordination import decoders
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Last
+from tracedstore.coordination.protocol import LastArrival
 from tracedstore.coordination.trace_context import BarrierSpan
 from tracedstore.core.barrier_stats import Result, StalledBarrier
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
@@ -77,16 +77,16 @@ class BarrierTelemetry:
         """Set the gauges and emit `barrier.waiting`, unless the call has ended."""
         stalled = StalledBarrier(
             family=self._family,
-            arrived=report.count,
-            missing=dict(zip(report.missing, report.missing_names, strict=True)),
-            possible=report.missing_count if report.possibly_missing else 0,
+            arrived=report.arrived_count,
+            missing=dict(zip(report.missing_ranks, report.missing_names, strict=True)),
+            possible=report.missing_count if report.possibly_missing_ranks else 0,
         )
         if not RECORDER.barriers.record_stall(self._call, stalled):
             return
         self.span.begin(report.traceparent)
-        self._emit(names.BARRIER_WAITING, **report.facts())
+        self._emit(names.BARRIER_WAITING, **report.event_fields())
 
-    def completed(self, last: Last) -> None:
+    def completed(self, last: LastArrival) -> None:
         """End the call as completed."""
         if self.span.enabled:
             guarded(self.span.begin, last.traceparent)
@@ -124,16 +124,18 @@ class BarrierTelemetry:
             own_names: The caller's own decoder named the ranks.
         """
         guarded(self.span.begin, report.traceparent)
-        self._emit(names.BARRIER_TIMEOUT, **report.facts(), timeout_seconds=timeout)
+        self._emit(
+            names.BARRIER_TIMEOUT, **report.event_fields(), timeout_seconds=timeout
+        )
         error = self._exception(report, timeout, own_names=own_names)
         self._end(
             "timeout",
             {
                 error_attributes.ERROR_TYPE: TIMEOUT,
-                names.BARRIER_ARRIVED_COUNT: report.count,
+                names.BARRIER_ARRIVED_COUNT: report.arrived_count,
                 names.BARRIER_MISSING_COUNT: report.missing_count,
-                names.BARRIER_MISSING_RANKS: report.missing[:_MAX_RANKS_LISTED],
-                names.BARRIER_MISSING_TEXT: report.described(),
+                names.BARRIER_MISSING_RANKS: report.missing_ranks[:_MAX_RANKS_LISTED],
+                names.BARRIER_MISSING_TEXT: report.describe(),
             },
             error_message(error),
         )
@@ -148,23 +150,25 @@ class BarrierTelemetry:
         if not own_names:
             # torch's default decoder is str().
             shown = [
-                str(rank) if name == decoders.nameless(rank) else f"{rank} on {name}"
-                for rank, name in zip(report.missing, shown, strict=True)
+                str(rank)
+                if name == decoders.default_name(rank)
+                else f"{rank} on {name}"
+                for rank, name in zip(report.missing_ranks, shown, strict=True)
             ]
         text = torch_message(self._prefix, self._rank, self._world_size, shown, timeout)
         return BarrierTimeout(
-            f"{text}: {report.described()}",
+            f"{text}: {report.describe()}",
             key_prefix=self._prefix,
             rank=self._rank,
             world_size=self._world_size,
             timeout=timeout,
             waited=self._waited(),
-            arrived_ranks=report.arrived,
-            missing_ranks=report.missing,
+            arrived_ranks=report.arrived_ranks,
+            missing_ranks=report.missing_ranks,
             missing_names=report.missing_names,
-            possibly_missing_ranks=report.possibly_missing,
-            unidentified_count=report.unidentified,
-            duplicate_ranks=report.duplicates,
+            possibly_missing_ranks=report.possibly_missing_ranks,
+            unidentified_count=report.unidentified_count,
+            duplicate_ranks=report.duplicate_ranks,
         )
 
     def _end(

@@ -1,4 +1,4 @@
-"""What a barrier raises when ranks stay away."""
+"""The exception that a barrier raises when ranks are missing at its timeout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,26 +8,26 @@ from torch.distributed import DistStoreError
 from tracedstore.core.errors import TracedStoreError
 
 
-class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - torch says Timed out, we say who
-    """A barrier timed out; says who was missing.
+class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public name
+    """A barrier timed out; has the missing ranks.
 
-    It is a ``DistStoreError``, so code that catches torch's catches this, on every
-    store. It survives pickling.
+    It is a ``DistStoreError``, so code that catches torch's exception catches this one,
+    on every store. It can be pickled.
 
     Attributes:
-        key_prefix: Which barrier.
-        rank: Which rank waited; None where the caller did not say.
-        world_size: How many ranks there should have been.
-        timeout: How long it was to wait, in seconds.
-        waited: How long it did.
-        arrived_ranks: Ranks that arrived and are known by name.
+        key_prefix: The key prefix of the barrier.
+        rank: The rank that waited; None if the caller did not pass one.
+        world_size: The number of ranks that the barrier is for.
+        timeout: The timeout in seconds.
+        waited: The seconds that this rank waited.
+        arrived_ranks: Ranks that arrived and are identified.
         missing_ranks: Ranks that did not arrive.
         missing_names: Their names, in the same order.
-        possibly_missing_ranks: Where some arrived without a name: the ranks among
-            which both those and the missing ones are. `missing_ranks` is empty then,
-            because nobody who arrived is to be called missing.
-        unidentified_count: How many arrived without a name.
-        duplicate_ranks: Ranks that arrived more than once, on a prefix that was
+        possibly_missing_ranks: If there were unidentified arrivals: the ranks that are
+            either missing or among these arrivals. `missing_ranks` is empty then, so
+            that a rank that arrived is never reported missing.
+        unidentified_count: Number of arrivals without a rank.
+        duplicate_ranks: Ranks that arrived more than once, because the key prefix was
             used before.
     """
 
@@ -43,18 +43,18 @@ class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - torch sa
     unidentified_count: int
     duplicate_ranks: tuple[int, ...]
 
-    def __init__(self, message: str, **facts: Any) -> None:
+    def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
-        self._facts = facts
-        for name, value in facts.items():
+        self._fields = fields
+        for name, value in fields.items():
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (str(self), self._facts)
+        return _unpickle, (str(self), self._fields)
 
 
-def _rebuilt(message: str, facts: dict[str, Any]) -> BarrierTimeout:
-    return BarrierTimeout(message, **facts)
+def _unpickle(message: str, fields: dict[str, Any]) -> BarrierTimeout:
+    return BarrierTimeout(message, **fields)
 
 
 def torch_message(
@@ -64,7 +64,7 @@ def torch_message(
     missing_names: Sequence[str],
     timeout: float,
 ) -> str:
-    """Begin as torch does, for those who search their logs for that."""
+    """Return torch's text for a barrier timeout, for those who search logs for it."""
     return (
         f"Timed out waiting on barrier on rank {rank}, for key prefix: {key_prefix} "
         f"(world_size={world_size}, missing_ranks=[{', '.join(missing_names)}], "

@@ -1,13 +1,13 @@
-"""Ranks become names, most of all names of hosts.
+"""Decoders: functions from a rank to a name, mostly the name of its host.
 
-A decoder is a plain callable, so a caller's own function or a dictionary's
-``__getitem__`` is one too.
+A decoder is any callable, so a user's function or a dictionary's ``__getitem__`` is
+one too.
 """
 
 import os
 from collections.abc import Callable, Mapping
 
-from tracedstore.coordination.environment import DecoderError, shown
+from tracedstore.coordination.environment import DecoderError, quoted
 from tracedstore.coordination.launchers import (
     Decoder,
     hostfile,
@@ -24,10 +24,10 @@ __all__ = [
     "auto",
     "by_name",
     "chain",
+    "default_name",
     "hostfile",
     "kubernetes",
     "name_of",
-    "nameless",
     "openmpi",
     "slurm",
     "torchrun",
@@ -35,33 +35,33 @@ __all__ = [
 
 
 def chain(*decoders: Decoder) -> Decoder:
-    """Ask one after the other; one that raises costs only its own answer."""
+    """Return a decoder that tries others in order, until one does not raise."""
 
-    def first_answer(rank: int) -> str:
+    def first_name(rank: int) -> str:
         for decoder in decoders:
             try:
                 return decoder(rank)
-            except Exception:  # noqa: S112
+            except Exception:  # noqa: S112 - the next decoder may know the rank
                 continue
         raise LookupError(rank)
 
-    return first_answer
+    return first_name
 
 
-def nameless(rank: int) -> str:
-    """Name a rank of which nothing else is known."""
+def default_name(rank: int) -> str:
+    """Return ``rank N``, the name of a rank that has no other."""
     return f"rank {rank}"
 
 
 def auto(environ: Mapping[str, str] = os.environ) -> Decoder:
-    """Chain what works in this environment; at last every rank is ``rank N``."""
+    """Chain all decoders that this environment supports, and `default_name`."""
     decoders: list[Decoder] = []
     for factory in (slurm, kubernetes, openmpi, torchrun):
         try:
             decoders.append(factory(environ))
         except DecoderError:
             continue
-    return chain(*decoders, nameless)
+    return chain(*decoders, default_name)
 
 
 _FACTORIES: dict[str, Callable[[Mapping[str, str]], Decoder]] = {
@@ -75,27 +75,31 @@ _HOSTFILE = "hostfile:"
 
 
 def by_name(name: str, environ: Mapping[str, str] = os.environ) -> Decoder:
-    """Make the decoder that a setting names."""
+    """Create a decoder by its name.
+
+    Raises:
+        DecoderError: There is no such decoder, or the environment does not support it.
+    """
     if name.startswith(_HOSTFILE):
         return hostfile(name.removeprefix(_HOSTFILE))
     factory = _FACTORIES.get(name)
     if factory is None:
         raise DecoderError(
-            f"there is no decoder {shown(name)}; there are"
+            f"unknown decoder {quoted(name)}; the decoders are"
             f" {', '.join(_FACTORIES)} and {_HOSTFILE}PATH"
         )
     return factory(environ)
 
 
 def name_of(decoder: Decoder, rank: int) -> str:
-    """Ask a decoder that may be anybody's: always a name, at most 256 characters.
+    """Call a decoder that may be the user's; always returns a name.
 
-    One that raises, or has nothing to say (``dict.get`` does it with None), costs
-    that name only.
+    The name has at most 256 characters. If the decoder raises or returns None, as
+    ``dict.get`` does, the name is `default_name`.
     """
     try:
-        # Annotated as str; but it is the caller's function.
-        answer: object = decoder(rank)
-        return (printable(str(answer)) if answer is not None else "") or nameless(rank)
+        # Annotated as str, but it is the user's function.
+        name: object = decoder(rank)
+        return (printable(str(name)) if name is not None else "") or default_name(rank)
     except Exception:
-        return nameless(rank)
+        return default_name(rank)

@@ -1,7 +1,7 @@
-"""What the environment tells of ranks and hosts, read with care.
+"""Validated reading of the variables that launchers set.
 
-A variable that is missing, malformed or at odds with another one is a DecoderError: one
-sentence with the variable, its value and the remedy.
+A variable that is missing, malformed or inconsistent with another one is a
+DecoderError: one sentence with the variable, its value and the remedy.
 """
 
 import re
@@ -10,67 +10,93 @@ from typing import TypeVar
 
 from tracedstore.core.errors import TracedStoreError
 
-OWN = "pass a decoder of your own"
-_LONGEST_SHOWN = 80
-# Not int()'s grammar, which takes "+1", "1_000" and other scripts' digits.
+# The remedy in every message of a DecoderError.
+OWN_DECODER = "pass your own decoder"
+_MAX_VALUE_LENGTH = 80
+# Stricter than int(), which accepts "+1", "1_000" and the digits of other scripts.
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 T = TypeVar("T")
 
 
 class DecoderError(TracedStoreError):
-    """A decoder cannot be made here; says from what, and what to do instead."""
+    """A decoder cannot be created; the message has the reason and the remedy."""
 
 
-def required(environ: Mapping[str, str], *names: str) -> str:
-    """Give the first of these variables that is set; an empty one is not."""
+def require(environ: Mapping[str, str], *names: str) -> str:
+    """Return the first of these variables that is set and not empty.
+
+    Raises:
+        DecoderError: None of them is.
+    """
     for name in names:
         if environ.get(name):
             return name
     raise DecoderError(
-        f"{' or '.join(names)} is not set; start under its launcher, or {OWN}"
+        f"{' or '.join(names)} is not set; start under its launcher, or {OWN_DECODER}"
     )
 
 
-def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
-    """Read a whole number."""
-    value = environ[required(environ, name)]
-    if not _NUMBER.fullmatch(value) or int(value) < least:
+def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int:
+    """Read a whole number.
+
+    Raises:
+        DecoderError: The variable is missing, not a number, or below the minimum.
+    """
+    value = environ[require(environ, name)]
+    if not _NUMBER.fullmatch(value) or int(value) < minimum:
         raise DecoderError(
-            f"{name} is {shown(value)}; accepted is a whole number from {least}, else"
-            f" {OWN}"
+            f"{name} is {quoted(value)}, not a whole number of at least {minimum};"
+            f" correct it, or {OWN_DECODER}"
         )
     return int(value)
 
 
-def parsed(environ: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T:
-    """Read a variable with a grammar of its own."""
+def parse(environ: Mapping[str, str], name: str, parser: Callable[[str], T]) -> T:
+    """Parse a variable; the parser's ValueError becomes a DecoderError."""
     try:
-        return parse(environ[name])
+        return parser(environ[name])
     except ValueError as error:
         raise DecoderError(
-            f"{name} is {shown(environ[name])}: {error}; correct it, or {OWN}"
+            f"{name} is {quoted(environ[name])}: {error}; correct it, or {OWN_DECODER}"
         ) from None
 
 
-def agree(environ: Mapping[str, str], name: str, value: int, source: str) -> None:
-    """Refuse where a variable is set and another one tells differently."""
-    if environ.get(name) and number(environ, name) != value:
+def require_equal(
+    environ: Mapping[str, str], name: str, expected: int, source: str
+) -> None:
+    """Raise a DecoderError if a variable is set to another number than expected.
+
+    Args:
+        environ: The environment.
+        name: The variable, which need not be set.
+        expected: The number that it should have.
+        source: The variable that the expected number is derived from.
+    """
+    if environ.get(name) and number(environ, name) != expected:
         raise DecoderError(
-            f"{name} is {shown(environ[name])}, but {source} tells {value}, so ranks"
-            f" were given by another launcher; {OWN}"
+            f"{name} is {quoted(environ[name])}, but {expected} according to {source},"
+            f" so another launcher assigned the ranks; {OWN_DECODER}"
         )
 
 
-def refuse_ranks_of(environ: Mapping[str, str], sign: str, launcher: str) -> None:
-    """Refuse where a launcher further in has numbered the ranks."""
-    if environ.get(sign):
+def refuse_if_set(environ: Mapping[str, str], name: str, launcher: str) -> None:
+    """Raise a DecoderError if a variable shows that a launcher assigned the ranks.
+
+    Args:
+        environ: The environment.
+        name: A variable that this launcher sets.
+        launcher: The launcher, and the decoder to use instead.
+    """
+    if environ.get(name):
         raise DecoderError(
-            f"{sign} is {shown(environ[sign])}, so ranks were given by another"
-            f" launcher; use the {launcher} decoder, or {OWN}"
+            f"{name} is {quoted(environ[name])}, so another launcher assigned the"
+            f" ranks; use the {launcher} decoder, or {OWN_DECODER}"
         )
 
 
-def shown(value: str) -> str:
-    """Quote a value in a message, and not all of a long one."""
-    return repr(value if len(value) <= _LONGEST_SHOWN else value[:_LONGEST_SHOWN] + "…")
+def quoted(value: str) -> str:
+    """Quote a value for a message, cut to 80 characters."""
+    if len(value) > _MAX_VALUE_LENGTH:
+        value = value[:_MAX_VALUE_LENGTH] + "…"
+    return repr(value)

@@ -1,7 +1,8 @@
-"""What torch's ``elastic.utils.store`` has besides the barrier, to the same keys.
+"""get_all, synchronize and store_timeout of ``torch.distributed.elastic.utils.store``.
 
-Same signatures and same wire layout, so these and torch's own meet. One thing is
-different: a store's timeout is what it was afterwards, however it ended.
+Signatures, keys and values are torch's, so that ranks which call these and ranks which
+call torch's functions work together. There is one difference: the store's timeout is
+restored on failure too.
 """
 
 from collections.abc import Iterator
@@ -9,15 +10,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.protocol import BarrierKeys
 
-# Any, because torch's stubs know less than half of a Store's methods.
+# Any, because torch's stubs declare less than half of a Store's methods.
 AnyStore = Any
 
 
 @contextmanager
 def store_timeout(store: AnyStore, timeout: float) -> Iterator[None]:
-    """Give a store another timeout for a while, in seconds."""
+    """Set a store's timeout, in seconds, and restore the old one on exit."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -27,13 +28,13 @@ def store_timeout(store: AnyStore, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: AnyStore, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """Get ``{prefix}{n}`` for every n below the world size, waiting for each.
+    """Get ``{prefix}{n}`` for every n below the world size; wait for each key.
 
-    Rank 0 often is the process that serves the store, so it stays until all the
-    others have theirs.
+    Rank 0 is often the process that serves the store, so it returns only after all
+    other ranks have read their values.
     """
     values: list[bytes] = store.multi_get([f"{prefix}{n}" for n in range(world_size)])
-    finished = Keys(f"{prefix}/finished")
+    finished = BarrierKeys(f"{prefix}/finished")
     if store.add(finished.num_members, 1) == world_size:
         store.set(finished.last_member, "<val_ignored>")
     if rank == 0:
@@ -49,9 +50,9 @@ def synchronize(
     key_prefix: str,
     timeout: float = 300,
 ) -> list[bytes]:
-    """Give everybody's data to everybody, in the order of ranks.
+    """Exchange data between all ranks; return it in the order of ranks.
 
-    A prefix is for one use: what was written there stays there.
+    A prefix can be used only once, because its keys are not deleted.
     """
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)

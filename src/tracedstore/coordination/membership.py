@@ -1,7 +1,7 @@
-"""Which rank this process has among those that share a store, where that is known.
+"""The rank of this process among those that share a store, if it is known.
 
-torch's agents come to their barriers without saying who they are; whoever gave them
-the store knows.
+torch's agents call their barriers without a rank. The rendezvous handler that returned
+their store knows it, and records it here.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The place of this process among those that share a store.
+    """The rank of this process among those that share a store.
 
     Attributes:
-        rank: Which it is.
-        world_size: How many there are.
-        name_of: Names any of them.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        name_of: Returns the name of a rank.
     """
 
     rank: int
@@ -25,18 +25,18 @@ class Membership:
     name_of: Callable[[int], str]
 
 
-# Weak: a store that is gone needs no entry, and its address may be another's.
-_places: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
+# Weak, because the address of a store that was freed may be used for another one.
+_memberships: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
 
 
-def record(store: Any, place: Membership) -> None:
-    """Say which place this process has on a store."""
-    _places[store] = place
+def record(store: Any, membership: Membership) -> None:
+    """Record the rank that this process has on a store."""
+    _memberships[store] = membership
 
 
 def of(store: Any) -> Membership | None:
-    """Give the place of this process on a store, where somebody said."""
+    """Return the membership of this process on a store, None if none is recorded."""
     try:
-        return _places.get(store)
-    except TypeError:  # somebody's own store, which cannot be referred to weakly
+        return _memberships.get(store)
+    except TypeError:  # a custom store class without weak references
         return None

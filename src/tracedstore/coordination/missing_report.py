@@ -1,4 +1,8 @@
-"""What somebody found who looked at a barrier, and how it is told and passed on."""
+"""The report of a barrier's missing ranks, with names.
+
+A rank that has read the arrivals publishes its report under the barrier's
+`missing_report` key, for the other ranks and for ``tracedstore status``.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,152 +15,155 @@ from tracedstore.coordination.arrivals import Arrivals
 
 @dataclass(frozen=True, kw_only=True)
 class MissingReport:
-    """Who arrived at a barrier and who did not, with names.
+    """The ranks that arrived at a barrier and those that did not.
 
-    It holds as long as nobody else arrives, which the count tells.
+    A report is valid until the number of arrivals changes.
 
     Attributes:
-        world_size: How many ranks there should be.
-        count: How many arrivals were counted.
-        unnamed: The ranks that nothing shows to have arrived.
-        unidentified: Arrivals that no rank belongs to.
-        duplicates: Ranks that arrived more than once.
-        names: What the unnamed ranks are called.
-        traceparent: The trace of the first to arrive, "" if it left none.
+        world_size: The number of ranks that the barrier is for.
+        arrived_count: Number of arrivals counted.
+        unseen_ranks: Ranks without a recorded arrival, in order. They are missing, or
+            among the unidentified arrivals.
+        unidentified_count: Arrivals without a rank.
+        duplicate_ranks: Ranks that arrived more than once.
+        names: The names of the unseen ranks.
+        traceparent: The first rank's traceparent, "" if it published none.
     """
 
     world_size: int
-    count: int
-    unnamed: tuple[int, ...]
-    unidentified: int
-    duplicates: tuple[int, ...]
+    arrived_count: int
+    unseen_ranks: tuple[int, ...]
+    unidentified_count: int
+    duplicate_ranks: tuple[int, ...]
     names: Mapping[int, str]
     traceparent: str = ""
 
     @classmethod
-    def of(
+    def from_arrivals(
         cls, arrivals: Arrivals, world_size: int, decoder: decoders.Decoder
     ) -> "MissingReport":
-        """Put names to what a look found."""
-        found = cls(
+        """Make a report of arrivals, with the decoder's names."""
+        report = cls(
             world_size=world_size,
-            count=arrivals.count,
-            unnamed=arrivals.missing,
-            unidentified=arrivals.unidentified,
-            duplicates=arrivals.duplicates,
+            arrived_count=arrivals.arrived_count,
+            unseen_ranks=arrivals.unseen_ranks,
+            unidentified_count=arrivals.unidentified_count,
+            duplicate_ranks=arrivals.duplicate_ranks,
             names={},
             traceparent=arrivals.traceparent,
         )
-        return found.named_by(decoder)
+        return report.with_names(decoder)
 
     @classmethod
-    def nothing(cls, world_size: int) -> "MissingReport":
-        """Find nothing, where the store would not let us look."""
-        everybody = tuple(range(world_size))
+    def unknown(cls, world_size: int) -> "MissingReport":
+        """Make the report for a barrier whose arrivals could not be read."""
         return cls(
             world_size=world_size,
-            count=0,
-            unnamed=everybody,
-            unidentified=world_size,
-            duplicates=(),
+            arrived_count=0,
+            unseen_ranks=tuple(range(world_size)),
+            unidentified_count=world_size,
+            duplicate_ranks=(),
             names={},
         )
 
-    def named_by(self, decoder: decoders.Decoder) -> "MissingReport":
-        """Put other names to it."""
-        names = {rank: decoders.name_of(decoder, rank) for rank in self.unnamed}
+    def with_names(self, decoder: decoders.Decoder) -> "MissingReport":
+        """Return the report with the names that a decoder returns."""
+        names = {rank: decoders.name_of(decoder, rank) for rank in self.unseen_ranks}
         return replace(self, names=names)
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that are missing for sure: nobody who arrived is called missing."""
-        return () if self.unidentified else self.unnamed
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks that are certainly missing; none if there are unidentified arrivals."""
+        return () if self.unidentified_count else self.unseen_ranks
 
     @property
-    def possibly_missing(self) -> tuple[int, ...]:
-        """Where some arrived without a name: those, and the missing ones."""
-        return self.unnamed if self.unidentified else ()
+    def possibly_missing_ranks(self) -> tuple[int, ...]:
+        """The unseen ranks, if there are unidentified arrivals."""
+        return self.unseen_ranks if self.unidentified_count else ()
 
     @property
     def missing_count(self) -> int:
-        """How many are missing, whoever they are."""
-        return max(0, len(self.unnamed) - self.unidentified)
+        """The number of missing ranks, identified or not."""
+        return max(0, len(self.unseen_ranks) - self.unidentified_count)
 
     @property
-    def arrived(self) -> tuple[int, ...]:
-        """Ranks that are known to have arrived."""
-        # By the ranges between those that did not, who are few.
-        found: list[int] = []
+    def arrived_ranks(self) -> tuple[int, ...]:
+        """Ranks with a recorded arrival."""
+        # From the gaps between the unseen ranks, which are few.
+        arrived: list[int] = []
         after = 0
-        for rank in self.unnamed:
-            found += range(after, rank)
+        for rank in self.unseen_ranks:
+            arrived += range(after, rank)
             after = rank + 1
-        return (*found, *range(after, self.world_size))
+        return (*arrived, *range(after, self.world_size))
 
     @property
     def missing_names(self) -> tuple[str, ...]:
-        """What the missing ranks are called."""
-        return tuple(self._name(rank) for rank in self.missing)
+        """The names of the missing ranks, in the same order."""
+        return tuple(self._name(rank) for rank in self.missing_ranks)
 
     def _name(self, rank: int) -> str:
-        return self.names.get(rank) or decoders.nameless(rank)
+        return self.names.get(rank) or decoders.default_name(rank)
 
-    def described(self) -> str:
-        """Say it, as an operator wants to read it."""
+    def describe(self) -> str:
+        """Describe the report in one line, for the operator."""
         parts = []
-        if self.missing:
-            parts.append(ranges.describe(self.missing, self.world_size, self._name))
-        elif self.count == 0:
-            parts.append("who is missing could not be found out")
-        elif self.possibly_missing:
+        if self.missing_ranks:
             parts.append(
-                f"{self.missing_count} of ranks {ranges.fold(self.possibly_missing)}"
-                f" missing, {self.unidentified} more arrived without a name"
+                ranges.describe(self.missing_ranks, self.world_size, self._name)
             )
-        if self.duplicates:
+        elif self.arrived_count == 0:
+            parts.append("the missing ranks could not be determined")
+        elif self.possibly_missing_ranks:
             parts.append(
-                f"ranks {ranges.fold(self.duplicates)} arrived more than once:"
+                f"{self.missing_count} of ranks"
+                f" {ranges.fold(self.possibly_missing_ranks)} missing,"
+                f" {self.unidentified_count} arrivals unidentified"
+            )
+        if self.duplicate_ranks:
+            parts.append(
+                f"ranks {ranges.fold(self.duplicate_ranks)} arrived more than once:"
                 " the key prefix was used before"
             )
-        return "; ".join(parts) or "everybody arrived after all"
+        return "; ".join(parts) or "all ranks have arrived"
 
-    def facts(self) -> dict[str, Any]:
-        """Give the fields that events have of it."""
+    def event_fields(self) -> dict[str, Any]:
+        """Return the fields of `barrier.waiting` and `barrier.timeout` events."""
         return {
-            "missing": self.described(),
-            "arrived_count": self.count,
-            "missing_ranks": list(self.missing),
+            "missing": self.describe(),
+            "arrived_count": self.arrived_count,
+            "missing_ranks": list(self.missing_ranks),
             "missing_names": list(self.missing_names),
-            "possibly_missing_ranks": list(self.possibly_missing),
-            "unidentified_count": self.unidentified,
+            "possibly_missing_ranks": list(self.possibly_missing_ranks),
+            "unidentified_count": self.unidentified_count,
         }
 
     def to_bytes(self) -> bytes:
-        """Write it, for the others."""
+        """Encode the report for the store."""
         return json.dumps(
             {
-                "count": self.count,
-                "unnamed": ranges.fold(self.unnamed),
-                "unidentified": self.unidentified,
-                "duplicates": ranges.fold(self.duplicates),
+                "arrived_count": self.arrived_count,
+                "unseen_ranks": ranges.fold(self.unseen_ranks),
+                "unidentified_count": self.unidentified_count,
+                "duplicate_ranks": ranges.fold(self.duplicate_ranks),
                 "names": dict(self.names),
                 "traceparent": self.traceparent,
             }
         ).encode()
 
     @classmethod
-    def from_bytes(cls, written: bytes, world_size: int) -> "MissingReport | None":
-        """Read it; None where something else stands there."""
+    def from_bytes(cls, value: bytes, world_size: int) -> "MissingReport | None":
+        """Decode a report; None if the value is not a report."""
         try:
-            found = json.loads(written)
+            fields = json.loads(value)
             return cls(
                 world_size=world_size,
-                count=int(found["count"]),
-                unnamed=tuple(ranges.unfold(found["unnamed"])),
-                unidentified=int(found["unidentified"]),
-                duplicates=tuple(ranges.unfold(found["duplicates"])),
-                names={int(rank): str(n) for rank, n in found["names"].items()},
-                traceparent=str(found.get("traceparent", "")),
+                arrived_count=int(fields["arrived_count"]),
+                unseen_ranks=tuple(ranges.unfold(fields["unseen_ranks"])),
+                unidentified_count=int(fields["unidentified_count"]),
+                duplicate_ranks=tuple(ranges.unfold(fields["duplicate_ranks"])),
+                names={int(rank): str(n) for rank, n in fields["names"].items()},
+                traceparent=str(fields.get("traceparent", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None

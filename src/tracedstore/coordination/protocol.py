@@ -1,7 +1,8 @@
-"""The keys of a barrier, and what stands under them.
+"""The store keys of a barrier and the layout of their values.
 
-The first four are torch's own (``torch/distributed/elastic/utils/store.py``), so that
-traced and plain ranks meet in one barrier; the others only we read.
+The first four keys are torch's (``torch/distributed/elastic/utils/store.py``), so that
+traced ranks and plain torch ranks complete one barrier together. Only tracedstore
+reads the other keys.
 """
 
 import json
@@ -13,61 +14,67 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one barrier."""
+class BarrierKeys:
+    """The store keys of one barrier.
+
+    Attributes:
+        prefix: The ``key_prefix`` that the caller passed to the barrier.
+    """
 
     prefix: str
 
     @property
     def num_members(self) -> str:
-        """How many arrived; counted up by each."""
+        """The number of arrivals; each rank adds 1."""
         return f"{self.prefix}/num_members"
 
     @property
     def last_member(self) -> str:
-        """Set by the last one: the barrier is complete."""
+        """Set by the last rank to arrive: the barrier is complete."""
         return f"{self.prefix}/last_member"
 
     def trace(self, rank: int) -> str:
-        """Set by a rank that arrived; torch's ranks do so after their timeout."""
+        """Set by a rank that arrived; plain torch ranks set it after their timeout."""
         return f"{self.prefix}{rank}/TRACE"
 
     @property
     def tracing_gate(self) -> str:
-        """Set by torch's rank 0 when it has looked who is missing."""
+        """Set by torch's rank 0 after it has collected the missing ranks."""
         return f"{self.prefix}/TRACING_GATE"
 
     @property
     def ledger(self) -> str:
-        """Signatures of those that arrived, one after the other."""
+        """The ledger: one entry per arrival, in the order of arrival."""
         return f"{self.prefix}/ARRIVALS"
 
     @property
     def traceparent(self) -> str:
-        """The trace of the first to arrive; without a ledger, which has it else."""
+        """The first rank's traceparent, on stores without a ledger."""
         return f"{self.prefix}/TRACEPARENT"
 
     @property
-    def repeats(self) -> str:
-        """How many arrivals were not the first of their rank; without a ledger."""
+    def repeat_count(self) -> str:
+        """The number of repeated arrivals, on stores without a ledger."""
         return f"{self.prefix}/REPEATS"
 
-    def again(self, rank: int) -> str:
-        """Set by a rank that arrives once more; without a ledger."""
+    def repeated(self, rank: int) -> str:
+        """Set by a rank that arrives again, on stores without a ledger."""
         return f"{self.prefix}{rank}/AGAIN"
 
     @property
-    def verdict(self) -> str:
-        """Who was missing when somebody last looked."""
+    def missing_report(self) -> str:
+        """The latest `MissingReport`."""
         return f"{self.prefix}/MISSING"
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
-    """What the last one to arrive said; plain torch's says nothing.
+class LastArrival:
+    """The value of the `last_member` key, written by the last rank to arrive.
+
+    A plain torch rank writes neither of the two fields.
 
     Attributes:
-        rank: Which it was.
+        rank: The last rank to arrive.
         traceparent: The trace that all ranks share.
     """
 
@@ -75,95 +82,105 @@ class Last:
     traceparent: str = ""
 
     def to_json(self) -> str:
-        """Write it, for the others."""
+        """Return the value to write to the store."""
         return json.dumps({"rank": self.rank, "traceparent": self.traceparent})
 
     @classmethod
-    def from_bytes(cls, written: bytes) -> "Last":
-        """Read it, or nothing where something else stands there."""
+    def from_bytes(cls, value: bytes) -> "LastArrival":
+        """Parse a value; both fields are empty if another program wrote it."""
         try:
-            found = json.loads(written)
-            rank, traceparent = found["rank"], found["traceparent"]
+            fields = json.loads(value)
+            rank, traceparent = fields["rank"], fields["traceparent"]
         except (ValueError, TypeError, KeyError):
             return cls()
         return cls(rank if isinstance(rank, int) else None, str(traceparent))
 
 
-# One entry of the ledger: a rank, and when it arrived, in seconds since the epoch.
-_SIGNATURE = struct.Struct(">Id")
-# No rank is this high: entries from here on spell, piece by piece, the traceparent of
-# the first to arrive, so that one read tells all.
-_SPELLED = 0xFFFFFFF0
-_PIECE = struct.Struct(">I8s")
-_PIECES = 7  # of eight characters, for a traceparent's 55
+# One ledger entry: the rank and its time of arrival, in seconds since the epoch.
+_ARRIVAL = struct.Struct(">Id")
+# Ranks are lower than this. The ledger also has the first rank's traceparent, as
+# entries with these numbers instead of a rank, so that one read returns both.
+_FIRST_TRACEPARENT_ENTRY = 0xFFFFFFF0
+_TRACEPARENT_ENTRY = struct.Struct(">I8s")
+_TRACEPARENT_ENTRIES = 7  # of eight characters, for a traceparent's 55
 
 
-def signature(rank: int, arrived: float) -> bytes:
-    """Write the signature of one rank."""
-    return _SIGNATURE.pack(rank, arrived)
+def encode_arrival(rank: int, time: float) -> bytes:
+    """Encode the ledger entry of a rank.
+
+    Args:
+        rank: The rank that arrived.
+        time: When it arrived, in seconds since the epoch.
+    """
+    return _ARRIVAL.pack(rank, time)
 
 
-def spelled(traceparent: str) -> bytes:
-    """Write a traceparent, as entries for the ledger."""
+def encode_traceparent(traceparent: str) -> bytes:
+    """Encode a traceparent as ledger entries."""
     text = traceparent.encode()
-    pieces = (text[8 * n : 8 * n + 8] for n in range(_PIECES))
-    return b"".join(_PIECE.pack(_SPELLED + n, piece) for n, piece in enumerate(pieces))
+    return b"".join(
+        _TRACEPARENT_ENTRY.pack(_FIRST_TRACEPARENT_ENTRY + n, text[8 * n : 8 * n + 8])
+        for n in range(_TRACEPARENT_ENTRIES)
+    )
 
 
 class Ledger:
-    """What those that arrived wrote; a torn entry at the end is left out.
+    """The arrivals at a barrier, as read from its ledger key.
+
+    An incomplete entry at the end is ignored.
 
     Attributes:
-        entries: As it stands in the store.
+        entries: The value of the key.
     """
 
-    __slots__ = ("_spelled_at", "entries")
+    __slots__ = ("_traceparent_at", "entries")
 
     def __init__(self, entries: bytes = b"") -> None:
         self.entries = entries
-        self._spelled_at = _find_spelled(entries)
+        self._traceparent_at = _find_traceparent(entries)
 
     def ranks(self) -> Sequence[int]:
-        """Read who signed, in the order in which they did, as often as they did.
+        """Return the ranks in the order of arrival, once per arrival.
 
-        All at once: one entry after the other takes many times as long, which counts
-        where sixteen thousand signed and everybody waits.
+        The entries are converted all at once: one at a time takes many times as long,
+        which counts with 16,384 entries while all ranks wait.
         """
-        whole = len(self.entries) - len(self.entries) % _SIGNATURE.size
+        whole = len(self.entries) - len(self.entries) % _ARRIVAL.size
         words = array("I", self.entries[:whole])
         if sys.byteorder == "little":
             words.byteswap()
-        ranks = words[:: _SIGNATURE.size // words.itemsize]
-        start = self._spelled_at
+        ranks = words[:: _ARRIVAL.size // words.itemsize]
+        start = self._traceparent_at
         if start is not None:
-            first = start // _PIECE.size
-            del ranks[first : first + _PIECES]
+            first = start // _TRACEPARENT_ENTRY.size
+            del ranks[first : first + _TRACEPARENT_ENTRIES]
         return ranks
 
     def times(self) -> list[float]:
-        """Read when they signed, in the same order, each by its own clock."""
-        whole = len(self.entries) - len(self.entries) % _SIGNATURE.size
-        signed = _SIGNATURE.iter_unpack(self.entries[:whole])
-        return [arrived for rank, arrived in signed if rank < _SPELLED]
+        """Return the times of arrival in the same order, each by the rank's clock."""
+        whole = len(self.entries) - len(self.entries) % _ARRIVAL.size
+        arrivals = _ARRIVAL.iter_unpack(self.entries[:whole])
+        return [time for rank, time in arrivals if rank < _FIRST_TRACEPARENT_ENTRY]
 
     def traceparent(self) -> str:
-        """Read the trace of the first to arrive, "" if it left none."""
-        start = self._spelled_at
+        """Return the first rank's traceparent, "" if it published none."""
+        start = self._traceparent_at
         if start is None:
             return ""
-        spelt = self.entries[start : start + _PIECES * _PIECE.size]
-        text = b"".join(piece for _, piece in _PIECE.iter_unpack(spelt))
+        size = _TRACEPARENT_ENTRIES * _TRACEPARENT_ENTRY.size
+        entries = _TRACEPARENT_ENTRY.iter_unpack(self.entries[start : start + size])
+        text = b"".join(characters for _, characters in entries)
         return text.rstrip(b"\0").decode("ascii", "replace")
 
 
-def _find_spelled(entries: bytes) -> int | None:
-    """Find where a traceparent begins, without reading the rest.
+def _find_traceparent(entries: bytes) -> int | None:
+    """Return the offset of the traceparent, without decoding the other entries.
 
-    The pieces of one are written at once, so they stand together.
+    The entries of a traceparent are appended in one call, so they are adjacent.
     """
-    mark = _SPELLED.to_bytes(4)
+    mark = _FIRST_TRACEPARENT_ENTRY.to_bytes(4)
     start = entries.find(mark)
-    while start >= 0 and start % _PIECE.size:
+    while start >= 0 and start % _TRACEPARENT_ENTRY.size:
         start = entries.find(mark, start + 1)
-    there = 0 <= start <= len(entries) - _PIECES * _PIECE.size
-    return start if there else None
+    size = _TRACEPARENT_ENTRIES * _TRACEPARENT_ENTRY.size
+    return start if 0 <= start <= len(entries) - size else None

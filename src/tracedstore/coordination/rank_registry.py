@@ -1,7 +1,7 @@
-"""The rank registry: who is who, written into the store by each rank once.
+"""The rank registry: each rank writes its host, pid and addresses into the store.
 
-A scheduler's roster says where a rank *should* be; a rank that registered says where
-it *is*. Reading never blocks on a rank that did not come.
+A scheduler's roster has the host on which a rank *should* run; the registry has the
+host on which it *does* run. Reading never waits for a rank that has not registered.
 """
 
 import json
@@ -14,30 +14,35 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tracedstore.coordination.arrivals import all_keys, bisect, listing, side_connection
+from tracedstore.coordination.arrivals import (
+    etcd_keys,
+    find_absent,
+    list_keys,
+    side_connection,
+)
 from tracedstore.coordination.decoders import Decoder
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.timeouts import run_with_timeout
 
-# What the key of each rank begins with.
+# The key of a rank is this, a slash, and the rank.
 REGISTRY = "tracedstore/RANKS"
-# Seconds that a store gets which may be gone.
-_PATIENCE = 5.0
+# Seconds for writing to a store whose server may not respond.
+_WRITE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """What a rank says of itself.
+    """What a rank has registered.
 
     Attributes:
-        rank: Which it is.
-        host: On which machine.
-        pid: In which process.
-        local_rank: Its rank on that machine, where known.
-        world_size: How many ranks there are.
-        run_id: Of which job, where known.
-        metrics: The address of its metrics, where it serves them.
-        answers: Where it says what it is doing, as host:port, where it does.
+        rank: The rank.
+        host: Its host name.
+        pid: Its process id.
+        local_rank: Its rank on that host, if known.
+        world_size: The number of ranks.
+        run_id: The run id of the job, if known.
+        metrics: The URL of its metrics, if it serves them.
+        answers: host:port at which it serves its status to the debug page, if it does.
         started: When it registered, in seconds since the epoch.
     """
 
@@ -52,17 +57,17 @@ class RankInfo:
     started: float
 
 
-# What this process has registered, by store and rank. Weak: a store that is gone needs
-# no entry, and its address may be another's.
+# What this process has registered, by store and rank. Weak, because the address of a
+# store that was freed may be used for another one.
 _registered: WeakKeyDictionary[Any, dict[int, RankInfo]] = WeakKeyDictionary()
-# Where this process's metrics can be had.
+# The URL of this process's metrics.
 _metrics: str | None = None
 
 
 def register(
     store: Any, rank: int, world_size: int, answers: str | None = None
 ) -> None:
-    """Write down who this is, once a store."""
+    """Register a rank of this process in a store, once per store."""
     known = _registered.setdefault(store, {})
     if rank in known:
         return
@@ -80,24 +85,26 @@ def register(
     _write(store, known[rank])
 
 
-def serve_at(metrics: str | None) -> None:
-    """Register with an address from now on, and where that was done before, anew."""
-    global _metrics  # noqa: PLW0603 - a process has one
+def set_metrics_address(metrics: str | None) -> None:
+    """Set the metrics URL to register, and update what is registered already."""
+    global _metrics  # noqa: PLW0603 - one per process
     _metrics = metrics
     if metrics is None:
         return
     for store, known in list(_registered.items()):
-        run_with_timeout(_PATIENCE, partial(_write_all, store, list(known.values())))
+        run_with_timeout(
+            _WRITE_TIMEOUT, partial(_write_all, store, list(known.values()))
+        )
 
 
 def _write_all(store: Any, infos: list[RankInfo]) -> None:
-    with side_connection(store) as free:
+    with side_connection(store) as connection:
         for info in infos:
-            _write(free, info)
+            _write(connection, info)
 
 
-def stores() -> list[tuple[Any, int]]:
-    """List the stores this process registered in, with their world sizes."""
+def registered_stores() -> list[tuple[Any, int]]:
+    """List the stores in which this process has registered, with their world sizes."""
     return [
         (store, max(info.world_size for info in known.values()))
         for store, known in list(_registered.items())
@@ -106,74 +113,76 @@ def stores() -> list[tuple[Any, int]]:
 
 
 def reset() -> None:
-    """Register anew, as a forked child must, which is another process."""
+    """Forget what is registered; a forked child is another process."""
     _registered.clear()
 
 
 def _write(store: Any, info: RankInfo) -> None:
-    # A key for each, not a list of all: who looks wants few of them, and to read two
-    # megabytes for three names takes longer than to find out whose they are. On a
-    # TCPStore nobody waits for an answer to this.
+    # One key per rank instead of one list: a reader needs few of them, and reading two
+    # megabytes for three names takes longer than finding out which ranks are missing.
+    # A TCPStore sends no reply to a set.
     store.set(_key(info.rank), json.dumps(asdict(replace(info, metrics=_metrics))))
 
 
-def registered(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
-    """Read what these ranks said of themselves; those that said nothing are left out.
+def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
+    """Read the entries of these ranks; ranks without a valid entry are omitted.
 
-    What is no entry is skipped. Where a rank registered twice, the later one counts.
+    If a rank has registered twice, the later entry is returned.
     """
-    entries = map(_read, _written(store, [_key(rank) for rank in ranks]))
+    entries = map(_parse, _read_existing(store, [_key(rank) for rank in ranks]))
     return {info.rank: info for info in entries if info is not None}
 
 
-def everybody(store: Any) -> list[RankInfo]:
-    """Read everybody who registered, wherever in the store that was."""
-    return [info for group in groups(store).values() for info in group]
+def read_all(store: Any) -> list[RankInfo]:
+    """Read all registered ranks, under all prefixes of the store."""
+    return [info for group in read_groups(store).values() for info in group]
 
 
-def groups(store: Any) -> dict[str, list[RankInfo]]:
-    """Read everybody who registered, by the prefix of the keys they did it under.
+def read_groups(store: Any) -> dict[str, list[RankInfo]]:
+    """Read all registered ranks, grouped by the prefix of their keys.
 
-    A job registers under the prefixes that its stores have, and anew with each
-    restart; where prefixes differ only in a number, the later entry of a rank counts.
-    Ranks that a job lost when it shrank are left out.
+    A job registers under the prefixes of its stores, and again after each restart.
+    Prefixes that differ only in numbers are one group, in which the latest entry of a
+    rank counts. Ranks beyond the latest world size are omitted: the job has shrunk.
     """
-    found: dict[str, dict[int, RankInfo]] = {}
-    for key in sorted(all_keys(store)):
+    groups: dict[str, dict[int, RankInfo]] = {}
+    for key in sorted(list_keys(store)):
         prefix = prefix_of(key)
-        info = None if prefix is None else _read(store.get(key))
+        info = None if prefix is None else _parse(store.get(key))
         if prefix is None or info is None:
             continue
-        group = found.setdefault(numberless(prefix), {})
+        group = groups.setdefault(without_numbers(prefix), {})
         before = group.get(info.rank)
         if before is None or before.started <= info.started:
             group[info.rank] = info
-    sizes = {prefix: size_of(group.values()) for prefix, group in found.items()}
+    sizes = {
+        prefix: latest_world_size(group.values()) for prefix, group in groups.items()
+    }
     return {
         prefix: [info for info in group.values() if info.rank < sizes[prefix]]
-        for prefix, group in found.items()
+        for prefix, group in groups.items()
     }
 
 
 def prefix_of(key: str) -> str | None:
-    """Tell under which prefix a rank registered with this key; None if none did."""
-    prefix, found, number = key.partition(f"{REGISTRY}/")
-    return prefix if found and number.isdecimal() else None
+    """Return the prefix of a registry key; None for other keys."""
+    prefix, separator, number = key.partition(f"{REGISTRY}/")
+    return prefix if separator and number.isdecimal() else None
 
 
-def numberless(prefix: str) -> str:
-    """Take the numbers out of a prefix, which restarts change."""
+def without_numbers(prefix: str) -> str:
+    """Replace the numbers in a prefix with ``*``, because restarts change them."""
     return re.sub("[0-9]+", "*", prefix)
 
 
-def size_of(group: Iterable[RankInfo]) -> int:
-    """Tell how many ranks there are, as the one says that registered last."""
+def latest_world_size(group: Iterable[RankInfo]) -> int:
+    """Return the world size of the rank that registered last."""
     return max(group, key=lambda info: info.started).world_size
 
 
-def by_registry(store: Any, ranks: Iterable[int]) -> Decoder:
-    """Make a decoder of what these ranks registered."""
-    hosts = {rank: info.host for rank, info in registered(store, ranks).items()}
+def registry_decoder(store: Any, ranks: Iterable[int]) -> Decoder:
+    """Return a decoder with the hosts that these ranks have registered."""
+    hosts = {rank: info.host for rank, info in read_ranks(store, ranks).items()}
     return hosts.__getitem__
 
 
@@ -181,25 +190,25 @@ def _key(rank: int) -> str:
     return f"{REGISTRY}/{rank}"
 
 
-def _written(store: Any, keys: list[str]) -> list[bytes]:
-    """Read those of the keys that are there."""
-    listed = listing(store)
-    if listed is None:
-        absent = set(bisect(lambda some: bool(store.check(list(some))), keys))
-        there = [key for key in keys if key not in absent]
+def _read_existing(store: Any, keys: list[str]) -> list[bytes]:
+    """Read the values of the keys that exist."""
+    in_etcd = etcd_keys(store)
+    if in_etcd is None:
+        absent = set(find_absent(lambda some: bool(store.check(list(some))), keys))
+        existing = [key for key in keys if key not in absent]
     else:
-        there = [key for key in keys if key in listed]
-    # Where a store has no multi_get of its own, torch makes it of get.
-    found: list[bytes] = store.multi_get(there) if there else []
-    return found
+        existing = [key for key in keys if key in in_etcd]
+    # torch implements multi_get with get for stores that have none.
+    values: list[bytes] = store.multi_get(existing) if existing else []
+    return values
 
 
-def _read(line: bytes) -> RankInfo | None:
+def _parse(value: bytes) -> RankInfo | None:
     try:
-        written = json.loads(line)
-        if not (isinstance(written["rank"], int) and isinstance(written["host"], str)):
+        entry = json.loads(value)
+        if not (isinstance(entry["rank"], int) and isinstance(entry["host"], str)):
             return None
         known = {field.name for field in fields(RankInfo)}
-        return RankInfo(**{key: written[key] for key in known & written.keys()})
+        return RankInfo(**{key: entry[key] for key in known & entry.keys()})
     except (ValueError, TypeError, KeyError):
         return None

@@ -1,21 +1,23 @@
-"""How schedulers write down who runs where, read without asking the scheduler.
+"""Parsers for the node lists, task counts and host files of schedulers.
 
-Pure functions from text. What is malformed, or names more than a million hosts or
-tasks, is a ValueError; nothing is expanded before it is known to be small enough.
+These are pure functions of text. They raise ValueError for malformed text, and for more
+than a million hosts or tasks; the size is checked before anything is expanded.
+
+ClusterShell's NodeSet is not used: see docs/design.md.
 """
 
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-MOST_HOSTS = 1_000_000
-MOST_TASKS = 1_000_000
-# A DNS name has at most 253 characters. Without a limit a long prefix before a
-# wide bracket would multiply into gigabytes.
-_LONGEST_HOST = 253
+MAX_HOSTS = 1_000_000
+MAX_TASKS = 1_000_000
+# A DNS name has at most 253 characters. Without this limit, a long prefix before a wide
+# bracket expands to gigabytes.
+_MAX_HOST_LENGTH = 253
 
-# One host expression: literal text and brackets, up to a comma outside of them. No
-# quantifier inside the repeated group, so that a bad text fails in linear time.
+# One host expression: literal text and brackets, up to a comma outside of them. There
+# is no quantifier inside the repeated group, so malformed text fails in linear time.
 _EXPRESSION = re.compile(r"(?:[^][,\s]|\[[^][]*\])+")
 _PART = re.compile(r"\[([^][]*)\]|([^][]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -23,96 +25,97 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 _SLOTS = re.compile(r"[0-9]{1,18}")
 
 
-def hosts_in(text: str) -> list[str]:
-    """Expand a Slurm node list: ``node[01-02,7],gpu-a[1-2]b3`` in Slurm's order.
+def parse_node_list(text: str) -> list[str]:
+    """Expand a Slurm node list, such as ``node[01-02,7],gpu-a[1-2]b3``.
 
-    Of several brackets in one name the last one turns fastest.
+    The hosts are in Slurm's order: in a name with several brackets, the last one varies
+    fastest.
     """
     expressions = _EXPRESSION.findall(text)
     if ",".join(expressions) != text or not text:
-        raise ValueError("brackets do not match, or a name is empty")
+        raise ValueError("unbalanced brackets, or an empty name")
     hosts: list[str] = []
     for expression in expressions:
         choices: list[list[str]] = []
-        room, count, length = MOST_HOSTS - len(hosts), 1, 0
+        room, count, length = MAX_HOSTS - len(hosts), 1, 0
         for bracket, literal in _PART.findall(expression):
-            choice = [literal] if literal else _numbers(bracket, room)
+            choice = [literal] if literal else _parse_bracket(bracket, room)
             choices.append(choice)
             count *= len(choice)
             length += max(map(len, choice))
             if count > room:
-                raise ValueError(f"more than {MOST_HOSTS} hosts")
-            if length > _LONGEST_HOST:
-                raise ValueError(f"a name longer than {_LONGEST_HOST} characters")
+                raise ValueError(f"more than {MAX_HOSTS} hosts")
+            if length > _MAX_HOST_LENGTH:
+                raise ValueError(f"a name longer than {_MAX_HOST_LENGTH} characters")
         hosts += map("".join, itertools.product(*choices))
     return hosts
 
 
-def _numbers(bracket: str, most: int) -> list[str]:
-    """Expand the inside of a bracket; the first number's width is the padding."""
+def _parse_bracket(bracket: str, max_numbers: int) -> list[str]:
+    """Expand the inside of a bracket; numbers are padded to the first one's width."""
     numbers: list[str] = []
     for item in bracket.split(","):
-        found = _RANGE.fullmatch(item)
-        if not found:
+        match = _RANGE.fullmatch(item)
+        if not match:
             raise ValueError(f"[{item[:40]}] is not a number or a range")
-        first, last = found[1], found[2] or found[1]
+        first, last = match[1], match[2] or match[1]
         size = int(last) - int(first) + 1
         if size < 1:
-            raise ValueError(f"[{item}] runs backwards")
-        if len(numbers) + size > most:
-            raise ValueError(f"more than {MOST_HOSTS} hosts")
+            raise ValueError(f"[{item}] is a descending range")
+        if len(numbers) + size > max_numbers:
+            raise ValueError(f"more than {MAX_HOSTS} hosts")
         width = len(first)
         numbers += (f"{n:0{width}}" for n in range(int(first), int(last) + 1))
     return numbers
 
 
-def counts_in(text: str) -> list[int]:
+def parse_task_counts(text: str) -> list[int]:
     """Expand Slurm's tasks per node: ``8(x2),4`` is 8, 8 and 4."""
     counts: list[int] = []
     total = 0
     for item in text.split(","):
-        found = _COUNT.fullmatch(item)
-        if not found:
+        match = _COUNT.fullmatch(item)
+        if not match:
             raise ValueError(f"{item[:40]!r} is not a count such as 8 or 8(x4)")
-        count, nodes = int(found[1]), int(found[2] or 1)
+        count, nodes = int(match[1]), int(match[2] or 1)
         total += count * nodes
-        if len(counts) + nodes > MOST_HOSTS or total > MOST_TASKS:
-            raise ValueError(f"more than {MOST_TASKS} tasks")
+        if len(counts) + nodes > MAX_HOSTS or total > MAX_TASKS:
+            raise ValueError(f"more than {MAX_TASKS} tasks")
         counts += [count] * nodes
     return counts
 
 
-def place(counts: Sequence[int], turn: int) -> list[int]:
-    """Give the node of each task, where nodes take up to ``turn`` tasks in turn.
+def assign_tasks(counts: Sequence[int], plane_size: int) -> list[int]:
+    """Return the node of each task, in Slurm's ``plane`` distribution.
 
-    This is Slurm's ``plane`` distribution; ``cyclic`` is a turn of one, and
-    ``block`` a turn that takes all.
+    Nodes take up to ``plane_size`` tasks in turn, until each has its count. ``cyclic``
+    is a plane size of one, ``block`` a plane size of at least the highest count.
     """
-    placed: list[int] = []
-    left = list(counts)
-    waiting = [node for node, count in enumerate(counts) if count]
-    # A node that has all its tasks leaves, so every step places at least one.
-    while waiting:
-        for node in waiting:
-            taken = min(turn, left[node])
-            placed += [node] * taken
-            left[node] -= taken
-        waiting = [node for node in waiting if left[node]]
-    return placed
+    assigned: list[int] = []
+    remaining = list(counts)
+    open_nodes = [node for node, count in enumerate(counts) if count]
+    # A node with all its tasks is removed, so every step assigns at least one task.
+    while open_nodes:
+        for node in open_nodes:
+            size = min(plane_size, remaining[node])
+            assigned += [node] * size
+            remaining[node] -= size
+        open_nodes = [node for node in open_nodes if remaining[node]]
+    return assigned
 
 
-def slots_in(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """Read a host file of Open MPI, DeepSpeed or MPICH: each line's host and slots.
+def parse_host_file(lines: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the host and slots of each line of an Open MPI, DeepSpeed or MPICH file.
 
-    ``node1 slots=8``, ``node1:8`` and a bare ``node1`` for one slot; ``#`` starts a
-    comment, and options other than ``slots`` are for the launcher alone. The text
-    of the ValueError begins with the number of the line.
+    ``node1 slots=8``, ``node1:8``, and ``node1`` for one slot; ``#`` starts a comment.
+    Options other than ``slots`` are the launcher's and are ignored. The text of the
+    ValueError begins with the line number.
     """
     entries: list[tuple[str, int]] = []
     total = 0
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split("=")
-        entry = "=".join(word.strip() for word in words)
+    for line_number, line in enumerate(lines, 1):
+        parts = line.partition("#")[0].split("=")
+        entry = "=".join(part.strip() for part in parts)
         if not entry:
             continue
         name, *rest = entry.split()
@@ -122,11 +125,11 @@ def slots_in(lines: Iterable[str]) -> list[tuple[str, int]]:
         malformed = "=" in name or "" in {host, *options.values()}
         if malformed or not _SLOTS.fullmatch(slots):
             raise ValueError(
-                f"{number}: {entry[:80]!r} is not a host such as node1, node1:8 or"
-                " node1 slots=8"
+                f"{line_number}: {entry[:80]!r} is not a host such as node1, node1:8"
+                " or node1 slots=8"
             )
         total += int(slots)
-        if total > MOST_TASKS or len(entries) == MOST_HOSTS:
-            raise ValueError(f"{number}: more than {MOST_TASKS} slots")
+        if total > MAX_TASKS or len(entries) == MAX_HOSTS:
+            raise ValueError(f"{line_number}: more than {MAX_TASKS} slots")
         entries.append((host, int(slots)))
     return entries

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from tracedstore import names
-from tracedstore.coordination.protocol import Keys
+from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.ranges import fold
 from tracedstore.demo.outputs import Signals
 from tracedstore.demo.rank import simulated_host
 from tracedstore.demo.screen import Line
 
 _BAR = 24
-_LAST = Keys("").last_member
+_LAST = BarrierKeys("").last_member
 # Seconds: a shorter call is work, and would only flicker; a longer wait is remarkable.
 _CALL, _LONG = 0.1, 1.0
 _STATE = 30

@@ -1,1 +1,1 @@
-"""What happens inside torch's EtcdStore, which only its client can tell."""
+"""Counts the requests that torch's EtcdStore makes inside one call."""

@@ -1,8 +1,8 @@
-"""Count what happens inside one call of torch's EtcdStore.
+"""Counts the requests inside one call of torch's EtcdStore.
 
 ``EtcdStore.add`` repeats its compare-and-set until it wins, and ``get`` and ``wait``
-loop over watches, all of it inside one call. The store makes every request through
-the client it was given, so that is where they are counted.
+loop over watches, all inside one call. The store makes every request through the client
+that it was created with, so a wrapper of that client counts them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _REQUESTS = frozenset(
 
 
 def count_requests_of(store: Any) -> "CountingClient":
-    """Put a counting client before the one of an EtcdStore, once."""
+    """Wrap the client of an EtcdStore in a counting client, unless it is one."""
     if type(store.client) is not CountingClient:
         store.client = CountingClient(store.client)
     client: CountingClient = store.client
@@ -35,10 +35,10 @@ class _Counts:
 
 
 class CountingClient:
-    """Looks and behaves like the client it stands before, and counts its requests.
+    """Behaves like the client that it wraps, and counts its requests.
 
-    Requests of a thread that is in no traced call (a rendezvous backend may share
-    the client) are passed on uncounted.
+    Requests from a thread without a traced call are not counted: a rendezvous backend
+    may share the client.
     """
 
     def __init__(self, client: Any) -> None:
@@ -46,11 +46,11 @@ class CountingClient:
         object.__setattr__(self, "_counts", {})
 
     def start(self) -> None:
-        """Begin to count for this thread."""
+        """Start to count the requests of this thread."""
         self._counts[get_ident()] = _Counts()
 
     def stop(self) -> Attempts:
-        """End counting for this thread, and give the counts."""
+        """Stop counting for this thread, and return the counts."""
         counts = self._counts.pop(get_ident())
         return Attempts(
             requests=counts.requests,
@@ -59,7 +59,7 @@ class CountingClient:
             watch_timeouts=counts.watch_timeouts,
         )
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # passes isinstance() checks for the client
     def __class__(self) -> type:
         return type(self._client)
 
@@ -86,20 +86,20 @@ class CountingClient:
 def _counted(
     name: str, request: Callable[..., Any], counts: _Counts
 ) -> Callable[..., Any]:
-    swaps = name == "test_and_set"
+    is_swap = name == "test_and_set"
 
     @wraps(request)
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts.requests += 1
         try:
-            answer = request(*args, **kwargs)
+            result = request(*args, **kwargs)
         except etcd.EtcdCompareFailed:
-            counts.swaps_lost += swaps
+            counts.swaps_lost += is_swap
             raise
         except etcd.EtcdWatchTimedOut:
             counts.watch_timeouts += 1
             raise
-        counts.swaps_won += swaps
-        return answer
+        counts.swaps_won += is_swap
+        return result
 
     return counted

@@ -22,7 +22,7 @@ def targets() -> list[dict[str, Any]]:
     A store that does not respond, because its job has ended, has none.
     """
     found: dict[int, rank_registry.RankInfo] = {}
-    for store, world_size in rank_registry.stores():
+    for store, world_size in rank_registry.registered_stores():
         # A store that hung the last time may still hang; one thread in it is enough.
         if store in _being_read:
             continue
@@ -37,7 +37,7 @@ def _registered(store: Any, world_size: int) -> dict[int, rank_registry.RankInfo
     _being_read.add(store)
     try:
         with side_connection(store) as free:
-            return rank_registry.registered(free, range(world_size))
+            return rank_registry.read_ranks(free, range(world_size))
     finally:
         _being_read.discard(store)
 

@@ -181,7 +181,7 @@ class ConfiguredTelemetry:
     def _start_endpoint(self) -> None:
         self._endpoint = self._serve()
         self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
-        rank_registry.serve_at(self._endpoint.url)
+        rank_registry.set_metrics_address(self._endpoint.url)
 
     def stop(self, timeout: float) -> None:
         """Record and emit no more. Counts stay."""
@@ -190,7 +190,7 @@ class ConfiguredTelemetry:
         RECORDER.observers.set(())
         if self._endpoint is not None:
             self._endpoint.stop(timeout)
-            rank_registry.serve_at(None)
+            rank_registry.set_metrics_address(None)
         if self._stall_watch is not None:
             WATCHER.remove(self._stall_watch)
             WATCHER.stop_if_idle(timeout)

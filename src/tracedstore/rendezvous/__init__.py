@@ -1,4 +1,4 @@
-"""torchrun's side: the rendezvous, traced."""
+"""Traced rendezvous backends and handlers for torchrun."""
 
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
 from tracedstore.rendezvous.handlers import TracedRendezvousHandler

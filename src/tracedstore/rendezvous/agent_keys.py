@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
-from tracedstore.coordination.arrivals import bisect, side_connection
+from tracedstore.coordination.arrivals import find_absent, side_connection
 from tracedstore.core.counters import Explain
 from tracedstore.core.keys import MAX_KEYS_SHOWN, shown
 from tracedstore.core.operation import Arguments, Method
@@ -35,7 +35,7 @@ def explainer(store: Any, world_size: int, name_of: Callable[[int], str]) -> Exp
         if not method.blocks or not 0 < count <= _MAX_KEYS_CHECKED:
             return {}
         with side_connection(weak_store()) as connection:
-            missing = bisect(connection.check, list(keys))
+            missing = find_absent(connection.check, list(keys))
             agents = _agents(missing, connection, world_size)
         return {
             "missing_keys": list(shown(missing[:MAX_KEYS_SHOWN])),
@@ -55,5 +55,5 @@ def _agents(missing: Sequence[Any], store: Any, world_size: int) -> list[int]:
         return agents
     # Rank 0 writes all other keys, and needs the roles of all agents for that.
     every = [f"{ROLE_INFO}{rank}" for rank in range(min(world_size, _MAX_KEYS_CHECKED))]
-    absent = bisect(store.check, every) if "MASTER_" not in str(missing[0]) else []
+    absent = find_absent(store.check, every) if "MASTER_" not in str(missing[0]) else []
     return [every.index(key) for key in absent] or [0]

@@ -1,4 +1,4 @@
-"""A rendezvous backend that tells what is done with it."""
+"""A rendezvous backend that records the calls of the handler above it."""
 
 import time
 from collections.abc import Mapping
@@ -19,41 +19,41 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.rendezvous_stats import RendezvousView, Write
 from tracedstore.core.store_proxy import forwarder
 from tracedstore.export.setup import ensure_configured
-from tracedstore.rendezvous.state import Attendance, RendezvousState, read
+from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
 
-_MOST_NODES_SHOWN = 64
+_MAX_NODES_SHOWN = 64
 
 
 def _state_of(result: Any) -> Any:
-    """Take the state out of what get_state and set_state give, if it is there."""
+    """Return the state in a result of get_state or set_state, None if it has none."""
     return result[0] if isinstance(result, tuple) and result else None
 
 
 def _attributes(_args: Arguments, result: Any) -> Mapping[str, Any]:
     state = _state_of(result)
-    snapshot = read(state) if isinstance(state, bytes) else None
-    if snapshot is None:
+    parsed = parse_state(state) if isinstance(state, bytes) else None
+    if parsed is None:
         return {}
     now = time.time()
-    nodes = sorted(snapshot.heartbeats)[:_MOST_NODES_SHOWN]
+    nodes = sorted(parsed.heartbeats)[:_MAX_NODES_SHOWN]
     return {
-        names.RENDEZVOUS_STATE_PARTICIPANTS: len(snapshot.participants),
-        names.RENDEZVOUS_STATE_WAIT_LIST: len(snapshot.wait_list),
-        names.RENDEZVOUS_STATE_ROUND: snapshot.round,
-        names.RENDEZVOUS_STATE_COMPLETE: snapshot.complete,
+        names.RENDEZVOUS_STATE_PARTICIPANTS: len(parsed.participants),
+        names.RENDEZVOUS_STATE_WAIT_LIST: len(parsed.wait_list),
+        names.RENDEZVOUS_STATE_ROUND: parsed.round,
+        names.RENDEZVOUS_STATE_COMPLETE: parsed.complete,
         names.RENDEZVOUS_NODES: [str(node) for node in nodes],
         names.RENDEZVOUS_SILENT_SECONDS: [
-            snapshot.silent(node, now) or 0.0 for node in nodes
+            parsed.silent_seconds(node, now) or 0.0 for node in nodes
         ],
     }
 
 
 def _accepted(_args: Arguments, result: Any) -> bool:
-    # Nothing is given where the write was refused and there is no state to show.
+    # The result is None if the write was refused and there is no state to return.
     return isinstance(result, tuple) and bool(result[-1])
 
 
-# The state is an argument here, and values are never recorded: so these have no keys.
+# These have no keys. The state is a value, and values are never recorded.
 _GET_STATE = Method(
     name="get_state",
     index=0,
@@ -76,20 +76,19 @@ _SET_STATE = Method(
 
 @final
 class TracedRendezvousBackend(RendezvousBackend):
-    """Does what another rendezvous backend does, and tells.
+    """Wraps another rendezvous backend and records its calls.
 
-    Results and exceptions are the other one's, and so is every other attribute.
+    Results, exceptions and all other attributes are the wrapped backend's.
     ``get_state`` and ``set_state`` are recorded like the calls of a store.
 
     Args:
-        backend: Any ``RendezvousBackend``, torch's C10dRendezvousBackend and
-            EtcdRendezvousBackend in particular. One that is traced is not traced
-            twice.
+        backend: Any ``RendezvousBackend``, for example torch's C10dRendezvousBackend or
+            EtcdRendezvousBackend. A traced one is unwrapped first.
 
     Raises:
-        TypeError: It is no RendezvousBackend.
-        ConfigurationError: This is the first use, and a ``TRACEDSTORE_*`` variable
-            has a value that cannot be used.
+        TypeError: The argument is not a RendezvousBackend.
+        ConfigurationError: This is the first use, and a ``TRACEDSTORE_*`` variable has
+            an invalid value.
     """
 
     _traced: StoreState
@@ -114,59 +113,59 @@ class TracedRendezvousBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The other backend's name."""
+        """The name of the wrapped backend."""
         return str(self._traced.inner.name)
 
     @property
     def identity(self) -> StoreIdentity:
-        """Where the state is kept."""
+        """The server or file that holds the state."""
         return self._traced.identity
 
     @property
     def attendance(self) -> Attendance:
-        """Who was seen in the state."""
+        """The nodes that were seen in the state."""
         return self._attendance
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Get the state, as the other backend does."""
-        found: tuple[bytes, Token] | None = self._get_state()
-        self._saw(found)
-        return found
+        """Get the state from the wrapped backend."""
+        result: tuple[bytes, Token] | None = self._get_state()
+        self._record_state(result)
+        return result
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Set the state, as the other backend does."""
+        """Set the state through the wrapped backend."""
         try:
-            found: tuple[bytes, Token, bool] | None = self._set_state(state, token)
+            result: tuple[bytes, Token, bool] | None = self._set_state(state, token)
         except BaseException:
             if RECORDER.on:
                 RECORDER.rendezvous.record_write(self.name, "failed")
             raise
         if RECORDER.on:
-            result: Write = "accepted" if _accepted((), found) else "conflict"
-            RECORDER.rendezvous.record_write(self.name, result)
-        self._saw(found)
-        return found
+            outcome: Write = "accepted" if _accepted((), result) else "conflict"
+            RECORDER.rendezvous.record_write(self.name, outcome)
+        self._record_state(result)
+        return result
 
     _get_state = forwarder(_GET_STATE, attrgetter("get_state"))
     _set_state = forwarder(_SET_STATE, attrgetter("set_state"))
 
-    def _saw(self, found: Any) -> None:
-        """Take note of a state that came back."""
+    def _record_state(self, result: Any) -> None:
+        """Record the state that a call returned."""
         if not RECORDER.on:
             return
         try:
-            state = _state_of(found)
-            snapshot = read(state) if isinstance(state, bytes) else None
-            if snapshot is not None:
-                self._attendance.saw(snapshot)
-                RECORDER.rendezvous.record_view(self.name, _view(snapshot, len(state)))
+            state = _state_of(result)
+            parsed = parse_state(state) if isinstance(state, bytes) else None
+            if parsed is not None:
+                self._attendance.record(parsed)
+                RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
         except Exception as error:
             RECORDER.failures.add(names.RENDEZVOUS, error)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_traced":  # before __init__ is through
+        if name == "_traced":  # __init__ has not set it yet
             raise AttributeError(name)
         return getattr(self._traced.inner, name)
 
@@ -174,33 +173,33 @@ class TracedRendezvousBackend(RendezvousBackend):
         return f"TracedRendezvousBackend({self._traced.inner!r})"
 
 
-def _view(snapshot: RendezvousState, size: int) -> RendezvousView:
+def _view(state: RendezvousState, size: int) -> RendezvousView:
     return RendezvousView(
-        participants=len(snapshot.participants),
-        wait_list=len(snapshot.wait_list),
-        round=snapshot.round,
-        complete=snapshot.complete,
+        participants=len(state.participants),
+        wait_list=len(state.wait_list),
+        round=state.round,
+        complete=state.complete,
         size=size,
-        oldest_heartbeat=min(snapshot.heartbeats.values(), default=None),
+        oldest_heartbeat=min(state.heartbeats.values(), default=None),
     )
 
 
 def _identify(backend: RendezvousBackend) -> StoreIdentity:
-    """Tell where a backend keeps the state, of those we know.
+    """Return the identity of the server or file that holds a backend's state.
 
-    The kind is its own: what its calls cost is another matter than what the calls
-    of a store cost that lives in the same place.
+    Backends have a separate kind, because their calls cost other amounts than the calls
+    of a store on the same server.
     """
     store = getattr(backend, "_store", None)
     client = getattr(backend, "_client", None)
-    within = identify(bottom_of(store)) if isinstance(store, Store) else None
-    address = getattr(client, "host", "") if within is None else within.address
-    port = getattr(client, "port", None) if within is None else within.port
+    inner = identify(bottom_of(store)) if isinstance(store, Store) else None
+    address = getattr(client, "host", "") if inner is None else inner.address
+    port = getattr(client, "port", None) if inner is None else inner.port
     key = getattr(backend, "_key", "")
     kind = f"rendezvous_{backend.name}".replace("-", "_").lower()
     return StoreIdentity(
         kind=kind,
-        system=(within.system if within else "etcd" if client else f"pytorch.{kind}"),
+        system=(inner.system if inner else "etcd" if client else f"pytorch.{kind}"),
         address=address if isinstance(address, str) else "",
         port=port if isinstance(port, int) else None,
         namespace=key if isinstance(key, str) else "",

@@ -1,7 +1,7 @@
-"""Why a rendezvous failed: the chain of exceptions, and what the first of them means.
+"""Finds the cause of a failed rendezvous in its chain of exceptions.
 
-torch says "the connection has failed, see inner exception"; which inner one matters,
-and what it means for who has to mend it, is said here.
+torch's message is "the connection has failed, see inner exception". This module selects
+the inner exception that matters, and has the remedy for it.
 """
 
 import errno
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from tracedstore.core.errors import error_message
 
-_MOST_CAUSES = 8
-# Seconds that finding out why nothing answered may take.
-_PROBE_WITHIN = 2.0
+_MAX_CAUSES = 8
+# Seconds for connecting once more to an endpoint that did not answer.
+_PROBE_TIMEOUT = 2.0
 
 NAME_RESOLUTION = "name_resolution"
 REFUSED = "refused"
@@ -32,22 +32,20 @@ UNKNOWN = "unknown"
 
 _REMEDIES = {
     NAME_RESOLUTION: "the host name of the endpoint cannot be resolved here",
-    REFUSED: "nothing listens at the endpoint: it is not started, or it is gone",
-    UNREACHABLE: "there is no way to the endpoint from here",
+    REFUSED: "nothing listens at the endpoint: the server is not started, or has ended",
+    UNREACHABLE: "there is no route to the endpoint from here",
     NO_ANSWER: (
-        "the endpoint does not answer: a firewall drops what is sent, or what listens"
-        " there is something else"
+        "the endpoint does not answer: a firewall drops the packets, or another program"
+        " listens there"
     ),
     CONNECTION_LOST: (
         "the connection broke: the server was stopped or restarted, or it is an etcd"
-        " that wants TLS (protocol=https in --rdzv-conf)"
+        " that requires TLS (protocol=https in --rdzv-conf)"
     ),
-    ADDRESS_IN_USE: (
-        "the port of the endpoint is taken by another program on this machine"
-    ),
+    ADDRESS_IN_USE: "another program on this machine uses the port of the endpoint",
     TLS: (
-        "the TLS handshake failed: look at protocol, ca_cert, ssl_cert and ssl_cert_key"
-        " in --rdzv-conf, and at the certificates' dates"
+        "the TLS handshake failed: check protocol, ca_cert, ssl_cert and ssl_cert_key"
+        " in --rdzv-conf, and the dates of the certificates"
     ),
     V2_API_OFF: (
         "this etcd answers, but has no v2 API, which torch's etcd backend needs: start"
@@ -55,21 +53,22 @@ _REMEDIES = {
         " --rdzv-backend traced-c10d, which needs no etcd"
     ),
     CORRUPT_STATE: (
-        "what stands where the state should be is none: another program writes there"
+        "the value at the state's key is not a rendezvous state: another program writes"
+        " to this key"
     ),
     NOT_WRITTEN: (
-        "a node that joined did not write what this one waited for: it was stopped"
-        " or died right after it joined"
+        "a node that joined did not write a key that this node waited for: it was"
+        " stopped or died right after it joined"
     ),
-    TOO_FEW_NODES: "fewer nodes came than the job needs",
-    NO_ROOM: "the job runs with the nodes it has, and did not start anew for this one",
+    TOO_FEW_NODES: "fewer nodes joined than the job needs",
+    NO_ROOM: "the job runs with its present nodes, and did not restart for this one",
     CLOSED: (
         "the rendezvous is closed, because the job has ended or another node gave up;"
-        " its run id is used up"
+        " use a new run id"
     ),
 }
 
-# By the class, or one of its bases, and by name: none of these libraries need be there.
+# By the name of the class or of a base, because these libraries may not be installed.
 _BY_CLASS = {
     "NameResolutionError": NAME_RESOLUTION,
     "gaierror": NAME_RESOLUTION,
@@ -86,7 +85,7 @@ _BY_CLASS = {
     "RendezvousStateError": CORRUPT_STATE,
     "RendezvousClosedError": CLOSED,
 }
-# By what torch's C++ and python-etcd say; they have no classes for it.
+# By the message text of torch's C++ and python-etcd, which have no classes for these.
 _BY_TEXT = {
     "name or service not known": NAME_RESOLUTION,
     "cannot be retrieved (gai error": NAME_RESOLUTION,
@@ -111,11 +110,11 @@ _BY_ERRNO = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a failure comes down to.
+    """The cause of a failure.
 
     Attributes:
-        cause: Which of the causes above.
-        causes: The exceptions from the one that was raised to the first one.
+        cause: One of the constants above.
+        causes: The chain of exceptions as text, from the raised one to the root.
     """
 
     cause: str
@@ -123,33 +122,35 @@ class Diagnosis:
 
     @property
     def remedy(self) -> str:
-        """Say what it means, and what to look at; "" where nothing is known."""
+        """What the cause means and what to check; "" if it is unknown."""
         return _REMEDIES.get(self.cause, "")
 
 
-def diagnose(error: BaseException, where: tuple[str, int] | None = None) -> Diagnosis:
-    """Tell why something failed.
+def diagnose(
+    error: BaseException, endpoint: tuple[str, int] | None = None
+) -> Diagnosis:
+    """Find the cause of a failure.
 
     Args:
-        error: What was raised.
-        where: Host and port of a server that did not answer, to be asked once more:
-            torch's TCPStore says of an unknown name and of a closed port alike that
-            it timed out.
+        error: The exception that was raised.
+        endpoint: Host and port of the server. If it did not answer, `diagnose`
+            connects to it once more, because torch's TCPStore reports a timeout for an
+            unknown name and for a closed port too.
     """
     chain = list(_chain(error))
-    # The last one to be classified is nearest to the root.
+    # The last classified exception is the one nearest to the root.
     classified = [cause for cause in map(_classify, chain) if cause]
     cause = classified[-1] if classified else UNKNOWN
-    if cause in (NO_ANSWER, CONNECTION_LOST) and where is not None:
-        cause = _asked(*where) or cause
-    return Diagnosis(cause, tuple(map(_told, chain)))
+    if cause in (NO_ANSWER, CONNECTION_LOST) and endpoint is not None:
+        cause = _probe(*endpoint) or cause
+    return Diagnosis(cause, tuple(map(_describe, chain)))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Go from an exception to what it came of, as a traceback would."""
+    """Yield an exception and its causes, in the order of a traceback."""
     seen: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen and len(seen) < _MOST_CAUSES:
+    while current is not None and id(current) not in seen and len(seen) < _MAX_CAUSES:
         seen.add(id(current))
         yield current
         if current.__cause__ is not None:
@@ -158,13 +159,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             current = None if current.__suppress_context__ else current.__context__
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     message = error_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _classify(error: BaseException) -> str:
-    if type(error) is LookupError:  # EtcdStore's way to say that a key is not there
+    if type(error) is LookupError:  # EtcdStore raises it for a missing key
         return NOT_WRITTEN
     for base in type(error).__mro__:
         if base.__name__ in _BY_CLASS:
@@ -172,15 +173,15 @@ def _classify(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     text = error_message(error).lower()
-    # torch's C++ has one class for all that can happen to a connection.
-    otherwise = CONNECTION_LOST if type(error).__name__ == "DistNetworkError" else ""
-    return next((c for words, c in _BY_TEXT.items() if words in text), otherwise)
+    # torch's C++ has one class for all connection failures.
+    default = CONNECTION_LOST if type(error).__name__ == "DistNetworkError" else ""
+    return next((c for part, c in _BY_TEXT.items() if part in text), default)
 
 
-def _asked(host: str, port: int) -> str:
-    """Connect once, to tell apart what was only said to have timed out."""
+def _probe(host: str, port: int) -> str:
+    """Connect once; return the cause if that fails, else ""."""
     try:
-        socket.create_connection((host, port), timeout=_PROBE_WITHIN).close()
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
     except OSError as error:
         return _classify(error)
     return ""

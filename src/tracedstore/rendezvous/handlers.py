@@ -147,7 +147,7 @@ class TracedRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
         self._failure_reported = False
-        self._traced_backend.attendance.begin()
+        self._traced_backend.attendance.reset()
         started = RECORDER.ticks()
         watch = Watch(
             names.RENDEZVOUS, lambda: self._report_waiting(started), self._warn_after

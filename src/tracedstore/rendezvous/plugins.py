@@ -1,19 +1,19 @@
-"""What torchrun finds under the entry points ``torchrun.handlers``.
+"""The entry points of the group ``torchrun.handlers``.
 
-torch loads these in the middle of importing elastic's rendezvous, which may be in the
-middle of importing ours: so nothing is imported here before a handler is asked for.
+torch loads them while it imports elastic's rendezvous, possibly during the import of
+tracedstore's. So this module imports nothing before a handler is created.
 """
 
 from typing import Any
 
 
 def traced_c10d() -> Any:
-    """Give what makes the handler of ``--rdzv-backend traced-c10d``."""
+    """Return the factory for ``--rdzv-backend traced-c10d``."""
     return _create_c10d
 
 
 def traced_etcd_v2() -> Any:
-    """Give what makes the handler of ``--rdzv-backend traced-etcd-v2``."""
+    """Return the factory for ``--rdzv-backend traced-etcd-v2``."""
     return _create_etcd_v2
 
 
@@ -37,5 +37,5 @@ def _create_etcd_v2(params: Any) -> Any:
     return create(params, etcd_v2.create_backend, 2379)
 
 
-# By the name of torch's own, for those that put ours in its place.
+# By the name of torch's backend that each one replaces.
 CREATORS = {"c10d": _create_c10d, "etcd-v2": _create_etcd_v2}

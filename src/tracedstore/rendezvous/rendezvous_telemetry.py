@@ -100,9 +100,9 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
     waiting = attendance.waiting(attempt.own)
     left = attendance.left(attempt.own)
     silent = {
-        "joined": attendance.silent(joined, now),
-        "waiting": attendance.silent(waiting, now),
-        "left": attendance.silent(left, now),
+        "joined": attendance.silent_seconds(joined, now),
+        "waiting": attendance.silent_seconds(waiting, now),
+        "left": attendance.silent_seconds(left, now),
     }
     last = attendance.last
     fields = {

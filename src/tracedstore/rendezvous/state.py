@@ -1,8 +1,8 @@
-"""Read the state that the nodes of a rendezvous share, as far as it can be read.
+"""Parses the state that the nodes of a rendezvous share.
 
-torch keeps it as a pickle of its ``_RendezvousState`` and unpickles what it finds. Here
-nothing is ever built but what that state is made of, and what is anything else is no
-error: it cannot be read, that is all.
+torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. The
+unpickler here constructs only the types of that state. Other bytes are not an error:
+`parse_state` returns None.
 """
 
 import io
@@ -13,8 +13,8 @@ from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from typing import Any
 
-# A node takes some 150 bytes; nobody has a rendezvous of a hundred thousand.
-_LARGEST = 16 * 1024 * 1024
+# A node takes about 150 bytes, so this is more than a hundred thousand nodes.
+_MAX_STATE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, order=True)
@@ -22,9 +22,9 @@ class Node:
     """A node of the rendezvous: an agent, not a machine.
 
     Attributes:
-        addr: Its address, or its fully qualified name.
-        pid: Its process.
-        local_id: Which handler of that process.
+        addr: Its address or fully qualified name.
+        pid: Its process id.
+        local_id: The number of the handler in that process.
     """
 
     addr: str
@@ -40,13 +40,14 @@ class RendezvousState:
     """The state of a rendezvous at one time.
 
     Attributes:
-        round: Which round it is, from 0 on.
-        complete: The round has all the nodes it takes.
-        closed: Nobody can join any more.
-        participants: Who joined the round, each with its rank once it is complete.
-        wait_list: Who waits for the next one.
-        heartbeats: When each node was last heard of, in seconds since the epoch, by
-            its own clock.
+        round: The round, starting at 0.
+        complete: The round has all its nodes.
+        closed: No node can join any more.
+        participants: The nodes that joined the round; their ranks are valid once it is
+            complete.
+        wait_list: The nodes that wait for the next round.
+        heartbeats: The last heartbeat of each node, in seconds since the epoch, by the
+            node's clock.
     """
 
     round: int
@@ -58,18 +59,18 @@ class RendezvousState:
 
     @property
     def present(self) -> frozenset[Node]:
-        """Everybody who joined or waits."""
+        """All nodes that joined or wait."""
         return self.wait_list | self.participants.keys()
 
-    def silent(self, node: Node, now: float) -> float | None:
-        """Tell for how many seconds a node has not been heard of."""
-        heard = self.heartbeats.get(node)
+    def silent_seconds(self, node: Node, now: float) -> float | None:
+        """Return the seconds since a node's last heartbeat, None if it has none."""
+        heartbeat = self.heartbeats.get(node)
         # The clock of another machine may be ahead.
-        return None if heard is None else max(0.0, now - heard)
+        return None if heartbeat is None else max(0.0, now - heartbeat)
 
 
 class _State:
-    """Stands in for torch's ``_RendezvousState``."""
+    """The unpickler's substitute for torch's ``_RendezvousState``."""
 
     round: int
     complete: bool
@@ -79,10 +80,10 @@ class _State:
     last_heartbeats: dict[Node, datetime]
 
 
-_TORCHS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_KNOWN: dict[tuple[str, str], Any] = {
-    (_TORCHS, "_RendezvousState"): _State,
-    (_TORCHS, "_NodeDesc"): Node,
+_TORCH_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (_TORCH_MODULE, "_RendezvousState"): _State,
+    (_TORCH_MODULE, "_NodeDesc"): Node,
     ("datetime", "datetime"): datetime,
     ("datetime", "timedelta"): timedelta,
     ("datetime", "timezone"): timezone,
@@ -93,96 +94,100 @@ _KNOWN: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _KNOWN[module, name]
+            return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of it") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None
 
 
 @lru_cache(maxsize=4)
-def read(state: bytes) -> RendezvousState | None:
-    """Read a state; None where it is something else.
+def parse_state(state: bytes) -> RendezvousState | None:
+    """Parse a state; None if the bytes are something else.
 
-    The last ones are remembered: what is read for the metrics is read for the span.
+    The latest results are cached: the metrics and the span of a call parse the same
+    bytes.
     """
-    if len(state) > _LARGEST:
+    if len(state) > _MAX_STATE_BYTES:
         return None
     try:
-        found = _Unpickler(io.BytesIO(state)).load()
-        if type(found) is not _State:
+        parsed = _Unpickler(io.BytesIO(state)).load()
+        if type(parsed) is not _State:
             return None
         return RendezvousState(
-            round=int(found.round),
-            complete=bool(found.complete),
-            closed=bool(found.closed),
+            round=int(parsed.round),
+            complete=bool(parsed.complete),
+            closed=bool(parsed.closed),
             participants={
-                _node(node): int(rank) for node, rank in found.participants.items()
+                _node(node): int(rank) for node, rank in parsed.participants.items()
             },
-            wait_list=frozenset(map(_node, found.wait_list)),
+            wait_list=frozenset(map(_node, parsed.wait_list)),
             heartbeats={
-                _node(node): heard.timestamp()
-                for node, heard in found.last_heartbeats.items()
+                _node(node): heartbeat.timestamp()
+                for node, heartbeat in parsed.last_heartbeats.items()
             },
         )
-    except Exception:  # whatever a pickle can do
+    except Exception:  # unpickling can raise anything
         return None
 
 
-def _node(found: Any) -> Node:
-    if type(found) is not Node:
+def _node(parsed: Any) -> Node:
+    if type(parsed) is not Node:
         raise TypeError("not a node")
-    return Node(str(found.addr), int(found.pid), int(found.local_id))
+    return Node(str(parsed.addr), int(parsed.pid), int(parsed.local_id))
 
 
 class Attendance:
-    """Who was seen at a rendezvous since it began.
+    """The nodes seen in a rendezvous since its start.
 
-    A node that gives up takes itself off the state, so the last state tells too
-    little: the first to time out would be unknown to the second.
+    A node that gives up removes itself from the state. So the last state is not enough:
+    the second node to time out would not know the first.
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget who was seen before."""
+    def reset(self) -> None:
+        """Forget all nodes."""
         self._joined: dict[Node, None] = {}
         self._waiting: dict[Node, None] = {}
-        self._heard: dict[Node, float] = {}
+        self._heartbeats: dict[Node, float] = {}
         self.last: RendezvousState | None = None
 
-    def saw(self, snapshot: RendezvousState) -> None:
-        """Take note of a state."""
-        if self.last is not None and snapshot.round != self.last.round:
-            # Who was in an earlier round is in this one as well, or is not.
-            self.begin()
-        self.last = snapshot
-        for node in snapshot.participants:
+    def record(self, state: RendezvousState) -> None:
+        """Record the nodes of a state."""
+        if self.last is not None and state.round != self.last.round:
+            # The nodes of an earlier round do not count in this one.
+            self.reset()
+        self.last = state
+        for node in state.participants:
             self._joined[node] = None
             self._waiting.pop(node, None)
-        for node in snapshot.wait_list:
+        for node in state.wait_list:
             self._waiting[node] = None
             self._joined.pop(node, None)
-        self._heard |= snapshot.heartbeats
+        self._heartbeats |= state.heartbeats
 
     def joined(self, own: Node | None) -> list[Node]:
-        """List who joined, this node included though it has given up."""
-        return self._still(self._joined, own)
+        """List the nodes that joined, and this node even if it has given up."""
+        return self._present(self._joined, own)
 
     def waiting(self, own: Node | None) -> list[Node]:
-        """List who is on the wait list, likewise."""
-        return self._still(self._waiting, own)
+        """List the nodes on the wait list, and this node even if it has given up."""
+        return self._present(self._waiting, own)
 
     def left(self, own: Node | None) -> list[Node]:
-        """List who was seen, and is gone."""
-        here = {*self.joined(own), *self.waiting(own)}
+        """List the nodes that were seen and have left."""
+        present = {*self.joined(own), *self.waiting(own)}
         seen = {*self._joined, *self._waiting}
-        return sorted(seen - here)
+        return sorted(seen - present)
 
-    def silent(self, nodes: Iterable[Node], now: float) -> list[float | None]:
-        """Tell for how many seconds each has not been heard of."""
-        heard = [self._heard.get(node) for node in nodes]
-        return [None if at is None else round(max(0.0, now - at), 3) for at in heard]
+    def silent_seconds(self, nodes: Iterable[Node], now: float) -> list[float | None]:
+        """Return the seconds since each node's last heartbeat, None if it has none."""
+        heartbeats = [self._heartbeats.get(node) for node in nodes]
+        return [
+            None if heartbeat is None else round(max(0.0, now - heartbeat), 3)
+            for heartbeat in heartbeats
+        ]
 
-    def _still(self, nodes: Iterable[Node], own: Node | None) -> list[Node]:
+    def _present(self, nodes: Iterable[Node], own: Node | None) -> list[Node]:
         present = frozenset[Node]() if self.last is None else self.last.present
         return sorted(node for node in nodes if node in present or node == own)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from tracedstore import names
-from tracedstore.coordination.decoders import nameless
+from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.ranges import fold
 from tracedstore.report import values
 from tracedstore.report.values import NOBODY
@@ -222,7 +222,7 @@ class Facts:
             self.said.append(Said(key[0], fold(key[1])))
             given = event.get("missing_names", ())
             for missing_rank, name in zip(key[1], given, strict=False):
-                if isinstance(name, str) and name != nameless(missing_rank):
+                if isinstance(name, str) and name != default_name(missing_rank):
                     self._named[missing_rank] = name
         return found
 

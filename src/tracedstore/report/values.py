@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from tracedstore.coordination.ranges import MOST_RANKS
+from tracedstore.coordination.ranges import MAX_RANKS
 
 # What the errors of these functions are.
 UNFIT: Final = (KeyError, TypeError, ValueError, OverflowError)
@@ -66,7 +66,7 @@ def ranks(event: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def _rank(found: object) -> int:
     if type(found) is not int:
         raise TypeError("a rank is an integer")
-    if not 0 <= found < MOST_RANKS:
+    if not 0 <= found < MAX_RANKS:
         raise ValueError("no rank is that high")
     return found
 

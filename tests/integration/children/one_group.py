@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import tracedstore
 from integration.harness import all_counted, report
-from tracedstore.coordination.rank_registry import registered
+from tracedstore.coordination.rank_registry import read_ranks
 from tracedstore.core.identity import bottom_of
 
 for _ in sys.argv[2:]:
@@ -27,7 +27,7 @@ report(
     counted=all_counted(REGISTRY),
     registered=[
         [info.rank, info.world_size, info.pid]
-        for info in registered(bottom, [0]).values()
+        for info in read_ranks(bottom, [0]).values()
     ],
 )
 sys.stdin.readline()

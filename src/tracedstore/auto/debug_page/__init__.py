@@ -1,4 +1,4 @@
-"""A page of torch's debug server: what every rank is blocked in, and who is missing.
+"""A page for torch's debug server: the Store calls and barriers of all ranks.
 
 from torch.distributed.debug import start_debug_server
 from tracedstore.auto import debug_page

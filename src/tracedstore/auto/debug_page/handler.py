@@ -1,7 +1,8 @@
-"""The page itself, as torch's frontend wants it.
+"""The page's handler for the frontend of torch's debug server.
 
-Only to be imported where the frontend runs: torch's half needs packages that nobody
-else does. The class is found by name, so that a frontend that is spawned has it too.
+Imported only in the process that starts the frontend: torch's modules need packages
+that nothing else needs. The class is at module level, so that it can be pickled for a
+frontend that is spawned.
 """
 
 import functools
@@ -16,15 +17,15 @@ from torch.distributed.debug._frontend import (
 from torch.distributed.debug._store import get_world_size, tcpstore_client
 
 from tracedstore import names
-from tracedstore.auto.debug_page.rank_client import Directory, ask_all
+from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
 from tracedstore.auto.debug_page.view import View, view
 from tracedstore.coordination import decoders
 
 PATH = f"/{names.SCOPE}"
-# Seconds for the whole page, whoever does not answer.
-_WITHIN = 5.0
+# Seconds for the whole page, also if ranks do not answer.
+_PAGE_TIMEOUT = 5.0
 
-# torch's templates do not escape, and keys are the user's.
+# torch does not escape in its templates, and keys are the user's text.
 _TEMPLATE = """
 {% extends "base.html" %}
 {% block header %}
@@ -41,29 +42,29 @@ _TEMPLATE = """
   .tracedstore .alarm { color: #a00; }
 </style>
 <p>{{ view.summary }}</p>
-{% if view.trouble %}<p><strong>{{ view.trouble }}</strong></p>{% endif %}
+{% if view.store_error %}<p><strong>{{ view.store_error }}</strong></p>{% endif %}
 {% if view.barriers %}
 <h2>Stalled barriers</h2>
 <table class="tracedstore">
-<tr><th>Barrier</th><th>Arrived</th><th>Missing</th><th>What those do</th>
-<th>Told by</th></tr>
+<tr><th>Barrier</th><th>Arrived</th><th>Missing</th><th>Calls of the missing</th>
+<th>Reported by</th></tr>
 {% for waiting in view.barriers %}
 <tr><td>{{ waiting.barrier }}</td><td>{{ waiting.arrived }}</td>
 <td class="alarm">{{ waiting.missing }}</td>
-<td>{% for line in waiting.doing %}{{ line }}<br>{% endfor %}</td>
-<td>{{ waiting.told_by }}</td></tr>
+<td>{% for line in waiting.missing_calls %}{{ line }}<br>{% endfor %}</td>
+<td>{{ waiting.reported_by }}</td></tr>
 {% endfor %}
 </table>
 {% endif %}
 <h2>Ranks</h2>
 <table class="tracedstore">
-<tr><th>Ranks</th><th>Where</th><th>State</th><th>Call</th><th>Seconds</th>
+<tr><th>Ranks</th><th>Host</th><th>State</th><th>Call</th><th>Seconds</th>
 <th>Store</th><th>Key</th><th>Key family</th><th>Thread</th></tr>
 {% for row in view.rows %}
 <tr{% if row.alarm %} class="alarm"{% endif %}>
 {% set height = row.calls | length or 1 %}
 <td rowspan="{{ height }}">{{ row.ranks }}</td>
-<td rowspan="{{ height }}">{{ row.where }}</td>
+<td rowspan="{{ height }}">{{ row.host }}</td>
 <td rowspan="{{ height }}">{{ row.state }}</td>
 {% for call in row.calls %}
 {% if not loop.first %}<tr>{% endif %}
@@ -83,43 +84,43 @@ _TEMPLATE = """
 
 
 class StoreHandler(DebugHandler):
-    """What every rank is blocked in, who is missing, and who says nothing."""
+    """Serves the page: blocked calls, missing ranks, and ranks that do not answer."""
 
     def routes(self) -> list[Route]:
-        """Give the one page."""
+        """Return the route of the page."""
         return [Route(PATH, self._handle)]
 
     def nav_links(self) -> list[NavLink]:
-        """Give its place in the menu."""
+        """Return the menu entry of the page."""
         return [NavLink(PATH, "Store calls")]
 
     def templates(self) -> dict[str, str]:
-        """Give how it looks."""
+        """Return the template of the page."""
         return {"tracedstore.html": _TEMPLATE}
 
     def dump(self) -> str:
-        """Write it for torch's periodic dumps."""
+        """Return the page as text, for torch's periodic dumps."""
         return self._view().text()
 
     def dump_filename(self) -> str:
-        """Name it among the dumps, and in ``enabled_dumps``."""
+        """Return the name of the dump, which ``enabled_dumps`` takes too."""
         return names.SCOPE
 
     def _handle(self, req: HTTPRequestHandler) -> bytes:
         shown = self._view()
         try:
             return req.frontend.render_template("tracedstore.html", view=shown)
-        except Exception:  # torch's frame has changed: then without it
+        except Exception:  # torch's base template has changed: serve plain text
             return f"<!doctype html><pre>{escape(shown.text())}</pre>".encode()
 
     def _view(self) -> View:
-        # fetch_timeout is torch's setting; a minute of it is too long for a page.
-        within = min(_WITHIN, self.fetch_timeout)
-        replies, trouble = ask_all(_directory(), get_world_size(), within)
-        return view(replies, trouble, decoders.auto())
+        # fetch_timeout is torch's setting; its minute is too long for a page.
+        timeout = min(_PAGE_TIMEOUT, self.fetch_timeout)
+        replies, store_error = query_ranks(_directory(), get_world_size(), timeout)
+        return view(replies, store_error, decoders.auto())
 
 
 @functools.cache
 def _directory() -> Directory:
-    # Not the handler's own: that is pickled on its way to a frontend that is spawned.
+    # Not an attribute of the handler, which is pickled for a frontend that is spawned.
     return Directory(tcpstore_client, get_world_size())

@@ -1,12 +1,13 @@
-"""Put the page into torch's debug server, which is private and may change.
+"""Adds the page to torch's debug server, whose modules are private and may change.
 
-Where it cannot be, one sentence says why, and the job goes on without it.
+If that fails, one `telemetry.disabled` event has the reason and the job continues
+without the page.
 
-torch's own worker server takes handlers in Python too, and is not used for what ranks
-answer: it counts references to them without the GIL (measured on 2.13: four clients
-crash the process within seconds), its shutdown waits for them with the GIL held, and
-one that is asked while the interpreter ends aborts the process. A thread of Python's
-has none of that.
+torch's worker server accepts handlers in Python, but ranks do not serve their status
+through it. It counts references to the handlers without the GIL (measured on 2.13: four
+clients crash the process within seconds). Its shutdown waits for the handlers with the
+GIL held. A request during interpreter shutdown aborts the process. A Python thread has
+none of these problems.
 """
 
 import importlib
@@ -30,72 +31,77 @@ if TYPE_CHECKING:
     from torch.distributed.debug._frontend import DebugHandler
 
 _HANDLERS = "handlers"
-_answering: server.Server | None = None
+_status_server: server.Server | None = None
 
 
 def add(handlers: "Sequence[DebugHandler] | None" = None) -> dict[str, Any]:
-    """Make this rank answer, and give ``start_debug_server`` the page.
+    """Serve this rank's status, and return arguments for ``start_debug_server``.
 
-    To be called on every rank, with torch's rank and store in the environment as
-    ``start_debug_server`` needs them itself:
+    Call it on every rank, with the environment that ``start_debug_server`` needs:
 
         start_debug_server(**debug_page.add())
 
-    A rank that does not call it is shown as one without this page.
+    A rank that does not call it is shown as a rank without this page.
 
     Args:
-        handlers: The other pages, instead of torch's own.
+        handlers: The other pages; torch's by default.
 
     Returns:
-        The arguments for ``start_debug_server``. Where the page cannot be had, they
-        are without it, and `telemetry.disabled` says why.
+        The keyword arguments for ``start_debug_server``. If the page cannot be added,
+        they do not have it, and a `telemetry.disabled` event has the reason.
     """
-    given = {} if handlers is None else {_HANDLERS: list(handlers)}
+    without_page = {} if handlers is None else {_HANDLERS: list(handlers)}
     ensure_configured()
     try:
         _register()
         if os.environ["RANK"] != "0":
-            return given
-        others = _others(handlers)
-        # After Home: torch's menu is wider than a screen.
+            return without_page
+        others = _other_handlers(handlers)
+        # Second, after Home: torch's menu is wider than a screen.
         return {_HANDLERS: [*others[:1], _page(), *others[1:]]}
     except Exception as error:
-        RECORDER.failures.add(names.DEBUG_PAGE, _explained(error))
-        return given
+        RECORDER.failures.add(names.DEBUG_PAGE, _explain(error))
+        return without_page
 
 
 def _register() -> None:
-    """Answer from now on, and say where."""
-    global _answering  # noqa: PLW0603 - one a process
-    found = _torchs("_store")
-    store, rank = found.tcpstore_client(), found.get_rank()
-    if _answering is None:
-        _answering = _answer()
-    address = f"{socket.gethostname()}:{_answering.port}"
+    """Start to serve this rank's status, and register its address."""
+    global _status_server  # noqa: PLW0603 - one per process
+    torch_store = _import_from_torch("_store")
+    store, rank = torch_store.tcpstore_client(), torch_store.get_rank()
+    if _status_server is None:
+        _status_server = _start_status_server()
+    address = f"{socket.gethostname()}:{_status_server.port}"
     try:
-        rank_registry.register(store, rank, found.get_world_size(), answers=address)
+        rank_registry.register(
+            store, rank, torch_store.get_world_size(), answers=address
+        )
     finally:
         close_connection(store)
 
 
-def _answer() -> server.Server:
-    """Answer whoever asks; as open as torch's worker server is."""
+def _start_status_server() -> server.Server:
+    """Serve the status on all interfaces, as torch's worker server does."""
     page = {"/": process_status.page}
     try:
-        answering = server.Server(page, "::", 0)  # takes IPv4 as well
+        started = server.Server(page, "::", 0)  # accepts IPv4 too
     except OSError:
-        answering = server.Server(page, "0.0.0.0", 0)  # noqa: S104 - asked from afar
-    # A child has the socket and not the thread: it would take questions and never
-    # answer them, also when this process is long gone.
-    os.register_at_fork(after_in_child=answering.reset)
-    return answering
+        started = server.Server(page, "0.0.0.0", 0)  # noqa: S104 - queried by rank 0
+    # A forked child inherits the socket without the thread. It would accept connections
+    # and never answer, even after this process has ended.
+    os.register_at_fork(after_in_child=started.reset)
+    return started
 
 
-def _others(handlers: "Sequence[DebugHandler] | None") -> "Sequence[DebugHandler]":
+def _other_handlers(
+    handlers: "Sequence[DebugHandler] | None",
+) -> "Sequence[DebugHandler]":
     if handlers is not None:
         return handlers
-    found: list[DebugHandler] = _torchs("_debug_handlers").default_handlers()
-    return found
+    default: list[DebugHandler] = _import_from_torch(
+        "_debug_handlers"
+    ).default_handlers()
+    return default
 
 
 def _page() -> "DebugHandler":
@@ -103,18 +109,18 @@ def _page() -> "DebugHandler":
 
     if _HANDLERS not in inspect.signature(start_debug_server).parameters:
         raise TracedStoreError("start_debug_server takes no handlers")
-    # Not before: it needs packages that only torch's frontend does.
+    # Imported here, because it needs packages that only torch's frontend needs.
     from tracedstore.auto.debug_page.handler import StoreHandler  # noqa: PLC0415
 
     return StoreHandler()
 
 
-def _torchs(module: str) -> Any:
+def _import_from_torch(module: str) -> Any:
     return importlib.import_module(f"torch.distributed.debug.{module}")
 
 
-def _explained(error: Exception) -> TracedStoreError:
-    """Say in one sentence why there is no page, and what to do."""
+def _explain(error: Exception) -> TracedStoreError:
+    """Return an error with one sentence: why there is no page, and the remedy."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]
         if package != "torch":
@@ -129,5 +135,5 @@ def _explained(error: Exception) -> TracedStoreError:
         )
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, (ImportError, AttributeError, TypeError, TracedStoreError)):
-        reason = f"that of torch {torch.__version__} is not as in 2.13 ({reason})"
+        reason = f"torch {torch.__version__} differs from torch 2.13 ({reason})"
     return TracedStoreError(f"no page in torch's debug server: {reason}")

@@ -1,9 +1,9 @@
-"""Ask all ranks what they are doing, in bounded time, whoever is there.
+"""Queries all ranks for their status, in bounded time.
 
-torch's own pages read the addresses of all ranks with one ``multi_get``, which blocks
-until the last rank has registered, or for the store's 300 s. Here nothing blocks the
-page: what touches the store or the network is done in threads of its own, and the
-page takes what has come when its time is up.
+torch's pages read the addresses of all ranks with one ``multi_get``. It blocks until
+the last rank has registered, or for the store's 300 s. Here nothing blocks the page:
+separate threads use the store and the network, and at its timeout the page shows what
+they have received.
 """
 
 import threading
@@ -12,101 +12,104 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracedstore.coordination.arrivals import bisect, close_connection
-from tracedstore.coordination.rank_registry import RankInfo, registered
+from tracedstore.coordination.arrivals import close_connection, find_absent
+from tracedstore.coordination.rank_registry import RankInfo, read_ranks
 from tracedstore.export.inflight_client import Reply, ask_each, fetch
 
-# Seconds that one rank has to answer, and the store to say where the ranks are.
-_ANSWER_WITHIN = 2.0
-_STORE_WITHIN = 2.0
+# Seconds for one rank to answer, and for the store to return the addresses.
+_RANK_TIMEOUT = 2.0
+_STORE_TIMEOUT = 2.0
 
 _KEYS_CHANGED = (
-    "torch's debug server keeps its addresses elsewhere than torch 2.13 does, so a rank"
-    " that runs it without this page is shown as one that never registered"
+    "torch's debug server does not register under the keys of torch 2.13, so a rank"
+    " that runs it without this page is shown as never registered"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """The ranks that registered with us, and those with torch's server only."""
+class _RegisteredRanks:
+    """The registered ranks: with this page, and only with torch's debug server."""
 
-    ours: Mapping[int, RankInfo] = field(default_factory=dict)
-    torchs: frozenset[int] = frozenset()
+    with_page: Mapping[int, RankInfo] = field(default_factory=dict)
+    without_page: frozenset[int] = frozenset()
 
 
 class Directory:
-    """Where the ranks are, as far as the store has said.
+    """The addresses of the ranks, as last read from the store.
 
-    The store may not answer: then the page shows what was known before. One thread
-    at a time asks it, however often the page is called for.
+    If the store does not answer, the addresses read before remain. Only one thread at
+    a time reads the store, however often the page is requested.
     """
 
     def __init__(self, connect: Callable[[], Any], world_size: int) -> None:
         self._connect = connect
         self._ranks = range(world_size)
         self._lock = threading.Lock()
-        self._under_way: threading.Event | None = None
-        self._known = _Known()
-        self._trouble = ""
+        self._read_done: threading.Event | None = None
+        self._registered = _RegisteredRanks()
+        self._store_error = ""
 
-    def look(self, within: float) -> tuple[_Known, str]:
-        """Give what is known, and what is wrong with the store, if anything is."""
+    def read(self, timeout: float) -> tuple[_RegisteredRanks, str]:
+        """Return the registered ranks, and the error of the store or ""."""
         with self._lock:
-            if self._under_way is None:
-                self._under_way = threading.Event()
-                threading.Thread(target=self._read, daemon=True).start()
-            under_way = self._under_way
-        if not under_way.wait(within):
-            return self._known, f"the store has not answered for {within:.0f} s"
-        return self._known, self._trouble
+            if self._read_done is None:
+                self._read_done = threading.Event()
+                threading.Thread(target=self._run, daemon=True).start()
+            read_done = self._read_done
+        if not read_done.wait(timeout):
+            return self._registered, f"the store did not answer within {timeout:.0f} s"
+        return self._registered, self._store_error
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         try:
             store = self._connect()
             try:
-                self._known = self._registered(store)
-                # This runs in what torch's rank 0 started after it had registered.
-                self._trouble = "" if store.check(["rank0"]) else _KEYS_CHANGED
+                self._registered = self._read_registered(store)
+                # torch's rank 0 registers before it starts the process this runs in.
+                self._store_error = "" if store.check(["rank0"]) else _KEYS_CHANGED
             finally:
                 close_connection(store)
         except Exception as error:
-            self._trouble = f"the store could not be read: {error!r:.200}"
+            self._store_error = f"the store could not be read: {error!r:.200}"
         finally:
             with self._lock:
-                if self._under_way is not None:
-                    self._under_way.set()
-                self._under_way = None
+                if self._read_done is not None:
+                    self._read_done.set()
+                self._read_done = None
 
-    def _registered(self, store: Any) -> _Known:
-        ours = registered(store, self._ranks)
-        rest = [rank for rank in self._ranks if rank not in ours]
-        nowhere = bisect(
-            lambda some: bool(store.check([f"rank{rank}" for rank in some])), rest
+    def _read_registered(self, store: Any) -> _RegisteredRanks:
+        with_page = read_ranks(store, self._ranks)
+        others = [rank for rank in self._ranks if rank not in with_page]
+        absent = find_absent(
+            lambda some: bool(store.check([f"rank{rank}" for rank in some])), others
         )
-        return _Known(ours, frozenset(rest) - frozenset(nowhere))
+        return _RegisteredRanks(with_page, frozenset(others) - frozenset(absent))
 
 
-def ask_all(
-    directory: Directory, world_size: int, within: float
+def query_ranks(
+    directory: Directory, world_size: int, timeout: float
 ) -> tuple[dict[int, Reply], str]:
-    """Ask all ranks; gives a reply for each, and what is wrong with the store."""
-    deadline = time.monotonic() + within
-    known, trouble = directory.look(min(_STORE_WITHIN, within / 2))
-    left = deadline - time.monotonic()
-    asked = ask_each(known.ours.values(), _where_it_answers, _ANSWER_WITHIN, left)
-    came = {info.rank: reply for info, reply in asked.items()}
+    """Query all ranks; return a reply for each, and the error of the store or ""."""
+    deadline = time.monotonic() + timeout
+    registered, store_error = directory.read(min(_STORE_TIMEOUT, timeout / 2))
+    remaining = deadline - time.monotonic()
+    answers = ask_each(
+        registered.with_page.values(), _fetch_status, _RANK_TIMEOUT, remaining
+    )
+    replies = {info.rank: reply for info, reply in answers.items()}
     return {
-        rank: came.get(rank) or _without_answer(known, rank)
+        rank: replies.get(rank) or _unanswered(registered, rank)
         for rank in range(world_size)
-    }, trouble
+    }, store_error
 
 
-def _without_answer(known: _Known, rank: int) -> Reply:
-    if rank in known.ours:
-        return Reply(state="silent", info=known.ours[rank], why="no time was left")
-    return Reply(state="without" if rank in known.torchs else "absent")
+def _unanswered(registered: _RegisteredRanks, rank: int) -> Reply:
+    info = registered.with_page.get(rank)
+    if info is not None:
+        return Reply(state="silent", info=info, why="no answer in time")
+    return Reply(state="without" if rank in registered.without_page else "absent")
 
 
-async def _where_it_answers(info: RankInfo) -> bytes:
+async def _fetch_status(info: RankInfo) -> bytes:
     host, _, port = str(info.answers).rpartition(":")
     return await fetch(host, int(port))

@@ -1,19 +1,19 @@
-"""What the page says, in plain text; how it looks is for the template."""
+"""The content of the page as plain text; the template in `handler` has the layout."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tracedstore.coordination.decoders import Decoder, name_of, nameless
+from tracedstore.coordination.decoders import Decoder, default_name, name_of
 from tracedstore.coordination.ranges import describe, fold
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.export.inflight_client import Reply, State
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
 
-# Of more missing ranks than this, what they are doing is read in the table below.
-_MOST_EXPLAINED = 16
+# Missing ranks whose calls are listed with the barrier; the table of ranks has all.
+_MAX_CALLS_LISTED = 16
 
-_COUNTED: dict[State, str] = {
+_STATE_TEXTS: dict[State, str] = {
     "answered": "answered",
     "silent": "did not answer",
     "without": "without this page",
@@ -23,18 +23,18 @@ _COUNTED: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rank, or several of which there is the same to say.
+    """One rank, or several ranks with the same content.
 
     Attributes:
-        ranks: Which, folded.
-        where: Host and process, as far as known.
-        state: How it is, in a few words.
-        calls: The calls it is in, longest first.
-        alarm: Somebody should look at this.
+        ranks: The ranks, folded.
+        host: Host and pid, as far as known.
+        state: The state as short text.
+        calls: The calls in flight, longest first.
+        alarm: Needs attention.
     """
 
     ranks: str
-    where: str = ""
+    host: str = ""
     state: str
     calls: tuple[InFlight, ...] = ()
     alarm: bool = False
@@ -42,177 +42,195 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingBarrier:
-    """A barrier that ranks are missing from.
+    """A barrier with missing ranks.
 
     Attributes:
         barrier: The family of its key prefix.
-        arrived: How many arrived.
-        missing: Who did not.
-        told_by: The ranks that found that, folded.
-        doing: What the missing ranks do instead, one a line.
+        arrived: The number of arrivals.
+        missing: The missing ranks as text.
+        reported_by: The ranks that report it, folded.
+        missing_calls: What the missing ranks are in instead, one line per rank.
     """
 
     barrier: str
     arrived: int
     missing: str
-    told_by: str
-    doing: tuple[str, ...]
+    reported_by: str
+    missing_calls: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Everything the page says."""
+    """The content of the page.
+
+    Attributes:
+        summary: How many ranks are in which state.
+        store_error: Why the store could not be read; "" if it could.
+        barriers: The stalled barriers.
+        rows: The ranks.
+    """
 
     summary: str
-    trouble: str
+    store_error: str
     barriers: tuple[WaitingBarrier, ...]
     rows: tuple[Row, ...]
 
     def text(self) -> str:
-        """Write it for a file."""
-        lines = [self.summary, *([self.trouble] if self.trouble else [])]
+        """Return the page as text."""
+        lines = [self.summary, *([self.store_error] if self.store_error else [])]
         for waiting in self.barriers:
             lines.append(
                 f"barrier {waiting.barrier}: {waiting.arrived} arrived,"
-                f" {waiting.missing} (told by {waiting.told_by})"
+                f" {waiting.missing} (reported by {waiting.reported_by})"
             )
-            lines += [f"    {line}" for line in waiting.doing]
+            lines += [f"    {line}" for line in waiting.missing_calls]
         for row in self.rows:
-            lines.append(f"{row.ranks} {row.where}".rstrip() + f": {row.state}")
-            lines += [f"    {_line(call)}" for call in row.calls]
+            lines.append(f"{row.ranks} {row.host}".rstrip() + f": {row.state}")
+            lines += [f"    {_call_text(call)}" for call in row.calls]
         return "\n".join(lines) + "\n"
 
 
-def view(replies: Mapping[int, Reply], trouble: str, roster: Decoder) -> View:
-    """Put together what the ranks said; the roster names those that said nothing."""
+def view(replies: Mapping[int, Reply], store_error: str, roster: Decoder) -> View:
+    """Build the page from the replies of the ranks.
+
+    Args:
+        replies: The reply of each rank.
+        store_error: Why the store could not be read; "" if it could.
+        roster: Names the hosts of ranks that have not registered.
+    """
     counts = ", ".join(
-        f"{count} {words}"
-        for state, words in _COUNTED.items()
+        f"{count} {text}"
+        for state, text in _STATE_TEXTS.items()
         if (count := sum(reply.state == state for reply in replies.values()))
     )
     return View(
         summary=f"{len(replies)} ranks: {counts}.",
-        trouble=trouble,
+        store_error=store_error,
         barriers=_barriers(replies),
         rows=(
-            *_silent(replies),
-            *_unknown(replies, "absent", roster),
-            *_unknown(replies, "without", roster),
-            *_blocked(replies),
-            *_idle(replies),
+            *_silent_rows(replies),
+            *_unregistered_rows(replies, "absent", roster),
+            *_unregistered_rows(replies, "without", roster),
+            *_blocked_rows(replies),
+            *_idle_rows(replies),
         ),
     )
 
 
-def _silent(replies: Mapping[int, Reply]) -> Iterable[Row]:
+def _silent_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
+    """Yield a row for each rank that did not answer."""
     for rank, reply in sorted(replies.items()):
         if reply.state == "silent":
             yield Row(
-                ranks=nameless(rank),
-                where=_where(reply),
+                ranks=default_name(rank),
+                host=_host_text(reply),
                 state=f"did not answer: {reply.why}",
                 alarm=True,
             )
 
 
-def _unknown(
+def _unregistered_rows(
     replies: Mapping[int, Reply], state: State, roster: Decoder
 ) -> Iterable[Row]:
-    """Give a row for each host that such ranks are on, and one for the homeless."""
+    """Yield a row for each host, and one for the ranks without a known host."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(rank for rank, r in replies.items() if r.state == state):
         name = name_of(roster, rank)
-        hosts.setdefault("" if name == nameless(rank) else name, []).append(rank)
-    words = {
+        hosts.setdefault("" if name == default_name(rank) else name, []).append(rank)
+    text = {
         "absent": "never registered",
         "without": "runs torch's debug server without this page",
     }[state]
     for host, ranks in hosts.items():
-        yield Row(ranks=_named(ranks), where=host, state=words, alarm=state == "absent")
+        yield Row(
+            ranks=_ranks_text(ranks), host=host, state=text, alarm=state == "absent"
+        )
 
 
-def _blocked(replies: Mapping[int, Reply]) -> Iterable[Row]:
-    """Give a row for each rank that is in a call, longest first."""
+def _blocked_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
+    """Yield a row for each rank that is in a call, the longest call first."""
     blocked = [
         (rank, reply, reply.answer)
         for rank, reply in replies.items()
         if reply.answer is not None and reply.answer.calls
     ]
-    blocked.sort(key=lambda found: (-found[2].calls[0].waited_seconds, found[0]))
+    blocked.sort(key=lambda entry: (-entry[2].calls[0].waited_seconds, entry[0]))
     for rank, reply, answer in blocked:
         yield Row(
-            ranks=nameless(rank),
-            where=_where(reply),
-            state=f"in {_calls(answer)}",
+            ranks=default_name(rank),
+            host=_host_text(reply),
+            state=f"in {_call_count(answer)}",
             calls=answer.calls,
         )
 
 
-def _idle(replies: Mapping[int, Reply]) -> Iterable[Row]:
-    """Give one row for all ranks that are in no call, and one for the unrecorded."""
+def _idle_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
+    """Yield one row for the ranks in no call, and one for those that do not record."""
     idle = [
         (rank, reply.answer.recording)
         for rank, reply in replies.items()
         if reply.answer is not None and not reply.answer.calls
     ]
-    for recording, words in (
+    for recording, text in (
         (True, "in no Store call"),
-        (False, "in no Store call that is recorded: recording is off there"),
+        (False, "in no recorded Store call: recording is off"),
     ):
         ranks = [rank for rank, recorded in idle if recorded is recording]
         if ranks:
-            yield Row(ranks=_named(ranks), state=words)
+            yield Row(ranks=_ranks_text(ranks), state=text)
 
 
 def _barriers(replies: Mapping[int, Reply]) -> tuple[WaitingBarrier, ...]:
-    # Those that look at one barrier mostly find the same.
-    found: dict[tuple[object, ...], tuple[StalledBarrier, list[int]]] = {}
+    # The ranks that watch one barrier mostly report the same.
+    reports: dict[tuple[object, ...], tuple[StalledBarrier, list[int]]] = {}
     for rank, reply in sorted(replies.items()):
         for stalled in reply.answer.barriers if reply.answer is not None else ():
             key = stalled.family, stalled.arrived, *sorted(stalled.missing.items())
-            found.setdefault(key, (stalled, []))[1].append(rank)
+            reports.setdefault(key, (stalled, []))[1].append(rank)
     return tuple(
         WaitingBarrier(
             barrier=stalled.family,
             arrived=stalled.arrived,
-            missing=_missing(stalled, replies),
-            told_by=_named(told_by),
-            doing=tuple(
-                f"rank {rank}: {_doing(replies.get(rank))}"
-                for rank in sorted(stalled.missing)[:_MOST_EXPLAINED]
+            missing=_missing_text(stalled, replies),
+            reported_by=_ranks_text(reporters),
+            missing_calls=tuple(
+                f"rank {rank}: {_activity(replies.get(rank))}"
+                for rank in sorted(stalled.missing)[:_MAX_CALLS_LISTED]
             ),
         )
-        for stalled, told_by in found.values()
+        for stalled, reporters in reports.values()
     )
 
 
-def _missing(stalled: StalledBarrier, replies: Mapping[int, Reply]) -> str:
+def _missing_text(stalled: StalledBarrier, replies: Mapping[int, Reply]) -> str:
     if not stalled.missing:
-        return f"missing {stalled.possible}, some arrived without a name"
+        return f"missing {stalled.possible}, some arrivals unidentified"
 
-    def named(rank: int) -> str:
-        # Who found it missing may not know its host; here it may have registered.
-        found, reply = stalled.missing[rank], replies.get(rank)
-        if found == nameless(rank) and reply is not None and reply.info is not None:
+    def host(rank: int) -> str:
+        # The reporting rank may not know the host; the missing rank may have
+        # registered it.
+        name, reply = stalled.missing[rank], replies.get(rank)
+        if name == default_name(rank) and reply is not None and reply.info is not None:
             return reply.info.host
-        return found
+        return name
 
     total = stalled.arrived + len(stalled.missing)
-    return describe(stalled.missing, total, named)
+    return describe(stalled.missing, total, host)
 
 
-def _doing(reply: Reply | None) -> str:
+def _activity(reply: Reply | None) -> str:
+    """Describe what a rank does: its oldest call, or its state."""
     if reply is None:
-        return "is none of this job's"
+        return "not a rank of this job"
     if reply.answer is None:
-        return _COUNTED[reply.state]
+        return _STATE_TEXTS[reply.state]
     if not reply.answer.calls:
         return "in no Store call"
-    return _line(reply.answer.calls[0])
+    return _call_text(reply.answer.calls[0])
 
 
-def _line(call: InFlight) -> str:
-    """Say what a call is and waits for: ``wait for 12.3 s, tcp_store h:1, key k``."""
+def _call_text(call: InFlight) -> str:
+    """Describe a call: ``wait for 12.3 s, tcp_store h:1, key k``."""
     parts = [
         f"{call.operation} for {call.waited_seconds:.1f} s",
         f"{call.store} {call.server}".rstrip(),
@@ -222,16 +240,16 @@ def _line(call: InFlight) -> str:
     return ", ".join(parts)
 
 
-def _calls(answer: ProcessStatus) -> str:
+def _call_count(answer: ProcessStatus) -> str:
     count = len(answer.calls) + answer.more_calls
     return "a Store call" if count == 1 else f"{count} Store calls"
 
 
-def _where(reply: Reply) -> str:
+def _host_text(reply: Reply) -> str:
     info = reply.info
     return f"{info.host}, pid {info.pid}" if info is not None else ""
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _ranks_text(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold(ranks)}"
