@@ -40,7 +40,7 @@ from tracedstore.report.span_files import event_from_span
 
 
 def analysis_of(events: Sequence[Event]) -> Analysis:
-    """Analyse events, all of which have to be valid."""
+    """Analyse events. All of them have to be valid."""
     records = Records()
     for each in events:
         assert records.add(each), each
@@ -445,7 +445,7 @@ class TestIncidents:
             for rank in (0, 1)
         ]
         # The next warning is due at 60. A process that is at another barrier before may
-        # have two threads, one of which still waits.
+        # have a second thread that still waits.
         before, after = (
             [completed_event(rank, end, 1.0, "b/2") for rank in (0, 1, 2, 3)]
             for end in (59.0, 61.0)

@@ -113,8 +113,8 @@ class Analysis:
     Attributes:
         records: The input.
         barriers: All barriers, ordered by their ends.
-        incidents: Barriers that did not complete, then those that may have completed,
-            then those that completed late.
+        incidents: Barriers that did not complete, then barriers that may have
+            completed, then barriers that completed late.
         stragglers: Ranks that were missing or last, the worst first.
         failures: The first failure of each process, ordered by time.
         clock_offsets: Seconds by which the clock of each host is ahead of most others.
@@ -277,5 +277,5 @@ def _clock_offsets(
 
 
 def count_outcomes(barriers: Sequence[BarrierInstance]) -> Counter[int]:
-    """Count barriers by outcome, without those that are presumed to be completed."""
+    """Count barriers by outcome, except presumed completions."""
     return Counter(each.outcome for each in barriers if not each.presumed_completed)

@@ -155,7 +155,7 @@ def _time_labels(
 
 
 def map_note(analysis: Analysis) -> str:
-    """Return a sentence on rows and columns that stand for several, else ""."""
+    """Return a sentence on how many ranks and barriers share a cell, or ""."""
     rank_count, barrier_count = len(analysis.ranks), len(analysis.barriers)
     parts = []
     if rank_count > _MAX_ROWS:

@@ -24,7 +24,7 @@ _MAX_REPORT_GROUPS = 8
 
 def page(analysis: Analysis, stats: ReadStats) -> str:
     """Return the page as HTML. Text from logs is escaped."""
-    # Imports Jinja2, which nothing else in the package needs.
+    # Jinja2 is loaded only when a page is rendered.
     from tracedstore.report.rendering import render  # noqa: PLC0415 - see above
 
     context = {

@@ -191,7 +191,7 @@ def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
         stats.truncated += truncated
         stats.unrelated += not truncated
         if indented.add(stripped, truncated=truncated):
-            # Its lines were counted one by one; the whole is counted instead.
+            # Its lines are already counted one by one; count it once instead.
             stats.truncated -= indented.truncated
             stats.unrelated -= indented.lines - indented.truncated
             _read_line(bytes(indented.text), add, stats)
