@@ -1095,6 +1095,20 @@ class TestCommand:
         assert "b.log.gz" in capsys.readouterr().err
         assert "b.log.gz" in Page(output.read_text("utf-8")).texts["damaged"]
 
+    def test_jinja2_is_loaded_for_the_page_only(self) -> None:
+        """Importing the command does not import Jinja2."""
+        script = "import sys, tracedstore.cli.report; print('jinja2' in sys.modules)"
+
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+
+        assert done.stdout == "False\n"
+
     def test_help(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
