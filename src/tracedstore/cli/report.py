@@ -15,7 +15,7 @@ Examples:
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
 Exit codes: 0 the page is written, 1 no event could be read or the page cannot
-be written, 64 the command line is invalid, 130 Ctrl-C
+be written, 64 invalid command line, 130 Ctrl-C
 """
 
 import argparse
