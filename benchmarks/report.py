@@ -1,7 +1,7 @@
-"""Measure `tracedstore report` on the logs of a large job.
+"""Measure time and memory of `tracedstore report` for the logs of a large job.
 
-By default 1,000 ranks that came to 1,000 barriers each, as one file a rank: one of
-them is late, and at the last barrier one stays away. It is held to 30 s and 1 GB.
+The default is 1,000 ranks with 1,000 barriers, in one file per rank. One rank is late
+at all barriers, and one is missing at the last barrier. The limits are 30 s and 1 GB.
 """
 
 import argparse
@@ -18,97 +18,110 @@ from pathlib import Path
 from typing import Any
 
 STARTED = datetime(2026, 11, 16, 9, tzinfo=UTC).timestamp()
-# Seconds between two barriers, and how long the last one is waited for.
-_STEP = 10.0
+# Seconds between two barriers, and of the timeout at the last one.
+_INTERVAL = 10.0
 _TIMEOUT = 60.0
-_A_HOST_HAS = 8
+_RANKS_PER_HOST = 8
 
-MOST_SECONDS = 30.0
-MOST_BYTES = 1 << 30
-
-
-def iso(when: float) -> str:
-    """Write a time as structlog does."""
-    return datetime.fromtimestamp(when, UTC).isoformat().replace("+00:00", "Z")
+MAX_SECONDS = 30.0
+MAX_BYTES = 1 << 30
 
 
-def waits(ranks: int, barrier: int, late: int) -> list[float]:
-    """How long each rank waits at a barrier; the late one is 2 s behind the others."""
-    chance = random.Random(barrier)
-    came = [chance.uniform(0.0, 0.5) for _ in range(ranks)]
-    came[late] += 2.0
-    return [round(max(came) - each, 6) for each in came]
+def iso(time: float) -> str:
+    """Format a time as structlog does."""
+    return datetime.fromtimestamp(time, UTC).isoformat().replace("+00:00", "Z")
 
 
-def log_of(
-    rank: int, ranks: int, told: list[list[float]], late: int, missing: int
+def waits(ranks: int, barrier: int, late_rank: int) -> list[float]:
+    """Return the wait of each rank at a barrier; the late rank is 2 s behind."""
+    random_source = random.Random(barrier)
+    arrivals = [random_source.uniform(0.0, 0.5) for _ in range(ranks)]
+    arrivals[late_rank] += 2.0
+    return [round(max(arrivals) - arrival, 6) for arrival in arrivals]
+
+
+def events_of(
+    rank: int,
+    ranks: int,
+    completed: list[list[float]],
+    late_rank: int,
+    missing_rank: int,
 ) -> Iterator[dict[str, Any]]:
-    """Give a rank's events: it completes all barriers that are told, not the next."""
-    who = {
+    """Yield the events of a rank: completed barriers, then one that times out.
+
+    Args:
+        rank: The rank.
+        ranks: Number of ranks.
+        completed: The waits of all ranks at each completed barrier.
+        late_rank: The rank that arrives last at the completed barriers.
+        missing_rank: The rank that is missing at the last barrier.
+    """
+    identity = {
         "run_id": "job-7",
         "rank": rank,
-        "local_rank": rank % _A_HOST_HAS,
+        "local_rank": rank % _RANKS_PER_HOST,
         "world_size": ranks,
-        "host": f"node{rank // _A_HOST_HAS}",
+        "host": f"node{rank // _RANKS_PER_HOST}",
         "pid": 1000 + rank,
     }
-    for number, waited in enumerate(told):
+    for number, waited in enumerate(completed):
         yield {
-            "timestamp": iso(STARTED + _STEP * number),
+            "timestamp": iso(STARTED + _INTERVAL * number),
             "level": "debug",
             "event": "barrier.completed",
-            **who,
+            **identity,
             "barrier": f"checkpoint/{number}",
             "barrier_family": "checkpoint/*",
             "waited_seconds": waited[rank],
-            "last_rank": late,
-            "place": sum(other >= waited[rank] for other in waited)
-            if ranks < 99
-            else 1,
+            "last_rank": late_rank,
+            # The report does not read this field.
+            "arrival_order": 1,
             "trace_id": f"{number + 1:032x}",
             "span_id": f"{rank + 1:016x}",
         }
-    if rank != missing:
+    if rank != missing_rank:
+        missing_host = f"node{missing_rank // _RANKS_PER_HOST}"
         yield {
-            "timestamp": iso(STARTED + _STEP * len(told) + _TIMEOUT),
+            "timestamp": iso(STARTED + _INTERVAL * len(completed) + _TIMEOUT),
             "level": "error",
             "event": "barrier.timeout",
-            **who,
-            "barrier": f"checkpoint/{len(told)}",
+            **identity,
+            "barrier": f"checkpoint/{len(completed)}",
             "barrier_family": "checkpoint/*",
             "waited_seconds": _TIMEOUT,
             "timeout_seconds": _TIMEOUT,
             "arrived_count": ranks - 1,
-            "missing_ranks": [missing],
-            "missing_names": [f"node{missing // _A_HOST_HAS}"],
-            "missing": f"missing 1 of {ranks}: node{missing // _A_HOST_HAS}"
-            f" (rank {missing})",
+            "missing_ranks": [missing_rank],
+            "missing_names": [missing_host],
+            "missing": f"missing 1 of {ranks}: {missing_host} (rank {missing_rank})",
             "possibly_missing_ranks": [],
             "unidentified_count": 0,
         }
 
 
-def write_logs(folder: Path, ranks: int, barriers: int, late: int, missing: int) -> int:
-    """Write one file a rank, with foreign lines in it; give how many bytes."""
-    told = [waits(ranks, number, late) for number in range(barriers - 1)]
+def write_logs(
+    folder: Path, ranks: int, barriers: int, late_rank: int, missing_rank: int
+) -> int:
+    """Write one file per rank, with an unrelated line; return the number of bytes."""
+    completed = [waits(ranks, number, late_rank) for number in range(barriers - 1)]
     size = 0
     for rank in range(ranks):
         lines = [f"step 1 of rank {rank}: loss 0.5\n"]
         lines += (
             json.dumps(event) + "\n"
-            for event in log_of(rank, ranks, told, late, missing)
+            for event in events_of(rank, ranks, completed, late_rank, missing_rank)
         )
         size += (folder / f"rank{rank}.log").write_text("".join(lines), "utf-8")
     return size
 
 
 def main() -> int:
-    """Write the logs, make the report, and hold it to the bars."""
+    """Write the logs, create the report, and compare with the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--barriers", type=int, default=1000)
-    parser.add_argument("--output", type=Path, help="write the numbers here, as JSON")
-    parser.add_argument("--page", type=Path, help="keep the page here")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--page", type=Path, help="file to keep the page in")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -116,17 +129,17 @@ def main() -> int:
             folder,
             options.ranks,
             options.barriers,
-            late=options.ranks // 3,
-            missing=options.ranks // 2,
+            late_rank=options.ranks // 3,
+            missing_rank=options.ranks // 2,
         )
         page = options.page or folder / "report.html"
         command = [sys.executable, "-m", "tracedstore.cli.main", "report", str(folder)]
         started = time.perf_counter()
         subprocess.run([*command, "--output", str(page)], check=True)
         seconds = time.perf_counter() - started
-        # At least what this process had when it started the other.
+        # At least the memory of this process when it started the other one.
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        found = {
+        results = {
             "ranks": options.ranks,
             "barriers": options.barriers,
             "log_bytes": size,
@@ -134,11 +147,11 @@ def main() -> int:
             "seconds": round(seconds, 2),
             "peak_rss_bytes": peak,
         }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(results, indent=2))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-    return int(seconds > MOST_SECONDS or peak > MOST_BYTES)
+        options.output.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
+    return int(seconds > MAX_SECONDS or peak > MAX_BYTES)
 
 
 if __name__ == "__main__":

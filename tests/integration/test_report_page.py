@@ -1,4 +1,4 @@
-"""The page of ``tracedstore report``, of real barriers and in a real browser."""
+"""The page of ``tracedstore report``, from real barriers and in a browser."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from integration.conftest import StartChild
 from integration.fleets import Fleet, Meeting
 from integration.harness import in_threads, results, wait_until
 from support.otlp import otlp
-from support.pages import Page, browse, console
+from support.pages import Page, browse, console_messages
 from support.tools import ROOT
 from tracedstore.cli.main import main
 
@@ -26,21 +26,21 @@ ARTEFACTS = ROOT / "test-results"
 
 
 def large_logs(folder: Path, ranks: int, barriers: int) -> list[list[float]]:
-    """Write logs as the benchmark does; give who waited how long at which barrier."""
+    """Write the logs of the benchmark; return the waits of all ranks per barrier."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
-    report.write_logs(folder, ranks, barriers, late=5, missing=8)
+    report.write_logs(folder, ranks, barriers, late_rank=5, missing_rank=8)
     return [report.waits(ranks, number, 5) for number in range(barriers - 1)]
 
 
 class TestBrowser:
-    """A reader opens it."""
+    """The page in Chromium."""
 
     def test_page(self, tmp_path: Path) -> None:
-        """No word in the console, and every number is the input's."""
+        """The console stays empty, and the page has the numbers of the input."""
         waits = large_logs(tmp_path, 16, 40)
-        torn = json.dumps({"event": "barrier.timeout", "rank": 3})[:-9]
+        truncated = json.dumps({"event": "barrier.timeout", "rank": 3})[:-9]
         slow = {
             "timestamp": "2026-11-16T09:03:00Z",
             "event": "store.operation.slow",
@@ -60,7 +60,7 @@ class TestBrowser:
             "losses_in_a_row": 12,
         }
         (tmp_path / "more.log").write_text(
-            f"{torn}\n{json.dumps(slow)}\n{json.dumps(contended)}\n"
+            f"{truncated}\n{json.dumps(slow)}\n{json.dumps(contended)}\n"
         )
         output = tmp_path / "report.html"
         assert main(["report", str(tmp_path), "--output", str(output)]) == 0
@@ -68,67 +68,69 @@ class TestBrowser:
         picture = ARTEFACTS / "report.png"
         picture.unlink(missing_ok=True)
 
-        seen = browse(output, "--dump-dom")
-        drawn = browse(output, f"--screenshot={picture}", "--window-size=1200,2600")
+        dom = browse(output, "--dump-dom")
+        screenshot = browse(
+            output, f"--screenshot={picture}", "--window-size=1200,2600"
+        )
 
-        assert console(seen) + console(drawn) == []
+        assert console_messages(dom) + console_messages(screenshot) == []
         assert picture.read_bytes()[:4] == b"\x89PNG"
         assert picture.stat().st_size > 50_000
-        shown = Page(seen.stdout)
+        shown = Page(dom.stdout)
         assert shown.texts["n-ranks"] == "16 of 16"
         assert (shown.texts["n-completed"], shown.texts["n-timeouts"]) == ("39", "1")
-        headline = "Rank 8 on node1 never came to checkpoint/39"
+        headline = "Rank 8 on node1 never arrived at barrier checkpoint/39"
         assert shown.texts["headline"] == headline
-        assert f"<title>{headline} - tracedstore report</title>" in seen.stdout
+        assert f"<title>{headline} - tracedstore report</title>" in dom.stdout
         assert "script" not in shown.tags
-        # Every arrival is a dot: 39 barriers with all, one with all but one.
-        assert seen.stdout.count("<circle") == 39 * 16 + 15
-        assert seen.stdout.count('class="cross"') == 1
-        never, late = shown.rows("t-stragglers")
-        assert (never["rank"], never["missing at"]) == ("8", "1")
+        # A dot for each arrival: one rank is missing at the last of 40 barriers.
+        assert dom.stdout.count("<circle") == 39 * 16 + 15
+        assert dom.stdout.count('class="cross"') == 1
+        missing, late = shown.rows("t-stragglers")
+        assert (missing["rank"], missing["missing at"]) == ("8", "1")
         cost = sum(sorted(waited)[7] / 2 + sorted(waited)[8] / 2 for waited in waits)
-        assert (late["rank"], late["last at"], late["of"]) == ("5", "39", "39")
+        assert (late["rank"], late["last at"], late["barriers"]) == ("5", "39", "39")
         assert late["cost"] == f"{cost:.3g} s"
-        (said,) = shown.rows("t-opinions")
-        assert (said["by"], said["ranks"]) == ("ranks 0-7,9-15", "15")
+        (report,) = shown.rows("t-opinions")
+        assert (report["reported by"], report["ranks"]) == ("ranks 0-7,9-15", "15")
         (call,) = shown.rows("t-calls")
         assert (call["key family"], call["calls"]) == ("<b>*", "4")
         (lost,) = shown.rows("t-cas")
-        assert lost["most in a row"] == "12"
-        assert {row["lines"]: row["how many"] for row in shown.rows("t-read")} == {
+        assert lost["most losses in a row"] == "12"
+        assert {row["lines"]: row["count"] for row in shown.rows("t-read")} == {
             "all": str(16 * 40 - 1 + 16 + 3),
             "events": str(16 * 40 - 1 + 2),
-            "spans of barriers": "0",
-            "of others": "16",
-            "cut off, or mixed with others": "1",
-            "events with fields that do not fit": "0",
+            "barrier spans": "0",
+            "unrelated": "16",
+            "truncated or interleaved": "1",
+            "events and spans with invalid fields": "0",
             "too long": "0",
         }
 
-    def test_console_would_be_seen(self, tmp_path: Path) -> None:
-        """A page that asks for something, or complains, is told of."""
+    def test_console_messages_are_found(self, tmp_path: Path) -> None:
+        """Messages and errors of a page's scripts are in the browser's output."""
         bad = tmp_path / "bad.html"
         bad.write_text("<script>console.error('no'); nothing()</script>")
 
-        said = console(browse(bad, "--dump-dom"))
+        messages = console_messages(browse(bad, "--dump-dom"))
 
-        assert len(said) == 2, said
+        assert len(messages) == 2, messages
 
 
 class TestRealBarriers:
-    """Logs and spans as real barriers write them."""
+    """Logs and spans of real barriers."""
 
-    @pytest.mark.parametrize("given", ["logs", "spans", "otlp", "both"])
+    @pytest.mark.parametrize("source", ["logs", "spans", "otlp", "both"])
     def test_report(
-        self, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Either says the same, and both together do not say it twice."""
+        """Logs and spans yield the same page, and both together count once."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("RANK", "0")
         Path("logs").mkdir()
         text = (ROOT / "docs/report.md").read_text("utf-8")
         job: dict[str, Any] = {}
-        # As the documentation has it.
+        # Configures structlog and spans with the code of the documentation.
         exec("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), job)
         collected = InMemorySpanExporter()
         job["provider"].add_span_processor(SimpleSpanProcessor(collected))
@@ -137,17 +139,17 @@ class TestRealBarriers:
         def rank(number: int) -> str:
             tracedstore.barrier(store, 3, "step/1", 20, rank=number)
             if number == 1:
-                return "away"
+                return "missing"
             try:
                 tracedstore.barrier(store, 3, "step/2", 0.5, rank=number)
             except tracedstore.BarrierTimeout:
                 return "timeout"
             return "completed"
 
-        ended = results(in_threads(3, rank))
+        outcomes = results(in_threads(3, rank))
         job["log"].close()
         job["traces"].close()
-        assert ended == ["timeout", "away", "timeout"]
+        assert outcomes == ["timeout", "missing", "timeout"]
         spans = collected.get_finished_spans()
         Path("logs/otlp.jsonl").write_text(json.dumps(otlp(spans)) + "\n")
         output = tmp_path / "report.html"
@@ -156,21 +158,21 @@ class TestRealBarriers:
             "spans": ["logs/rank0.spans"],
             "otlp": ["logs/otlp.jsonl"],
             "both": ["logs", "--traces", "logs/rank0.spans"],
-        }[given]
+        }[source]
 
         assert main(["report", *arguments, "--output", str(output)]) == 0
 
         shown = Page(output.read_text("utf-8"))
         assert shown.texts["n-ranks"] == "3 of 3"
         assert (shown.texts["n-completed"], shown.texts["n-timeouts"]) == ("1", "1")
-        (said,) = shown.rows("t-opinions")
-        assert (said["by"], said["ranks"]) == ("ranks 0,2", "2")
-        assert "missing 1 of 3" in said["said"]
-        late = shown.rows("t-stragglers")
-        # Who came last to the first barrier, chance decides.
-        assert (late[0]["rank"], late[0]["missing at"]) == ("1", "1")
-        assert sum(int(row["last at"]) for row in late) == 1
-        if given == "otlp":
+        (report,) = shown.rows("t-opinions")
+        assert (report["reported by"], report["ranks"]) == ("ranks 0,2", "2")
+        assert "missing 1 of 3" in report["report"]
+        stragglers = shown.rows("t-stragglers")
+        # Any rank may arrive last at the first barrier.
+        assert (stragglers[0]["rank"], stragglers[0]["missing at"]) == ("1", "1")
+        assert sum(int(row["last at"]) for row in stragglers) == 1
+        if source == "otlp":
             spans_page = tmp_path / "spans.html"
             main(["report", "logs/rank0.spans", "--output", str(spans_page)])
             as_spans = Page(spans_page.read_text("utf-8"))
@@ -180,15 +182,15 @@ class TestRealBarriers:
 
 @pytest.mark.processes
 class TestKilled:
-    """Nobody got as far as a timeout."""
+    """Jobs that ended before a timeout."""
 
     @pytest.mark.parametrize("killed", ["server", "ranks"])
     def test_report(self, tmp_path: Path, start_child: StartChild, killed: str) -> None:
-        """Who was missing is known from what the ranks said while they waited."""
+        """The missing ranks are known from the warnings of the waiting ranks."""
         server = start_child("tcp_server")
-        where = str(server.next_report()["port"])
-        child = start_child("fleet", "tcp", where)
-        meeting = Meeting(Fleet(child, connect("tcp", where)), "tcp")
+        port = str(server.next_report()["port"])
+        child = start_child("fleet", "tcp", port)
+        meeting = Meeting(Fleet(child, connect("tcp", port)), "tcp")
         meeting.start(0, 1, world_size=3, timeout=50.0, warn_after=0.2)
         wait_until(lambda: len(meeting.events("barrier.waiting")) > 1)
 
@@ -203,30 +205,30 @@ class TestKilled:
         assert main(["report", str(log), "--output", str(output)]) == 0
         html = output.read_text("utf-8")
         shown = Page(html)
-        said = " ".join(row["said"] for row in shown.rows("t-opinions"))
-        assert "missing 1 of 3: " in said
-        assert "when last heard, at " in html
+        reports = " ".join(row["report"] for row in shown.rows("t-opinions"))
+        assert "missing 1 of 3: " in reports
+        assert "when last checked, at " in html
         assert [row["rank"] for row in shown.rows("t-stragglers")] == ["2"]
         if killed == "server":
             assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("1", "0")
-            assert "DistNetworkError: " in said
+            assert "DistNetworkError: " in reports
             assert "Then the store failed" in html
         else:
             assert (shown.texts["n-failed"], shown.texts["n-open"]) == ("0", "1")
-            assert "No end was seen" in html
+            assert "No end is logged" in html
 
 
 class TestSize:
-    """Large jobs; benchmarks/report.py has the full size."""
+    """A large job; benchmarks/report.py measures a larger one."""
 
     def test_memory(self, tmp_path: Path) -> None:
-        """60,000 arrivals take no memory to speak of, and a small page."""
+        """60,000 arrivals need less than 60 MB of memory and 1 MB of page."""
         large_logs(tmp_path, 300, 200)
         output = tmp_path / "report.html"
         script = (
             "import re, sys; from tracedstore.cli.main import main\n"
             "assert main(sys.argv[1:]) == 0\n"
-            # ru_maxrss would begin at what the parent had.
+            # ru_maxrss is at least that of the parent process.
             "status = open('/proc/self/status').read()\n"
             "print(re.search(r'VmHWM:\\s+([0-9]+)', status)[1])\n"
         )
@@ -245,6 +247,6 @@ class TestSize:
         summary, read, peak = done.stdout.splitlines()
         assert "300 ranks, 200 barriers, 1 incident" in summary
         assert "60,299 lines read: 59,999 events" in read
-        # In kB, for 23 MB of logs.
+        # In kB; the logs have 23 MB.
         assert int(peak) < 60_000
         assert output.stat().st_size < 1_000_000

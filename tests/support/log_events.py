@@ -1,4 +1,4 @@
-"""What ranks say in tests of the report: events, and spans that say the same."""
+"""Builds log events and spans for tests of the report."""
 
 import json
 from collections.abc import Sequence
@@ -12,23 +12,29 @@ from tracedstore.report.reader import ReadStats, read_events
 Event = dict[str, Any]
 
 
-def at(second: float) -> str:
-    """A time on the day of the job."""
+def timestamp(second: float) -> str:
+    """Return the time of an event, in seconds after 9:00."""
     whole, part = divmod(second, 1)
     minutes, seconds = divmod(int(whole), 60)
     return f"2026-11-16T09:{minutes:02}:{seconds:02}.{round(part * 1e6):06}Z"
 
 
 def event(name: str, second: float, rank: int | None = 0, **fields: Any) -> Event:
-    """An event as a rank writes it; four ranks are on two hosts."""
-    who = {} if rank is None else {"rank": rank, "host": f"node{rank // 2}"}
-    return {"timestamp": at(second), "event": name, "pid": 7, **who, **fields}
+    """Return an event as a rank logs it; each host has two ranks."""
+    identity = {} if rank is None else {"rank": rank, "host": f"node{rank // 2}"}
+    return {
+        "timestamp": timestamp(second),
+        "event": name,
+        "pid": 7,
+        **identity,
+        **fields,
+    }
 
 
-def completed(
+def completed_event(
     rank: int, end: float, waited: float, barrier: str = "b/0", last: int | None = 3
 ) -> Event:
-    """A rank got through."""
+    """Return the event of a barrier call that completed."""
     return event(
         names.BARRIER_COMPLETED,
         end,
@@ -41,7 +47,7 @@ def completed(
     )
 
 
-def missed(
+def missing_event(
     rank: int,
     end: float,
     *missing: int,
@@ -49,7 +55,7 @@ def missed(
     barrier: str = "b/1",
     waited: float = 5.0,
 ) -> Event:
-    """A rank that others were missed by."""
+    """Return the event of a barrier call that reports missing ranks."""
     return event(
         name,
         end,
@@ -67,23 +73,23 @@ def missed(
     )
 
 
-def span_of(told: Event, late: float = 0.0003) -> Event:
-    """The span of the same visit, which ended a little before its line was written."""
-    end = datetime.fromisoformat(told["timestamp"]) - timedelta(seconds=late)
-    start = end - timedelta(seconds=told["waited_seconds"])
-    result = "completed" if told["event"] == names.BARRIER_COMPLETED else "timeout"
+def span_from_event(event: Event, log_delay: float = 0.0003) -> Event:
+    """Return the span of the same call, which ended before its event was logged."""
+    end = datetime.fromisoformat(event["timestamp"]) - timedelta(seconds=log_delay)
+    start = end - timedelta(seconds=event["waited_seconds"])
+    result = "completed" if event["event"] == names.BARRIER_COMPLETED else "timeout"
     attributes = {
-        names.HOST_NAME: told["host"],
-        names.BARRIER_PREFIX: told["barrier"],
-        names.WORLD_SIZE: told["world_size"],
-        names.RANK: told["rank"],
+        names.HOST_NAME: event["host"],
+        names.BARRIER_PREFIX: event["barrier"],
+        names.WORLD_SIZE: event["world_size"],
+        names.RANK: event["rank"],
         names.BARRIER_RESULT: result,
     }
     if result == "completed":
-        attributes[names.BARRIER_LAST_RANK] = told["last_rank"]
+        attributes[names.BARRIER_LAST_RANK] = event["last_rank"]
     else:
-        attributes[names.BARRIER_MISSING_RANKS] = told["missing_ranks"]
-        attributes[names.BARRIER_MISSING_TEXT] = told["missing"]
+        attributes[names.BARRIER_MISSING_RANKS] = event["missing_ranks"]
+        attributes[names.BARRIER_MISSING_TEXT] = event["missing"]
     return {
         "name": "barrier b/*",
         "start_time": start.isoformat().replace("+00:00", "Z"),
@@ -93,22 +99,22 @@ def span_of(told: Event, late: float = 0.0003) -> Event:
     }
 
 
-def lines(told: Sequence[Event]) -> str:
-    """Events as lines."""
-    return "".join(json.dumps(each) + "\n" for each in told)
+def json_lines(objects: Sequence[Event]) -> str:
+    """Return one line of JSON for each event or span."""
+    return "".join(json.dumps(each) + "\n" for each in objects)
 
 
-def gathered(file: Path) -> tuple[list[Event], ReadStats]:
-    """Events that are read from a file, all of them taken as fit."""
-    found: list[Event] = []
+def read_file(file: Path) -> tuple[list[Event], ReadStats]:
+    """Read the events of a file. All of them count as valid."""
+    events: list[Event] = []
     stats = ReadStats()
 
-    def take(event: Event) -> bool:
-        found.append(event)
+    def add(event: Event) -> bool:
+        events.append(event)
         return True
 
-    read_events([str(file)], take, stats)
-    return found, stats
+    read_events([str(file)], add, stats)
+    return events, stats
 
 
-LINE = json.dumps(completed(0, 1.0, 0.5)).encode()
+EVENT_LINE = json.dumps(completed_event(0, 1.0, 0.5)).encode()

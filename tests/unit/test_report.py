@@ -1,4 +1,4 @@
-"""``tracedstore report``: what is read, what is made of it, and what is passed over."""
+"""``tracedstore report``: reading logs, analysing them, and the page."""
 
 import gzip
 import io
@@ -16,42 +16,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.log_events import (
-    LINE,
+    EVENT_LINE,
     Event,
-    completed,
+    completed_event,
     event,
-    gathered,
-    lines,
-    missed,
-    span_of,
+    json_lines,
+    missing_event,
+    read_file,
+    span_from_event,
 )
 from support.pages import Page
 from tracedstore import names
 from tracedstore.cli.main import main
-from tracedstore.report.analysis import Analysis, analysed
+from tracedstore.report.analysis import Analysis, analyse
+from tracedstore.report.barriers import BarrierInstance
 from tracedstore.report.formatting import duration, ranks
 from tracedstore.report.headline import headline
 from tracedstore.report.page import page
-from tracedstore.report.reader import ReadStats, files_in, read_events
-from tracedstore.report.records import COMPLETED, FAILED, TIMEOUT, WAITING, Facts
+from tracedstore.report.reader import ReadStats, find_files, read_events
+from tracedstore.report.record_types import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.report.records import Records
+from tracedstore.report.span_files import event_from_span
 
 
-def analysis_of(told: Sequence[Event]) -> Analysis:
-    """What is made of events."""
-    facts = Facts()
-    for each in told:
-        assert facts.add(each), each
-    return analysed(facts)
+def analysis_of(events: Sequence[Event]) -> Analysis:
+    """Analyse events. All of them have to be valid."""
+    records = Records()
+    for each in events:
+        assert records.add(each), each
+    return analyse(records)
+
+
+def barriers_of(events: Sequence[Event]) -> list[BarrierInstance]:
+    """Return the barrier instances of events."""
+    return analysis_of(events).barriers
+
+
+def page_of(events: Sequence[Event]) -> str:
+    """Return the page of events as HTML."""
+    return page(analysis_of(events), ReadStats())
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[[bytes], tuple[list[Event], ReadStats]]:
-    """Read a file that has this in it."""
+    """Return a function that reads a log file with some content."""
 
     def reader(content: bytes) -> tuple[list[Event], ReadStats]:
         file = tmp_path / "rank.log"
         file.write_bytes(content)
-        return gathered(file)
+        return read_file(file)
 
     return reader
 
@@ -60,53 +73,53 @@ Reader = Callable[[bytes], tuple[list[Event], ReadStats]]
 
 
 class TestReading:
-    """Lines of ours among all others."""
+    """Events among other lines."""
 
-    def test_foreign(self, read: Reader) -> None:
-        """Whatever a job prints, and JSON of others, is counted and passed over."""
+    def test_unrelated_lines(self, read: Reader) -> None:
+        """Other output of a job, and other JSON, is counted and skipped."""
         other = b'{"event": "epoch.done", "loss": 1}\nloss 0.5\n\n\xff\xfe\x00\n'
 
-        found, stats = read(other + LINE + b"\n")
+        events, stats = read(other + EVENT_LINE + b"\n")
 
-        assert [each["event"] for each in found] == [names.BARRIER_COMPLETED]
-        assert (stats.lines, stats.foreign, stats.events) == (5, 4, 1)
-        assert (stats.broken, stats.skipped) == (0, 4)
+        assert [each["event"] for each in events] == [names.BARRIER_COMPLETED]
+        assert (stats.lines, stats.unrelated, stats.events) == (5, 4, 1)
+        assert (stats.truncated, stats.skipped) == (0, 4)
 
     @pytest.mark.parametrize(
-        "before",
+        "prefix",
         [b"[default0]:", b"[rank3]: ", b"2026-11-16T09:00:00Z stderr F ", b"\x1b[0m"],
     )
-    def test_what_launchers_put_before_a_line(
-        self, read: Reader, before: bytes
-    ) -> None:
-        """Prefixes of torchrun and of container runtimes do no harm."""
-        found, stats = read(before + LINE + b"\n")
+    def test_prefixes_of_launchers(self, read: Reader, prefix: bytes) -> None:
+        """The prefixes of torchrun and of container runtimes are skipped."""
+        events, stats = read(prefix + EVENT_LINE + b"\n")
 
-        assert (found, stats.skipped) == ([json.loads(LINE)], 0)
+        assert (events, stats.skipped) == ([json.loads(EVENT_LINE)], 0)
 
-    def test_other_renderers(self, read: Reader) -> None:
-        """A renderer without blanks writes the same events."""
-        tight = json.dumps(json.loads(LINE), separators=(",", ":")).encode()
+    def test_json_without_spaces(self, read: Reader) -> None:
+        """Events of a renderer that writes no spaces are read."""
+        compact = json.dumps(json.loads(EVENT_LINE), separators=(",", ":")).encode()
 
-        assert read(tight)[0] == [json.loads(LINE)]
+        assert read(compact)[0] == [json.loads(EVENT_LINE)]
 
-    def test_truncated(self, read: Reader) -> None:
-        """A rank that is killed leaves half a line."""
-        for length in range(2, len(LINE)):
-            found, stats = read(LINE[:length])
+    def test_truncated_line(self, read: Reader) -> None:
+        """The partial line of a killed rank is counted as truncated."""
+        for length in range(2, len(EVENT_LINE)):
+            events, stats = read(EVENT_LINE[:length])
 
-            assert (found, stats.broken) == ([], 1), LINE[:length]
+            assert (events, stats.truncated) == ([], 1), EVENT_LINE[:length]
 
-    def test_mixed(self, read: Reader) -> None:
-        """Two writers in one line: what is whole is read, what is not is counted."""
-        found, stats = read(LINE[:70] + LINE + b"\n" + LINE + LINE + b"\n")
+    def test_interleaved_lines(self, read: Reader) -> None:
+        """Complete events in a line of two writers are read, the others counted."""
+        mixed = EVENT_LINE[:70] + EVENT_LINE + b"\n"
 
-        assert (len(found), stats.events, stats.broken) == (3, 3, 1)
+        events, stats = read(mixed + EVENT_LINE + EVENT_LINE + b"\n")
 
-    def test_unfit(self) -> None:
-        """An event whose fields are not what they should be is no event."""
-        good = completed(0, 1.0, 0.5)
-        wrong: list[Event] = [
+        assert (len(events), stats.events, stats.truncated) == (3, 3, 1)
+
+    def test_invalid_fields(self) -> None:
+        """An event with an invalid field is rejected, and changes nothing."""
+        valid = completed_event(0, 1.0, 0.5)
+        invalid: list[Event] = [
             {"timestamp": None},
             {"timestamp": "yesterday"},
             {"timestamp": "0001-01-01T00:00:00+23:59"},
@@ -121,90 +134,102 @@ class TestReading:
             {"host": 7},
         ]
 
-        for change in wrong:
-            facts = Facts()
-            assert not facts.add(good | change), change
-            assert (len(facts.visits), dict(facts.events)) == (0, {})
-        assert not Facts().add(missed(0, 1.0) | {"missing_ranks": [0, "1"]})
-        assert Facts().add(good)
+        for change in invalid:
+            records = Records()
+            assert not records.add(valid | change), change
+            assert (len(records.barrier_calls), dict(records.event_counts)) == (0, {})
+        assert not Records().add(missing_event(0, 1.0) | {"missing_ranks": [0, "1"]})
+        assert Records().add(valid)
 
-    def test_times(self) -> None:
-        """As structlog's TimeStamper writes them in any of its ways."""
-        for written in ("2026-11-16T09:00:01Z", "2026-11-16T10:00:01+01:00"):
-            facts = Facts()
-            facts.add(completed(0, 1.0, 0.5) | {"timestamp": written})
-            assert facts.first == 1794819601.0
-        for other in ("2026-11-16T09:00:01", 1794819601.0):
-            facts = Facts()
-            facts.add(completed(0, 1.0, 0.5) | {"timestamp": other})
-            assert facts.first == 1794819601.0
+    def test_invalid_failed_call(self) -> None:
+        """A failed call with an invalid run id is not counted."""
+        records = Records()
+
+        failed = event(names.OPERATION_FAILED, 1.0, duration_seconds=1, run_id=7)
+
+        assert not records.add(failed)
+        assert (records.store_calls, records.first_failures) == ({}, {})
+
+    def test_timestamps(self) -> None:
+        """All formats of structlog's TimeStamper are read."""
+        for timestamp in (
+            "2026-11-16T09:00:01Z",
+            "2026-11-16T10:00:01+01:00",
+            "2026-11-16T09:00:01",
+            1794819601.0,
+        ):
+            records = Records()
+            records.add(completed_event(0, 1.0, 0.5) | {"timestamp": timestamp})
+            assert records.first_time == 1794819601.0
 
     def test_gzip(self, read: Reader) -> None:
-        """Compressed, also when the end is missing."""
-        packed = gzip.compress(lines([completed(0, 1.0, 0.5)] * 5000).encode(), 0)
+        """Gzip files are read, as far as they are complete."""
+        content = json_lines([completed_event(0, 1.0, 0.5)] * 5000).encode()
+        packed = gzip.compress(content, 0)
 
         assert len(read(packed)[0]) == 5000
-        found, stats = read(packed[: len(packed) // 2])
-        assert 2000 < len(found) < 3000
-        assert len(stats.damaged) == 1
+        events, stats = read(packed[: len(packed) // 2])
+        assert 2000 < len(events) < 3000
+        assert len(stats.incomplete_files) == 1
 
     def test_long_lines(self, read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A line without end is not kept in memory."""
-        monkeypatch.setattr("tracedstore.report.reader.LONGEST_LINE", 1000)
+        """A line beyond the limit is skipped, and not kept in memory."""
+        monkeypatch.setattr("tracedstore.report.reader.MAX_LINE_BYTES", 1000)
 
-        found, stats = read(b"x" * 5000 + LINE + b"\n" + LINE + b"\n")
+        events, stats = read(b"x" * 5000 + EVENT_LINE + b"\n" + EVENT_LINE + b"\n")
 
-        assert (len(found), stats.long, stats.lines) == (1, 1, 2)
+        assert (len(events), stats.too_long, stats.lines) == (1, 1, 2)
 
-    def test_nested(self, read: Reader) -> None:
-        """JSON that nests without end is broken, not the reader."""
-        bomb = b'{"event": "barrier.completed", "a": ' + b"[" * 100_000
+    def test_deeply_nested_json(self, read: Reader) -> None:
+        """JSON beyond the recursion limit counts as truncated."""
+        nested = b'{"event": "barrier.completed", "a": ' + b"[" * 100_000
 
-        assert read(bomb)[1].broken == 1
+        assert read(nested)[1].truncated == 1
 
-    def test_spans_on_many_lines(self, read: Reader) -> None:
-        """ConsoleSpanExporter indents by default; such spans are read as well."""
-        told = completed(2, 1.0, 0.5)
-        written = "loss 0.5\n" + json.dumps(span_of(told), indent=4) + "\n"
+    def test_indented_span(self, read: Reader) -> None:
+        """The indented JSON of ConsoleSpanExporter is read."""
+        span = span_from_event(completed_event(2, 1.0, 0.5))
+        content = "loss 0.5\n" + json.dumps(span, indent=4) + "\n"
 
-        found, stats = read(written.encode())
+        events, stats = read(content.encode())
 
-        assert [each["rank"] for each in found] == [2]
-        assert (stats.spans, stats.foreign) == (1, 1)
+        assert [each["rank"] for each in events] == [2]
+        assert (stats.spans, stats.unrelated) == (1, 1)
 
-    def test_odd_lines_in_an_indented_span(self, read: Reader) -> None:
-        """However its lines look, they are that span's, and counted once."""
-        span = json.dumps(span_of(completed(2, 1.0, 0.5)), indent=4).splitlines()
-        # One that looks cut off, and one that a runtime has as a line of two.
-        odd = ['"links": [{"a": 1,', '"b": 2}],', '{"log":"\\"c\\":\\n3,\\n"}']
+    def test_unusual_lines_in_an_indented_span(self, read: Reader) -> None:
+        """All lines of an indented span count as one span."""
+        span = span_from_event(completed_event(2, 1.0, 0.5))
+        first, *rest = json.dumps(span, indent=4).splitlines()
+        # Incomplete JSON, and a line with the wrapping of Docker.
+        unusual = ['"links": [{"a": 1,', '"b": 2}],', '{"log":"\\"c\\":\\n3,\\n"}']
 
-        found, stats = read("\n".join(["loss", span[0], *odd, *span[1:]]).encode())
+        events, stats = read("\n".join(["loss", first, *unusual, *rest]).encode())
 
-        assert [each["rank"] for each in found] == [2]
-        assert (stats.spans, stats.foreign, stats.broken) == (1, 1, 0)
+        assert [each["rank"] for each in events] == [2]
+        assert (stats.spans, stats.unrelated, stats.truncated) == (1, 1, 0)
 
-    def test_objects_of_others(self, read: Reader) -> None:
-        """One that a line has in its middle is not cut off; one without an end is."""
+    def test_unrelated_objects(self, read: Reader) -> None:
+        """An object within a line is complete; one without an end is truncated."""
         _, stats = read(b'INFO args={"lr": 0.1} starting\nINFO args={"lr": 0.1, "b\n')
 
-        assert (stats.foreign, stats.broken) == (1, 1)
+        assert (stats.unrelated, stats.truncated) == (1, 1)
 
-    def test_indented_without_end(
+    def test_indented_json_without_end(
         self, read: Reader, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What begins with a brace is not held for ever, also if it is blank lines."""
-        monkeypatch.setattr("tracedstore.report.reader.LONGEST_LINE", 5000)
-        span = json.dumps(span_of(completed(2, 1.0, 0.5)), indent=4).encode()
-        begin, rest = span.split(b"\n", 1)
+        """Indented JSON is dropped beyond the limit, even if its lines are empty."""
+        monkeypatch.setattr("tracedstore.report.reader.MAX_LINE_BYTES", 5000)
+        span = span_from_event(completed_event(2, 1.0, 0.5))
+        first, rest = json.dumps(span, indent=4).encode().split(b"\n", 1)
 
-        near, far = (
-            read(begin + b"\n" * blank + rest)[1].spans for blank in (1000, 5000)
+        below, beyond = (
+            read(first + b"\n" * count + rest)[1].spans for count in (1000, 5000)
         )
 
-        assert (near, far) == (1, 0)
+        assert (below, beyond) == (1, 0)
 
-    def test_folders(self, tmp_path: Path) -> None:
-        """All below a folder, each file once, pipes and the report itself not."""
+    def test_directories(self, tmp_path: Path) -> None:
+        """A directory is listed without duplicates, pipes and the report itself."""
         deep = tmp_path / "attempt_0" / "0"
         deep.mkdir(parents=True)
         (deep / "stderr.log").write_text("x")
@@ -213,301 +238,322 @@ class TestReading:
         (tmp_path / "report.html").write_text("<!DOCTYPE html>")
         os.mkfifo(tmp_path / "pipe")
 
-        found = files_in(
+        files = find_files(
             [str(tmp_path), str(deep / "stderr.log")], tmp_path / "report.html"
         )
 
-        assert found == [str(tmp_path / "again.log")]
+        assert files == [str(tmp_path / "again.log")]
 
 
-class TestRounds:
-    """Who was at a barrier at the same time."""
+class TestBarrierInstances:
+    """Grouping barrier calls."""
 
-    def test_arrivals(self) -> None:
-        """They are by how long each waited, whatever the clocks of hosts say."""
-        told = [completed(0, 10, 3.0), completed(1, 10, 2.5)]
-        # The other host is a minute ahead.
-        told += [completed(2, 70, 1.0), completed(3, 70, 0.0)]
+    def test_delays(self) -> None:
+        """Delays depend on the wait of each rank, not on the clocks of hosts."""
+        events = [completed_event(0, 10, 3.0), completed_event(1, 10, 2.5)]
+        # The clock of the second host is a minute ahead.
+        events += [completed_event(2, 70, 1.0), completed_event(3, 70, 0.0)]
 
-        (seen,) = analysis_of(told).rounds
+        (barrier,) = barriers_of(events)
 
-        assert seen.kind == COMPLETED
-        assert dict(zip(seen.ranks, seen.late, strict=True)) == pytest.approx(
+        assert barrier.outcome == COMPLETED
+        assert dict(zip(barrier.ranks, barrier.delays, strict=True)) == pytest.approx(
             {0: 0.0, 1: 0.5, 2: 2.0, 3: 3.0}
         )
-        assert (seen.last, seen.spread) == (3, 3.0)
+        assert (barrier.last_rank, barrier.spread) == (3, 3.0)
 
-    def test_log_and_trace(self) -> None:
-        """What both tell is told once; what only one tells is there."""
-        from tracedstore.report.span_files import as_event
+    def test_event_and_span_of_one_call(self) -> None:
+        """A call with an event and a span counts once."""
+        logged = [
+            completed_event(0, 10, 3.0),
+            completed_event(1, 10, 2.0),
+            missing_event(0, 20, 1),
+        ]
+        only_span = completed_event(2, 10, 1.0)
+        spans = [
+            event_from_span(span_from_event(each)) for each in [*logged, only_span]
+        ]
 
-        both = [completed(0, 10, 3.0), completed(1, 10, 2.0), missed(0, 20, 1)]
-        spans = [as_event(span_of(each)) for each in [*both, completed(2, 10, 1.0)]]
+        first, second = barriers_of([*logged, *(each for each in spans if each)])
 
-        one, other = analysis_of([*both, *(each for each in spans if each)]).rounds
+        assert sorted(first.ranks) == [0, 1, 2]
+        assert (second.outcome, list(second.ranks)) == (TIMEOUT, [0])
+        assert len(second.reports) == 1
 
-        assert sorted(one.ranks) == [0, 1, 2]
-        assert (other.kind, list(other.ranks), len(other.reports)) == (TIMEOUT, [0], 1)
-
-    def test_copies(self) -> None:
+    def test_two_copies_of_a_log(self) -> None:
         """A log that is given twice counts once."""
-        told = [completed(rank, 10, 3.0 - rank) for rank in range(4)]
+        events = [completed_event(rank, 10, 3.0 - rank) for rank in range(4)]
 
-        (seen,) = analysis_of(told * 2).rounds
+        (barrier,) = barriers_of(events * 2)
 
-        assert sorted(seen.ranks) == [0, 1, 2, 3]
+        assert sorted(barrier.ranks) == [0, 1, 2, 3]
 
     def test_restart(self) -> None:
         """The same prefix after a restart is another barrier."""
-        told = [missed(rank, 10, 3) for rank in range(3)]
-        told += [completed(rank, 30, 1.0, "b/1") for rank in range(4)]
+        events = [missing_event(rank, 10, 3) for rank in range(3)]
+        events += [completed_event(rank, 30, 1.0, "b/1") for rank in range(4)]
 
-        one, other = analysis_of(told).rounds
+        first, second = barriers_of(events)
 
-        assert (one.kind, sorted(one.ranks)) == (TIMEOUT, [0, 1, 2])
-        assert (other.kind, sorted(other.ranks)) == (COMPLETED, [0, 1, 2, 3])
+        assert (first.outcome, sorted(first.ranks)) == (TIMEOUT, [0, 1, 2])
+        assert (second.outcome, sorted(second.ranks)) == (COMPLETED, [0, 1, 2, 3])
 
-    def test_jobs(self) -> None:
-        """Two jobs with the same keys are two."""
-        told = [completed(0, 10, 1.0) | {"run_id": job} for job in ("one", "two")]
+    def test_two_jobs(self) -> None:
+        """The same prefix in another job is another barrier."""
+        events = [
+            completed_event(0, 10, 1.0) | {"run_id": job} for job in ("one", "two")
+        ]
 
-        assert len(analysis_of(told).rounds) == 2
+        assert len(barriers_of(events)) == 2
 
-    def test_last_unknown(self) -> None:
-        """Where the last one did not say so, it is told by who waited least."""
-        told = [completed(rank, 10, 4.0 - rank, last=None) for rank in range(4)]
+    def test_last_rank_is_not_logged(self) -> None:
+        """The last rank is the one with the shortest wait, if all are logged."""
+        events = [completed_event(rank, 10, 4.0 - rank, last=None) for rank in range(4)]
 
-        assert analysis_of(told).rounds[0].last == 3
-        assert analysis_of(told[:3]).rounds[0].last == -1
+        assert barriers_of(events)[0].last_rank == 3
+        assert barriers_of(events[:3])[0].last_rank == -1
 
-    def test_nobody(self) -> None:
-        """A completion of which is known neither whose nor of how many."""
-        told = completed(0, 10, 4.0, last=None)
-        del told["rank"], told["world_size"]
+    def test_no_rank_and_no_world_size(self) -> None:
+        """A completion is counted without a rank and a world size."""
+        completed = completed_event(0, 10, 4.0, last=None)
+        del completed["rank"], completed["world_size"]
 
-        (seen,) = analysis_of([told]).rounds
+        (barrier,) = barriers_of([completed])
 
-        assert (seen.kind, list(seen.ranks), seen.last) == (COMPLETED, [], -1)
+        assert (barrier.outcome, list(barrier.ranks)) == (COMPLETED, [])
+        assert barrier.last_rank == -1
 
 
-def article(told: Sequence[Event]) -> str:
-    """What the page says of the only incident."""
-    html = page(analysis_of(told), ReadStats())
-    found = re.search(r"<article.*?</article>", html, re.DOTALL)
-    assert found
-    return re.sub(r"<[^>]*>", " ", found[0]).replace("  ", " ").replace(" .", ".")
+def article_of(events: Sequence[Event]) -> str:
+    """Return the text of the only incident on the page."""
+    article = re.search(r"<article.*?</article>", page_of(events), re.DOTALL)
+    assert article
+    text = " ".join(re.sub(r"<[^>]*>", " ", article[0]).split())
+    return re.sub(r" (?=[.:;,])", "", text)
 
 
 class TestIncidents:
-    """Who was missing."""
+    """Missing ranks."""
 
-    def test_agreed(self) -> None:
-        """All say the same; it is counted how many."""
-        told = [missed(rank, 10 + rank / 10, 3) for rank in range(3)]
+    def test_reports_agree(self) -> None:
+        """Reports with the same content are one group."""
+        events = [missing_event(rank, 10 + rank / 10, 3) for rank in range(3)]
 
-        (incident,) = analysis_of(told).incidents
+        (incident,) = analysis_of(events).incidents
 
-        assert (incident.missing, incident.came) == ([3], [])
-        (opinion,) = incident.opinions
-        assert [report.rank for report in opinion.reports] == [0, 1, 2]
+        assert (incident.missing, incident.late) == ([3], [])
+        (group,) = incident.groups
+        assert group.ranks == [0, 1, 2]
 
-    def test_not_agreed(self) -> None:
-        """Who was missed by one and came later is not missing."""
-        told = [missed(0, 10, 2, 3), missed(1, 10, 2, 3), missed(2, 14, 3)]
-
-        (incident,) = analysis_of(told).incidents
-
-        assert (incident.missing, incident.came) == ([3], [2])
-        assert [len(opinion.reports) for opinion in incident.opinions] == [2, 1]
-
-    def test_late(self) -> None:
-        """It was waited for, and it completed: told once, and after the others."""
-        waiting = names.BARRIER_WAITING
-        told = [
-            missed(0, 10, 3, name=waiting, barrier="b/0", waited=2.0),
-            missed(0, 12, 3, name=waiting, barrier="b/0", waited=4.0),
-            *(completed(rank, 13, 5.0 if rank < 3 else 0.0) for rank in range(4)),
-            missed(0, 40, 2),
+    def test_reports_differ(self) -> None:
+        """A rank that one report names and that arrived later is not missing."""
+        events = [
+            missing_event(0, 10, 2, 3),
+            missing_event(1, 10, 2, 3),
+            missing_event(2, 14, 3),
         ]
 
-        bad, late = analysis_of(told).incidents
+        (incident,) = analysis_of(events).incidents
 
-        assert bad.round.kind == TIMEOUT
-        assert (late.round.kind, late.missing, late.came) == (COMPLETED, [], [3])
-        assert [report.waited for report in late.opinions[0].reports] == [5.0]
-        (row,) = Page(page(analysis_of(told), ReadStats())).rows("t-late")
-        assert (row["barrier"], row["came late"]) == ("b/0", "rank 3 on node1")
-        assert (row["missed by"], row["wait"]) == ("rank 0", "5 s")
+        assert (incident.missing, incident.late) == ([3], [2])
+        assert [len(group.reports) for group in incident.groups] == [2, 1]
 
-    def test_killed(self) -> None:
+    def test_completed_late(self) -> None:
+        """A barrier with warnings that completed is listed after the others."""
+        waiting = names.BARRIER_WAITING
+        events = [
+            missing_event(0, 10, 3, name=waiting, barrier="b/0", waited=2.0),
+            missing_event(0, 12, 3, name=waiting, barrier="b/0", waited=4.0),
+            *(completed_event(rank, 13, 5.0 if rank < 3 else 0.0) for rank in range(4)),
+            missing_event(0, 40, 2),
+        ]
+
+        timed_out, late = analysis_of(events).incidents
+
+        assert timed_out.barrier.outcome == TIMEOUT
+        assert late.barrier.outcome == COMPLETED
+        assert (late.missing, late.late) == ([], [3])
+        assert [report.waited for report in late.groups[0].reports] == [5.0]
+        (row,) = Page(page_of(events)).rows("t-late")
+        assert (row["barrier"], row["late ranks"]) == ("b/0", "rank 3 on node1")
+        assert (row["reported by"], row["longest wait"]) == ("rank 0", "5 s")
+
+    def test_killed_while_waiting(self) -> None:
         """A job that was killed while it waited has no end in its log."""
-        told = [missed(0, 10, 3, name=names.BARRIER_WAITING, waited=2.0)]
+        events = [missing_event(0, 10, 3, name=names.BARRIER_WAITING, waited=2.0)]
 
-        (incident,) = analysis_of(told).incidents
+        (incident,) = analysis_of(events).incidents
 
-        assert (incident.round.kind, incident.missing) == (WAITING, [3])
-        shown = article(told)
-        assert "Missing when last heard, at 09:00:10.000 UTC" in shown
-        assert "rank 3 on node1. No end was seen" in shown
+        assert (incident.barrier.outcome, incident.missing) == (WAITING, [3])
+        article = article_of(events)
+        assert "Missing when last checked, at 09:00:10.000 UTC" in article
+        assert "rank 3 on node1. No end is logged" in article
 
     def test_failed_after_warnings(self) -> None:
-        """The error, and who had been missing before it."""
+        """A failed barrier shows the error, and the missing ranks of the warnings."""
         waiting = names.BARRIER_WAITING
-        failed = missed(0, 14, name=names.BARRIER_FAILED, waited=6.0)
+        failed = missing_event(0, 14, name=names.BARRIER_FAILED, waited=6.0)
         failed |= {"error_type": "torch.distributed.DistNetworkError", "error": "gone"}
-        told = [
-            missed(0, 10, 2, 3, name=waiting, waited=2.0),
-            missed(0, 12, 3, name=waiting, waited=4.0),
+        events = [
+            missing_event(0, 10, 2, 3, name=waiting, waited=2.0),
+            missing_event(0, 12, 3, name=waiting, waited=4.0),
             failed,
             failed | {"rank": 1},
         ]
 
-        (incident,) = analysis_of(told).incidents
+        (incident,) = analysis_of(events).incidents
 
-        assert (incident.round.kind, incident.missing) == (FAILED, [3])
-        assert sorted(len(opinion.reports) for opinion in incident.opinions) == [1, 1]
-        shown = article(told)
-        assert "Missing when last heard, at 09:00:12.000 UTC" in shown
-        assert "rank 3 on node1. Then the store failed" in shown
-        assert "DistNetworkError: gone before that: missing 1 of 4" in shown
-        assert "2 ranks said so, and they agree." in shown
-        assert "nobody knows who was missing" in article([failed])
+        assert (incident.barrier.outcome, incident.missing) == (FAILED, [3])
+        assert sorted(len(group.reports) for group in incident.groups) == [1, 1]
+        article = article_of(events)
+        assert "Missing when last checked, at 09:00:12.000 UTC" in article
+        assert "rank 3 on node1. Then the store failed" in article
+        assert "DistNetworkError: gone last warning: missing 1 of 4" in article
+        assert "2 ranks reported this, and their reports agree." in article
+        assert "so the missing ranks are not known" in article_of([failed])
 
-    def test_went_on(self) -> None:
-        """Completions are seldom logged: who came to a later barrier was let go."""
+    def test_continued_elsewhere(self) -> None:
+        """A barrier without an end is presumed completed if its process went on.
+
+        Completions are events of debug level, which few logs contain.
+        """
         waiting = names.BARRIER_WAITING
-        told = [
-            missed(0, 10, 3, name=waiting, waited=2.0),
-            missed(1, 11, 3, name=waiting, waited=2.0),
+        warnings = [
+            missing_event(0, 10, 3, name=waiting, waited=2.0),
+            missing_event(1, 11, 3, name=waiting, waited=2.0),
         ]
-        later = missed(0, 60, 2, name=waiting, barrier="b/2", waited=2.0)
+        later = missing_event(0, 60, 2, name=waiting, barrier="b/2", waited=2.0)
 
-        last, late = analysis_of([*told, later]).incidents
-        found = analysis_of([*told, later | {"pid": 8}]).incidents
+        unfinished, late = analysis_of([*warnings, later]).incidents
+        restarted = analysis_of([*warnings, later | {"pid": 8}]).incidents
 
-        assert (last.round.barrier.prefix, last.missing) == ("b/2", [2])
-        assert (late.missing, late.came) == ([], [3])
-        shown = Page(page(analysis_of([*told, later]), ReadStats()))
+        assert unfinished.barrier.id.prefix == "b/2"
+        assert unfinished.missing == [2]
+        assert (late.missing, late.late) == ([], [3])
+        shown = Page(page_of([*warnings, later]))
         counts = [shown.texts[f"n-{name}"] for name in ("completed", "guessed", "open")]
         assert counts == ["0", "1", "1"]
         (row,) = shown.rows("t-late")
         assert (row["barrier"], row["completed (UTC)"]) == ("b/1", "after 09:00:11.000")
-        # Another process of that rank: the job was killed there, and began anew.
-        assert [each.missing for each in found] == [[3], [2]]
+        # With another pid, the job was killed at the first barrier and restarted.
+        assert [each.missing for each in restarted] == [[3], [2]]
 
-    def test_went_on_as_it_seems(self) -> None:
-        """What is not known to have completed is not said to have."""
-        warned = [
-            missed(rank, 30, 2, name=names.BARRIER_WAITING, waited=30.0)
+    def test_continued_before_the_next_warning(self) -> None:
+        """A barrier is presumed completed only after its next warning was due."""
+        warnings = [
+            missing_event(rank, 30, 2, name=names.BARRIER_WAITING, waited=30.0)
             for rank in (0, 1)
         ]
-        # The next warning is due at 60; who is elsewhere before that may have two
-        # threads, and one of them may wait still.
-        early, later = (
-            [completed(rank, end, 1.0, "b/2") for rank in (0, 1, 2, 3)]
+        # The next warning is due at 60. A process that is at another barrier before may
+        # have a second thread that still waits.
+        before, after = (
+            [completed_event(rank, end, 1.0, "b/2") for rank in (0, 1, 2, 3)]
             for end in (59.0, 61.0)
         )
 
-        (maybe,) = analysis_of([*warned, *early]).incidents
-        (seems,) = analysis_of([*warned, *later]).incidents
+        (unknown,) = analysis_of([*warnings, *before]).incidents
+        (presumed,) = analysis_of([*warnings, *after]).incidents
 
-        assert (maybe.round.completed, maybe.missing) == (False, [2])
-        assert (seems.round.completed, seems.came) == (True, [2])
-        assert "this one may have completed" in article([*warned, *early])
-        said = headline(analysis_of([*warned, *early]))
-        assert said.text == "Rank 2 on node1 had not come to b/1 at the last warning"
-        assert said.more.endswith(
-            "No end was seen, but one came to another barrier later."
+        assert (unknown.barrier.completed, unknown.missing) == (False, [2])
+        assert (presumed.barrier.completed, presumed.late) == (True, [2])
+        article = article_of([*warnings, *before])
+        assert "this barrier may have completed" in article
+        text, details, _ = headline(analysis_of([*warnings, *before]))
+        assert text == (
+            "Rank 2 on node1 had not arrived at barrier b/1 at the last warning"
         )
-        said = headline(analysis_of([*warned, *later]))
-        assert said.text == (
-            "All 2 barriers completed, as far as can be told, but rank 2 on node1 kept"
-            " the others waiting at b/1"
+        assert details.endswith(
+            "No end is logged, but a waiting process arrived at another barrier later."
         )
-        assert (
-            said.more == "For 30 s or longer. The end of 1 barrier is not in the logs."
+        text, details, _ = headline(analysis_of([*warnings, *after]))
+        assert text == (
+            "All 2 barriers completed (1 presumed), but rank 2 on node1 kept the others"
+            " waiting at barrier b/1"
         )
+        assert details == "For 30 s or longer. The end of 1 barrier is not in the logs."
 
-    def test_waits_at_two(self) -> None:
-        """Two threads that hang at two barriers have not gone on from the first."""
-        told = [
-            missed(
+    def test_two_threads_wait(self) -> None:
+        """Two threads that wait at two barriers have not continued elsewhere."""
+        events = [
+            missing_event(
                 0,
-                when,
+                time,
                 3,
                 name=names.BARRIER_WAITING,
                 barrier=barrier,
-                waited=when - came,
+                waited=time - arrival,
             )
-            for barrier, came in (("b/1", 1), ("b/2", 6))
-            for when in (came + 30, came + 60)
+            for barrier, arrival in (("b/1", 1), ("b/2", 6))
+            for time in (arrival + 30, arrival + 60)
         ]
 
-        found = analysis_of(told).incidents
+        incidents = analysis_of(events).incidents
 
-        assert [each.missing for each in found] == [[3], [3]]
-        assert not any(each.round.went_on for each in found)
+        assert [each.missing for each in incidents] == [[3], [3]]
+        assert not any(each.barrier.continued for each in incidents)
 
-    def test_others_still_wait(self) -> None:
-        """One that went elsewhere is no proof, as long as another one waits here."""
+    def test_another_rank_still_waits(self) -> None:
+        """A rank that arrived elsewhere is no evidence while another one waits."""
         waiting = names.BARRIER_WAITING
-        told = [
-            missed(0, 10, 3, name=waiting, waited=2.0),
-            completed(0, 20, 1.0, "b/2"),
-            missed(1, 24, 3, name=waiting, waited=16.0),
+        events = [
+            missing_event(0, 10, 3, name=waiting, waited=2.0),
+            completed_event(0, 20, 1.0, "b/2"),
+            missing_event(1, 24, 3, name=waiting, waited=16.0),
         ]
 
-        (incident,) = analysis_of(told).incidents
+        (incident,) = analysis_of(events).incidents
 
-        assert (incident.missing, incident.round.went_on) == ([3], False)
+        assert (incident.missing, incident.barrier.continued) == ([3], False)
 
-    def test_late_then_killed(self) -> None:
-        """What hangs comes before what may have been late only."""
+    def test_order_of_unfinished_barriers(self) -> None:
+        """A barrier that hangs is listed before one that may have completed."""
         waiting = names.BARRIER_WAITING
-        told = [
-            missed(0, 60, 3, name=waiting, waited=60.0),
-            missed(0, 96, 2, name=waiting, barrier="b/2", waited=30.0),
+        events = [
+            missing_event(0, 60, 3, name=waiting, waited=60.0),
+            missing_event(0, 96, 2, name=waiting, barrier="b/2", waited=30.0),
         ]
 
-        said = headline(analysis_of(told))
+        text, details, _ = headline(analysis_of(events))
 
-        assert said.text == "Rank 2 on node1 had not come to b/2 when the logs end"
-        assert said.more.endswith("1 more barrier may not have completed.")
+        assert text == (
+            "Rank 2 on node1 had not arrived at barrier b/2 at the end of the logs"
+        )
+        assert details.endswith("1 more barrier may not have completed.")
 
-    def test_last_word(self) -> None:
-        """Of those that are missing, by what it was."""
-        early = [completed(2, 3, 1.0), completed(3, 4, 1.0)]
+    def test_last_events(self) -> None:
+        """The last events of missing ranks are grouped by name."""
+        early = [completed_event(2, 3, 1.0), completed_event(3, 4, 1.0)]
 
-        shown = article([*early, missed(0, 20, 1, 2, 3)])
+        article = article_of([*early, missing_event(0, 20, 1, 2, 3)])
 
         assert (
-            "Last word in the logs: rank 1: none; ranks 2-3: barrier.completed at"
-            " 09:00:03.000 to 09:00:04.000." in shown
+            "Last events of the missing ranks: rank 1: none; ranks 2-3:"
+            " barrier.completed at 09:00:03.000 to 09:00:04.000." in article
         )
 
-    def test_later_looks_know_better(self) -> None:
-        """Who is not missed any more has come, also if it could not say so itself."""
+    def test_later_report_supersedes(self) -> None:
+        """A rank has arrived if a later report does not name it any more."""
         waiting = names.BARRIER_WAITING
-        first = missed(1, 10, 2, 3, name=waiting, waited=2.0)
+        first = missing_event(1, 10, 2, 3, name=waiting, waited=2.0)
 
-        for when, came in ((10.5, []), (12.0, [2])):
-            told = [first, missed(0, when, 3, name=waiting, waited=4.0)]
-            (incident,) = analysis_of(told).incidents
+        for time, late in ((10.5, []), (12.0, [2])):
+            second = missing_event(0, time, 3, name=waiting, waited=4.0)
+            (incident,) = analysis_of([first, second]).incidents
 
-            assert incident.missing == ([3] if came else [2, 3])
-            assert incident.came == came
+            assert incident.missing == ([3] if late else [2, 3])
+            assert incident.late == late
 
 
 class TestStragglers:
-    """Who the others wait for."""
+    """Ranks that the others wait for."""
 
-    def test_ranked(self) -> None:
-        """Those that never came first, then by what they cost."""
-        told = []
+    def test_order(self) -> None:
+        """Missing ranks are first, then ranks by cost."""
+        events = []
         for number in range(5):
             late = 2 if number == 4 else 3
-            told += [
-                completed(
+            events += [
+                completed_event(
                     rank,
                     10 * number + 9,
                     0 if rank == late else 4.0,
@@ -516,35 +562,43 @@ class TestStragglers:
                 )
                 for rank in range(4)
             ]
-        told += [missed(0, 100, 1, barrier="b/9")]
+        events += [missing_event(0, 100, 1, barrier="b/9")]
 
-        first, second, third = analysis_of(told).stragglers
+        first, second, third = analysis_of(events).stragglers
 
-        assert (first.rank, first.missing, first.last) == (1, 1, 0)
-        assert (second.rank, second.last, second.rounds) == (3, 4, 5)
-        assert (second.cost, second.late, second.worst) == pytest.approx((16, 4, 4))
-        assert (third.rank, third.last, third.late, third.worst_at) == (2, 1, 0, "b/4")
+        assert (first.rank, first.missing_count, first.last_count) == (1, 1, 0)
+        assert (second.rank, second.last_count, second.barrier_count) == (3, 4, 5)
+        assert (second.cost, second.median_lag, second.worst_lag) == pytest.approx(
+            (16, 4, 4)
+        )
+        assert (third.rank, third.last_count, third.median_lag) == (2, 1, 0)
+        assert third.worst_prefix == "b/4"
 
     def test_clocks(self) -> None:
-        """A host whose clock is ahead is known by when its ranks were let go."""
-        told = [
-            completed(rank, 10 * number + (1.5 if rank == 4 else 0), 1.0, f"b/{number}")
+        """The offset of a clock follows from when its ranks were released."""
+        events = [
+            completed_event(
+                rank, 10 * number + (1.5 if rank == 4 else 0), 1.0, f"b/{number}"
+            )
             for number in range(1, 6)
             for rank in range(5)
         ]
+        events.append(missing_event(4, 100, 3))
 
-        found = analysis_of([*told, missed(4, 100, 3)])
-
-        assert found.clocks == pytest.approx(
+        assert analysis_of(events).clock_offsets == pytest.approx(
             {"node0": 0, "node1": 0, "node2": 1.5}, abs=1e-3
         )
-        shown = Page(page(found, ReadStats()))
-        assert [row["ahead of most by"] for row in shown.rows("t-clocks")] == ["1.5 s"]
-        assert "(its clock is ahead of most by 1.5 s)" in shown.texts["first-failure"]
+        shown = Page(page_of(events))
+        (row,) = shown.rows("t-clocks")
+        assert row["ahead of most others by"] == "1.5 s"
+        assert (
+            "(its clock is ahead of most others by 1.5 s)"
+            in shown.texts["first-failure"]
+        )
 
 
 class TestHeadline:
-    """What went wrong, said at once."""
+    """The most important finding."""
 
     WAITING = names.BARRIER_WAITING
     FAILED = event(
@@ -556,8 +610,8 @@ class TestHeadline:
         error_type="gone",
         error="no server",
     )
-    LATE = missed(0, 11, 3, name=WAITING, barrier="b/0", waited=2.0)
-    BROKEN = event(
+    LATE = missing_event(0, 11, 3, name=WAITING, barrier="b/0", waited=2.0)
+    FAILED_CALL = event(
         names.OPERATION_FAILED,
         3,
         2,
@@ -567,7 +621,7 @@ class TestHeadline:
         error_type="timeout",
         error="late",
     )
-    STALLED = event(
+    STALLED_CALL = event(
         names.OPERATION_STALLED,
         30,
         operation="wait",
@@ -575,94 +629,103 @@ class TestHeadline:
         waited_seconds=30.0,
         world_size=3,
     )
-    ALL = tuple(completed(rank, 12, 3.0 if rank < 3 else 0.0) for rank in range(4))
+    COMPLETED = tuple(
+        completed_event(rank, 12, 3.0 if rank < 3 else 0.0) for rank in range(4)
+    )
 
     @pytest.mark.parametrize(
-        ("told", "said", "more"),
+        ("events", "text", "details"),
         [
             (
-                [missed(0, 10, 1, 3), missed(2, 11, 1, 3)],
-                "Ranks 1 and 3 on node0 and node1 never came to b/1",
-                "2 ranks of 4 gave up after 5 s, the last at 09:00:11.000 UTC.",
+                [missing_event(0, 10, 1, 3), missing_event(2, 11, 1, 3)],
+                "Ranks 1 and 3 on node0 and node1 never arrived at barrier b/1",
+                "2 of 4 ranks timed out after 5 s, the last at 09:00:11.000 UTC.",
             ),
             (
-                [missed(0, 10, 3), missed(0, 90, 3, barrier="b/2"), *ALL],
-                "Rank 3 on node1 never came to b/1",
+                [
+                    missing_event(0, 10, 3),
+                    missing_event(0, 90, 3, barrier="b/2"),
+                    *COMPLETED,
+                ],
+                "Rank 3 on node1 never arrived at barrier b/1",
                 (
-                    "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC."
-                    " 1 more barrier did not complete either."
+                    "1 of 4 ranks timed out after 5 s, the last at 09:00:10.000 UTC."
+                    " 1 more barrier did not complete."
                 ),
             ),
             (
-                [missed(0, 10)],
-                "b/1 timed out, and nobody could say who was missing",
-                "1 rank of 4 gave up after 5 s, the last at 09:00:10.000 UTC.",
+                [missing_event(0, 10)],
+                "Barrier b/1 timed out, and the missing ranks are not known",
+                "1 of 4 ranks timed out after 5 s, the last at 09:00:10.000 UTC.",
             ),
             (
-                [missed(0, 10, 3, name=WAITING)],
-                "Rank 3 on node1 had not come to b/1 when the logs end",
+                [missing_event(0, 10, 3, name=WAITING)],
+                "Rank 3 on node1 had not arrived at barrier b/1 at the end of the logs",
                 (
-                    "1 rank had waited for up to 5 s when last heard, at 09:00:10.000"
-                    " UTC. No end was seen."
+                    "1 rank had waited for up to 5 s at the last warning, at"
+                    " 09:00:10.000 UTC. No end is logged."
                 ),
             ),
             (
-                [missed(0, 10, 2, 3, name=WAITING, waited=2.0), FAILED],
-                "The store failed at b/1 while ranks 2 and 3 on node1 were missing",
+                [missing_event(0, 10, 2, 3, name=WAITING, waited=2.0), FAILED],
+                (
+                    "The store failed at barrier b/1 while ranks 2 and 3 on node1 were"
+                    " missing"
+                ),
                 "gone: no server, at 09:00:14.000 UTC.",
             ),
             (
                 [FAILED],
-                "The store failed at b/1",
+                "The store failed at barrier b/1",
                 "gone: no server, at 09:00:14.000 UTC.",
             ),
             (
-                [BROKEN, *ALL],
+                [FAILED_CALL, *COMPLETED],
                 "Rank 2 on node1 failed: get k",
                 "timeout: late, at 09:00:03.000 UTC.",
             ),
             (
-                [LATE, *ALL],
+                [LATE, *COMPLETED],
                 (
                     "The only barrier completed, but rank 3 on node1 kept the others"
-                    " waiting at b/0"
+                    " waiting at barrier b/0"
                 ),
                 "For 3 s.",
             ),
             (
-                [STALLED, STALLED | {"rank": 2, "waited_seconds": 60.0}],
+                [STALLED_CALL, STALLED_CALL | {"rank": 2, "waited_seconds": 60.0}],
                 "Ranks 0 and 2 on node0 were blocked in wait default_pg/0//cpu//0/1",
-                "For 60 s or longer. Nothing was heard of rank 1.",
+                "For 60 s or longer. No event of rank 1 is logged.",
             ),
             (
-                [*ALL, *(each | {"barrier": "b/2"} for each in ALL)],
+                [*COMPLETED, *(each | {"barrier": "b/2"} for each in COMPLETED)],
                 "All 2 barriers completed",
-                "Nothing that was told of failed.",
+                "No failure is logged.",
             ),
         ],
     )
-    def test_said(self, told: list[Event], said: str, more: str) -> None:
-        """The worst of it, and when."""
-        shown = Page(page(analysis_of(told), ReadStats()))
+    def test_text(self, events: list[Event], text: str, details: str) -> None:
+        """The headline is the worst finding; the line below has time and duration."""
+        shown = Page(page_of(events))
 
-        assert (shown.texts["headline"], shown.texts["lead"]) == (said, more)
+        assert (shown.texts["headline"], shown.texts["lead"]) == (text, details)
 
-    def test_short(self) -> None:
-        """However many ranks, and whatever a barrier is called."""
-        waited = missed(0, 10, *range(1, 2000, 2), barrier="b" * 500)
+    def test_length(self) -> None:
+        """The headline is short for many ranks and a long prefix."""
+        timed_out = missing_event(0, 10, *range(1, 2000, 2), barrier="b" * 500)
 
-        said = headline(analysis_of([waited | {"missing_names": []}])).text
+        text = headline(analysis_of([timed_out | {"missing_names": []}])).text
 
-        assert said.startswith("Ranks 1,3,5,")
-        assert ", ... never came to bbb" in said
-        assert len(said) < 200
+        assert text.startswith("Ranks 1,3,5,")
+        assert ", ... never arrived at barrier bbb" in text
+        assert len(text) < 200
 
 
 HOSTILE = "</code><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
 
-def everything() -> list[Event]:
-    """One of every event, with texts that would like to be HTML."""
+def all_events() -> list[Event]:
+    """Return at least one event of each name, with HTML in their texts."""
     call: Event = {
         "operation": "get",
         "store": "tcp_store",
@@ -671,7 +734,7 @@ def everything() -> list[Event]:
         "suppressed_count": 2,
     }
     failed: Event = {"error_type": "timeout", "error": HOSTILE}
-    told = [
+    events = [
         event(names.OPERATION_SLOW, 1, duration_seconds=0.5, **call),
         event(names.OPERATION_SLOW, 2, 1, duration_seconds=1.5, **call),
         event(names.OPERATION_FAILED, 3, 2, duration_seconds=3, **call, **failed),
@@ -701,20 +764,22 @@ def everything() -> list[Event]:
             joined_count=1,
             min_nodes=3,
         ),
-        missed(0, 20, 3, barrier=HOSTILE + "/1") | {"missing": HOSTILE},
-        missed(1, 20, 3, barrier="w", name=names.BARRIER_WAITING),
+        missing_event(0, 20, 3, barrier=HOSTILE + "/1") | {"missing": HOSTILE},
+        missing_event(1, 20, 3, barrier="w", name=names.BARRIER_WAITING),
     ]
-    told += [completed(rank, 12, 3.0 - rank, HOSTILE + "/0") for rank in range(4)]
-    assert {each["event"] for each in told} == set(names.EVENT_NAMES)
-    return told
+    events += [
+        completed_event(rank, 12, 3.0 - rank, HOSTILE + "/0") for rank in range(4)
+    ]
+    assert {each["event"] for each in events} == set(names.EVENT_NAMES)
+    return events
 
 
 class TestPage:
-    """What a reader gets to see."""
+    """The HTML page."""
 
-    def test_everything(self) -> None:
-        """Numbers are the input's, and nothing of it is HTML."""
-        html = page(analysis_of(everything()), ReadStats())
+    def test_all_events(self) -> None:
+        """The page contains the numbers of the input, and no HTML from it."""
+        html = page_of(all_events())
 
         shown = Page(html)
         assert not shown.tags & {"script", "img", "iframe", "object"}
@@ -722,58 +787,77 @@ class TestPage:
         assert "http://" not in html
         assert "https://" not in html
         assert shown.texts["n-ranks"] == "4 of 4"
-        ended = {
+        outcomes = {
             name: shown.texts[f"n-{name}"] for name in ("timeouts", "failed", "open")
         }
-        assert ended == {"timeouts": "1", "failed": "1", "open": "1"}
-        slow = [row for row in shown.rows("t-calls") if row[""] == "slow"]
+        assert outcomes == {"timeouts": "1", "failed": "1", "open": "1"}
+        slow = [row for row in shown.rows("t-calls") if row["kind"] == "slow"]
         assert [(row["calls"], row["ranks"], row["longest"]) for row in slow] == [
             ("6", "2", "1.5 s")
         ]
         assert slow[0]["key family"] == HOSTILE + "/*"
-        cas = {row[""]: row["most in a row"] for row in shown.rows("t-cas")}
-        assert cas == {
-            "lost compare-and-sets": "9",
-            "lost writes of the rendezvous": "5",
+        losses = {
+            row["kind"]: row["most losses in a row"] for row in shown.rows("t-cas")
         }
+        assert losses == {"lost compare-and-sets": "9", "lost rendezvous writes": "5"}
         assert shown.texts["first-failure"].startswith(f"pid 7 on {HOSTILE} at")
-        counted = {row["event"]: row["how many"] for row in shown.rows("t-events")}
-        assert counted.keys() == set(names.EVENT_NAMES)
-        assert counted[names.BARRIER_COMPLETED] == "4"
+        counts = {row["event"]: row["count"] for row in shown.rows("t-events")}
+        assert counts.keys() == set(names.EVENT_NAMES)
+        assert counts[names.BARRIER_COMPLETED] == "4"
 
-    def test_one_line_is_enough(self) -> None:
-        """Whatever the only event is, there is a page."""
-        for told in everything():
-            shown = Page(page(analysis_of([told]), ReadStats()))
-
-            assert [row["event"] for row in shown.rows("t-events")] == [told["event"]]
-
-    def test_one_barrier(self) -> None:
-        """Its ranks stand side by side, those that never came as well."""
-        html = page(
-            analysis_of([missed(0, 10, 2, 3), missed(1, 10, 2, 3)]), ReadStats()
+    def test_control_characters(self) -> None:
+        """Control characters and lone surrogates are replaced everywhere."""
+        unprintable = "b/\x1b[31m\x00\x85\u202e\ud800"
+        printable = (
+            "b/" + "\N{REPLACEMENT CHARACTER}[31m" + 4 * "\N{REPLACEMENT CHARACTER}"
         )
+        events = [
+            completed_event(0, 10, 1.0, unprintable),
+            completed_event(0, 20, 1.0, "b/2"),
+            missing_event(0, 30, 1, barrier=unprintable + "/1")
+            | {"host": unprintable, "missing": unprintable},
+        ]
 
-        places = re.findall(r'class="dot" cx="([0-9.]+)"', html)
+        html = page_of(events)
+
+        _, _, body = html.partition("</style>")
+        assert body.replace("\n", "").isprintable()
+        shown = Page(html)
+        assert f"never arrived at barrier {printable}/1" in shown.texts["headline"]
+        assert shown.rows("t-opinions")[0]["report"] == printable
+        assert f"rank 0 on {printable}: " in html
+
+    def test_single_event(self) -> None:
+        """There is a page for any single event."""
+        for each in all_events():
+            shown = Page(page_of([each]))
+
+            assert [row["event"] for row in shown.rows("t-events")] == [each["event"]]
+
+    def test_single_barrier(self) -> None:
+        """A single barrier is plotted over its ranks, including the missing ones."""
+        html = page_of([missing_event(0, 10, 2, 3), missing_event(1, 10, 2, 3)])
+
+        dots = re.findall(r'class="dot" cx="([0-9.]+)"', html)
         crosses = re.findall(r'class="cross" d="M([0-9.]+)', html)
-        assert len({*places, *crosses}) == 4
+        assert len({*dots, *crosses}) == 4
         assert 'id="lateness"' not in html
 
-    def test_its_size_is_bounded(self) -> None:
-        """Many ranks and barriers make no larger a page."""
-        told = [
-            completed(rank, 10 * (number + 1), rank / 100, f"b/{number}")
+    def test_size_is_bounded(self) -> None:
+        """The size of the page is bounded for many ranks and barriers."""
+        events = [
+            completed_event(rank, 10 * (number + 1), rank / 100, f"b/{number}")
             for number in range(250)
             for rank in range(120)
         ]
 
-        html = page(analysis_of(told), ReadStats())
+        html = page_of(events)
 
         assert len(html) < 300_000
         assert html.count("<circle") <= 60
 
     @pytest.mark.parametrize(
-        ("seconds", "shown"),
+        ("seconds", "text"),
         [
             (0, "0"),
             (0.0000123, "12 µs"),
@@ -784,27 +868,29 @@ class TestPage:
             (-0.5, "-500 ms"),
         ],
     )
-    def test_durations(self, seconds: float, shown: str) -> None:
-        """In the unit that fits."""
-        assert duration(seconds) == shown
+    def test_durations(self, seconds: float, text: str) -> None:
+        """A duration is formatted in the unit that fits."""
+        assert duration(seconds) == text
 
     def test_ranks(self) -> None:
-        """Folded, and of very many the first."""
+        """Ranks are folded, and a long list is truncated."""
         assert ranks([3]) == "rank 3"
         assert ranks([1, 2, 5]) == "ranks 1-2,5"
-        assert ranks([]) == "nobody"
+        assert ranks([]) == "no rank"
         assert len(ranks(range(0, 9999, 2))) < 350
 
 
 class TestCommand:
-    """From the terminal."""
+    """The command line."""
 
-    def test_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Logs and spans, one page, and two lines that say what is in it."""
-        told = [completed(0, 10, 3.0), missed(0, 20, 1)]
-        (tmp_path / "rank0.log").write_text("loss 0.5\n" + lines(told))
-        spans = [span_of(completed(1, 10, 0.0))]
-        (tmp_path / "spans.jsonl").write_text(lines(spans))
+    def test_page_is_written(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The command writes a page from logs and spans, and prints two lines."""
+        events = [completed_event(0, 10, 3.0), missing_event(0, 20, 1)]
+        (tmp_path / "rank0.log").write_text("loss 0.5\n" + json_lines(events))
+        spans = [span_from_event(completed_event(1, 10, 0.0))]
+        (tmp_path / "spans.jsonl").write_text(json_lines(spans))
         output = tmp_path / "out.html"
         traces = ["--traces", str(tmp_path / "spans.jsonl")]
 
@@ -815,36 +901,40 @@ class TestCommand:
         assert code == 0
         assert capsys.readouterr().out == (
             f"{output}: 2 ranks, 2 barriers, 1 incident\n"
-            "4 lines read: 2 events, 1 barrier span, 1 of others, 0 damaged\n"
+            "4 lines read: 2 events, 1 barrier span, 1 unrelated, 0 damaged\n"
         )
         assert Page(output.read_text("utf-8")).texts["n-ranks"] == "2 of 4"
 
-    def test_counted_once(
+    def test_counts_add_up(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Every line is in one of the numbers: what does not fit is no event."""
-        late = completed(1, 10, 0.0)
-        unfit = [completed(0, 10, 3.0) | {"rank": "0"}, span_of(late | {"rank": "1"})]
+        """Every line is counted once; an invalid event is not counted as an event."""
+        late = completed_event(1, 10, 0.0)
+        invalid = [
+            completed_event(0, 10, 3.0) | {"rank": "0"},
+            span_from_event(late | {"rank": "1"}),
+        ]
         log = tmp_path / "rank.log"
-        text = lines([completed(0, 10, 3.0), span_of(late), *unfit])
+        valid = [completed_event(0, 10, 3.0), span_from_event(late)]
+        text = json_lines([*valid, *invalid])
         log.write_text(f'{text}args={{"lr": 0.1}} starting\nloss\n{{"timesta')
         output = tmp_path / "out.html"
 
         assert main(["report", str(log), "--output", str(output)]) == 0
 
         assert capsys.readouterr().out.endswith(
-            "\n7 lines read: 1 event, 1 barrier span, 2 of others, 3 damaged\n"
+            "\n7 lines read: 1 event, 1 barrier span, 2 unrelated, 3 damaged\n"
         )
         rows = Page(output.read_text("utf-8")).rows("t-read")
-        assert [row["how many"] for row in rows] == ["7", "1", "1", "2", "1", "2", "0"]
+        assert [row["count"] for row in rows] == ["7", "1", "1", "2", "1", "2", "0"]
 
     def test_standard_input(self, tmp_path: Path) -> None:
-        """From a pipe; a lone surrogate in a key does no harm."""
-        told = lines([completed(0, 10, 3.0, "b/\ud800")])
+        """Standard input is read; a lone surrogate in a key is replaced."""
+        content = json_lines([completed_event(0, 10, 3.0, "b/\ud800")])
 
         done = subprocess.run(
             [sys.executable, "-m", "tracedstore.cli.main", "report", "-"],
-            input=told,
+            input=content,
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -856,34 +946,37 @@ class TestCommand:
         assert (tmp_path / "report.html").stat().st_size > 5000
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
-            (["people.log"], "none of 2 lines in people.log is an event that can be"),
-            (["people.log", "bin"], "none of 5 lines in 2 files is an event that can"),
-            (["empty"], "no file is in empty: name the ranks' logs, or a folder"),
-            (["none.log"], "none.log: nothing is written there; name the ranks' logs"),
-            (["/dev/null"], "/dev/null: nothing is written there; name the ranks'"),
+            (["text.log"], "no event in the 2 lines of text.log: logs have to be JSON"),
+            (["text.log", "bin"], "no event in the 5 lines of 2 files: logs have to"),
+            (["empty"], "no file in empty: name the logs of the ranks, or a directory"),
+            (["none.log"], "none.log: empty; name the logs of the ranks"),
+            (["/dev/null"], "/dev/null: empty; name the logs of the ranks"),
             (["/proc/self/mem"], "cannot be read: /proc/self/mem: Input/output error"),
             (["cut.gz"], "cannot be read: cut.gz: Compressed file ended before"),
             (["good.log", "x" * 300], f"{'x' * 300} cannot be read: File name too"),
             (
                 ["good.log", "--output", "no/where.html"],
-                "no/where.html cannot be written: there is no folder no; make it",
+                "no/where.html cannot be written: there is no directory no; create it",
             ),
             (
                 ["good.log", "--output", "good.log/x.html"],
-                "good.log/x.html cannot be written: there is no folder good.log; make",
+                "good.log/x.html cannot be written: there is no directory good.log;",
             ),
             (
                 ["good.log", "--output", "empty"],
-                "empty is a folder: name a file in it, as --output empty/report.html",
+                (
+                    "empty is a directory: name a file in it, such as --output"
+                    " empty/report.html"
+                ),
             ),
             (["good.log", "--output", "/dev/full"], "/dev/full cannot be written: No"),
             (["good.log", "--output", "x" * 300], f"{'x' * 300} cannot be written: F"),
             (
-                ["people.log", "good.log", "--output", "good.log"],
-                "good.log is one of the logs, and would be written over: name another",
+                ["text.log", "good.log", "--output", "good.log"],
+                "good.log is one of the logs, and would be overwritten: name another",
             ),
             ([".", "--output", "./good.log"], "good.log is one of the logs, and would"),
         ],
@@ -894,13 +987,13 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         arguments: list[str],
-        said: str,
+        message: str,
     ) -> None:
-        """One sentence each."""
+        """Every error is one line, and the logs are not changed."""
         monkeypatch.chdir(tmp_path)
         Path("empty").mkdir()
-        Path("people.log").write_text("[warning  ] barrier.timeout  rank=3\nloss\n")
-        Path("good.log").write_bytes(LINE)
+        Path("text.log").write_text("[warning  ] barrier.timeout  rank=3\nloss\n")
+        Path("good.log").write_bytes(EVENT_LINE)
         Path("none.log").touch()
         Path("bin").write_bytes(b"\x7fELF\0\n\xff\xfe{\n\0")
         Path("cut.gz").write_bytes(gzip.compress(b"x" * 999)[:12])
@@ -908,14 +1001,16 @@ class TestCommand:
         assert main(["report", *arguments]) == 1
 
         errors = capsys.readouterr().err
-        assert errors.startswith(f"tracedstore: {said}")
+        assert errors.startswith(f"tracedstore: {message}")
         assert errors.count("\n") == 1
-        assert Path("good.log").read_bytes() == LINE
+        assert Path("good.log").read_bytes() == EVENT_LINE
 
-    def test_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A report among the logs is written anew, also into an empty file."""
+    def test_existing_report(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A report or an empty file among the logs is overwritten, and not read."""
         monkeypatch.chdir(tmp_path)
-        Path("good.log").write_bytes(LINE)
+        Path("good.log").write_bytes(EVENT_LINE)
         Path("report.html").touch()
 
         for _ in range(2):
@@ -923,44 +1018,46 @@ class TestCommand:
             assert main(["report", "."]) == 0
 
         shown = Page(Path("report.html").read_text("utf-8"))
-        assert shown.rows("t-read")[0]["how many"] == "1"
+        assert shown.rows("t-read")[0]["count"] == "1"
 
-    @pytest.mark.parametrize("twice", [["-", "-"], ["-", "--traces", "-"]])
+    @pytest.mark.parametrize("arguments", [["-", "-"], ["-", "--traces", "-"]])
     def test_standard_input_twice(
-        self, twice: list[str], capsys: pytest.CaptureFixture[str]
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It can be read once."""
+        """Standard input cannot be given twice."""
         with pytest.raises(SystemExit, match="64"):
-            main(["report", *twice])
+            main(["report", *arguments])
 
         assert "- is given twice" in capsys.readouterr().err
 
-    def test_pipe(self, tmp_path: Path) -> None:
-        """One into which nobody writes is said to be waited for; Ctrl-C ends that."""
+    def test_pipe_without_writer(self, tmp_path: Path) -> None:
+        """The command reports that it waits for a pipe; Ctrl-C stops it."""
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
         output = ["--output", str(tmp_path / "out.html")]
-        for place, told in ((str(pipe), str(pipe)), ("-", "standard input")):
+        for path, name in ((str(pipe), str(pipe)), ("-", "standard input")):
             with subprocess.Popen(
-                [*command, place, *output],
+                [*command, path, *output],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-            ) as running:
-                assert running.stderr is not None
-                said = running.stderr.readline()
-                running.send_signal(signal.SIGINT)
-                rest = running.communicate(timeout=20)
+            ) as process:
+                assert process.stderr is not None
+                message = process.stderr.readline()
+                process.send_signal(signal.SIGINT)
+                rest = process.communicate(timeout=20)
 
-            assert said.startswith(f"tracedstore: waiting for {told}, in which nothing")
-            assert (running.returncode, rest) == (130, ("", ""))
+            assert message == (
+                f"tracedstore: waiting for {name}, which has no data yet\n"
+            )
+            assert (process.returncode, rest) == (130, ("", ""))
 
-    def test_pipe_with_a_writer(self, tmp_path: Path) -> None:
-        """As of ``<(zcat old.gz)``: nothing is said, and it is read."""
+    def test_pipe_with_writer(self, tmp_path: Path) -> None:
+        """A pipe such as ``<(zcat old.gz)`` is read without a message."""
         reading, writing = os.pipe()
-        os.write(writing, gzip.compress(LINE))
+        os.write(writing, gzip.compress(EVENT_LINE))
         os.close(writing)
         output = tmp_path / "out.html"
 
@@ -973,8 +1070,8 @@ class TestCommand:
     def test_traces_without_spans(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Who gives a file of spans in another format learns of it."""
-        (tmp_path / "a.log").write_bytes(LINE)
+        """The command warns if --traces contains no barrier span."""
+        (tmp_path / "a.log").write_bytes(EVENT_LINE)
         (tmp_path / "otlp.json").write_text('{"resourceSpans": []}')
         output = ["--output", str(tmp_path / "out.html")]
         traces = ["--traces", str(tmp_path / "otlp.json")]
@@ -982,15 +1079,15 @@ class TestCommand:
         assert main(["report", str(tmp_path / "a.log"), *traces, *output]) == 0
 
         assert capsys.readouterr().err.startswith(
-            "tracedstore: no span of a barrier could be read"
+            "tracedstore: no barrier span could be read"
         )
 
-    def test_damaged_file(
+    def test_incomplete_file(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """What cannot be read to its end is said, there and on the page."""
-        (tmp_path / "a.log").write_bytes(LINE)
-        (tmp_path / "b.log.gz").write_bytes(gzip.compress(LINE)[:-12])
+        """An incomplete file is named on standard error and on the page."""
+        (tmp_path / "a.log").write_bytes(EVENT_LINE)
+        (tmp_path / "b.log.gz").write_bytes(gzip.compress(EVENT_LINE)[:-12])
         output = tmp_path / "out.html"
 
         assert main(["report", str(tmp_path), "--output", str(output)]) == 0
@@ -998,19 +1095,33 @@ class TestCommand:
         assert "b.log.gz" in capsys.readouterr().err
         assert "b.log.gz" in Page(output.read_text("utf-8")).texts["damaged"]
 
+    def test_jinja2_is_loaded_for_the_page_only(self) -> None:
+        """Importing the command does not import Jinja2."""
+        script = "import sys, tracedstore.cli.report; print('jinja2' in sys.modules)"
+
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+
+        assert done.stdout == "False\n"
+
     def test_help(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It has examples and the exit codes, and fits a terminal."""
+        """The help has examples and exit codes, and fits a terminal."""
         monkeypatch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit, match="0"):
             main(["report", "--help"])
 
-        said = capsys.readouterr().out
-        assert "tracedstore report logs/ --output report.html" in said
-        assert "Exit codes: 0 written, 1 there is nothing to read" in said
-        assert "130 Ctrl-C" in said
-        assert max(map(len, said.splitlines())) <= 80
+        text = capsys.readouterr().out
+        assert "tracedstore report logs/ --output report.html" in text
+        assert "Exit codes: 0 the page is written, 1 no event could be read" in text
+        assert "130 Ctrl-C" in text
+        assert max(map(len, text.splitlines())) <= 80
 
 
 JSON_VALUES = st.recursive(
@@ -1024,17 +1135,17 @@ JSON_VALUES = st.recursive(
 
 
 @st.composite
-def spoiled(draw: st.DrawFn) -> bytes:
-    """An event, or a span, to which something happened."""
-    told = dict(draw(st.sampled_from(everything())))
-    if "barrier" in told and told["event"] in {
+def damaged_lines(draw: st.DrawFn) -> bytes:
+    """Draw an event or a span with random fields, cut or mixed with another one."""
+    record = dict(draw(st.sampled_from(all_events())))
+    if "barrier" in record and record["event"] in {
         names.BARRIER_COMPLETED,
         names.BARRIER_TIMEOUT,
     }:
-        told = span_of(told) if draw(st.booleans()) else told
-    for name in draw(st.lists(st.sampled_from(sorted(told)), max_size=2)):
-        told[name] = draw(JSON_VALUES)
-    line = json.dumps(told).encode()
+        record = span_from_event(record) if draw(st.booleans()) else record
+    for name in draw(st.lists(st.sampled_from(sorted(record)), max_size=2)):
+        record[name] = draw(JSON_VALUES)
+    line = json.dumps(record).encode()
     cut = draw(st.integers(0, len(line)))
     return draw(
         st.sampled_from(
@@ -1044,37 +1155,37 @@ def spoiled(draw: st.DrawFn) -> bytes:
 
 
 class TestFuzz:
-    """A folder of logs that anything may have happened to."""
+    """Random damage to logs."""
 
     @given(
         files=st.lists(
-            st.lists(spoiled() | st.binary(max_size=50), max_size=8), max_size=3
+            st.lists(damaged_lines() | st.binary(max_size=50), max_size=8), max_size=3
         ),
         pack=st.booleans(),
     )
-    def test_there_is_a_page_or_a_sentence(
+    def test_page_or_error(
         self,
         files: list[list[bytes]],
         pack: bool,
         tmp_path_factory: pytest.TempPathFactory,
     ) -> None:
-        """Never a traceback; every line is read or counted; all of it is escaped."""
+        """The command never raises, counts every line, and escapes all texts."""
         folder = tmp_path_factory.mktemp("fuzz")
-        for number, content in enumerate(files):
-            written = b"\n".join(content)
-            packed = gzip.compress(written) if pack and number == 0 else written
+        for number, lines in enumerate(files):
+            content = b"\n".join(lines)
+            packed = gzip.compress(content) if pack and number == 0 else content
             (folder / f"rank{number}.log").write_bytes(packed)
         output = folder / "report.html"
         stats = ReadStats()
-        facts = Facts()
-        read_events(files_in([str(folder)], output), facts.add, stats)
+        records = Records()
+        read_events(find_files([str(folder)], output), records.add, stats)
 
         code = main(["report", str(folder), "--output", str(output)])
 
-        assert code == (0 if facts.events else 1)
+        assert code == (0 if records.event_counts else 1)
         assert stats.events + stats.spans + stats.skipped >= stats.lines
-        assert min(stats.foreign, stats.broken) >= 0
-        assert sum(facts.events.values()) == stats.events + stats.spans
+        assert min(stats.unrelated, stats.truncated) >= 0
+        assert sum(records.event_counts.values()) == stats.events + stats.spans
         if code == 0:
             shown = Page(io.StringIO(output.read_text("utf-8")).read())
             assert not shown.tags & {"script", "img"}

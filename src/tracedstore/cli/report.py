@@ -1,22 +1,21 @@
-"""Make a page of many ranks' logs: who was missing, who is late, what failed.
+"""Create a page from the logs of all ranks: missing ranks, stragglers, failures.
 
-Reads the JSON lines that tracedstore logs, out of files with anything else in
-them, after the job is dead. The page is one HTML file that loads nothing.
+Reads the JSON lines that tracedstore logs, after the job has ended. The files
+may contain other output. The page is one HTML file that loads nothing.
 
-LOG is a file, plain or gzip, a folder with all files below it, a pipe, or - for
-standard input. Lines may be as they were printed, or as torchrun, Docker,
-Kubernetes, Loki or journald wraps them. Times of barriers that completed are
-there where the application has configured structlog; or give their spans with
---traces, in JSON as OpenTelemetry's ConsoleSpanExporter or a collector's file
-exporter (OTLP) writes them.
+LOG is a file, plain or gzip, a directory, which is read recursively, a pipe, or
+- for standard input. Lines may be wrapped by torchrun, Docker, Kubernetes, Loki
+or journald. The times of completed barriers are in the logs if the application
+has configured structlog. Else pass spans with --traces, in the JSON of
+OpenTelemetry's ConsoleSpanExporter or of a collector's file exporter (OTLP).
 
 Examples:
   tracedstore report logs/ --output report.html
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 written, 1 there is nothing to read or the page cannot be written,
-64 the command line makes no sense, 130 Ctrl-C
+Exit codes: 0 the page is written, 1 no event could be read or the page cannot
+be written, 64 invalid command line, 130 Ctrl-C
 """
 
 import argparse
@@ -24,137 +23,138 @@ import sys
 from pathlib import Path
 
 from tracedstore.core.errors import CommandError
-from tracedstore.report.analysis import analysed
+from tracedstore.report.analysis import analyse
 from tracedstore.report.formatting import number, plural
 from tracedstore.report.page import page
 from tracedstore.report.reader import (
     STANDARD_INPUT,
     OutputError,
     ReadStats,
-    files_in,
+    find_files,
     read_events,
 )
-from tracedstore.report.records import Facts
+from tracedstore.report.records import Records
+
+_MAX_FILE_ERRORS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
+    """Add the arguments of the command."""
     parser.set_defaults(refuse=parser.error)
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="file, folder, or -")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="file, directory, or -")
     parser.add_argument(
         "--traces",
         action="append",
         default=[],
         metavar="FILE",
-        help="spans as JSON; may be given more than once",
+        help="file with spans as JSON; may be repeated",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("report.html"),
         metavar="FILE",
-        help="where to write the page (report.html)",
+        help="file to write the page to (default: report.html)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read everything, and write the page."""
+    """Read all logs, write the page, and return the exit code."""
     output: Path = arguments.output
-    places = [*arguments.logs, *arguments.traces]
-    if places.count(STANDARD_INPUT) > 1:
+    paths = [*arguments.logs, *arguments.traces]
+    if paths.count(STANDARD_INPUT) > 1:
         arguments.refuse(
             "- is given twice: standard input can be read once, as logs or as traces"
         )
-    _check(output)
-    facts, stats = _read(places, output)
-    analysis = analysed(facts)
+    _check_output(output)
+    records, stats = _read(paths, output)
+    analysis = analyse(records)
     try:
-        # A key may have halves of surrogates in it, which no encoding has.
+        # "replace", because UTF-8 cannot encode lone surrogates.
         output.write_bytes(page(analysis, stats).encode("utf-8", "replace"))
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
-    said = [
+    summary = [
         plural(len(analysis.ranks), "rank"),
-        plural(len(analysis.rounds), "barrier"),
+        plural(len(analysis.barriers), "barrier"),
         plural(len(analysis.incidents), "incident"),
     ]
-    read = [
+    lines = [
         plural(stats.events, "event"),
         plural(stats.spans, "barrier span"),
-        f"{number(stats.foreign)} of others",
-        f"{number(stats.useless)} damaged",
+        f"{number(stats.unrelated)} unrelated",
+        f"{number(stats.damaged)} damaged",
     ]
     sys.stdout.write(
-        f"{output}: {', '.join(said)}\n"
-        f"{plural(stats.lines, 'line')} read: {', '.join(read)}\n"
+        f"{output}: {', '.join(summary)}\n"
+        f"{plural(stats.lines, 'line')} read: {', '.join(lines)}\n"
     )
     if arguments.traces and not stats.spans:
         sys.stderr.write(
-            "tracedstore: no span of a barrier could be read: --traces takes them as"
-            " JSON, as ConsoleSpanExporter or a collector's file exporter writes them\n"
+            "tracedstore: no barrier span could be read: --traces requires the JSON of"
+            " ConsoleSpanExporter or of a collector's file exporter\n"
         )
-    for damaged in stats.damaged[:10]:
-        sys.stderr.write(f"tracedstore: not read to its end: {damaged}\n")
+    for file in stats.incomplete_files[:_MAX_FILE_ERRORS]:
+        sys.stderr.write(f"tracedstore: not read to the end: {file}\n")
     return 0
 
 
-def _check(output: Path) -> None:
-    """Complain before hours of logs are read."""
+def _check_output(output: Path) -> None:
+    """Fail before the logs are read, which may take minutes."""
     try:
         if output.is_dir():
             raise CommandError(
-                f"{output} is a folder: name a file in it, as --output"
+                f"{output} is a directory: name a file in it, such as --output"
                 f" {output / 'report.html'}"
             )
         if not output.parent.is_dir():
             raise CommandError(
-                f"{output} cannot be written: there is no folder {output.parent}; make"
-                " it, or name another --output"
+                f"{output} cannot be written: there is no directory {output.parent};"
+                " create it, or name another --output"
             )
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _read(places: list[str], output: Path) -> tuple[Facts, ReadStats]:
-    facts, stats = Facts(), ReadStats()
+def _read(paths: list[str], output: Path) -> tuple[Records, ReadStats]:
+    records, stats = Records(), ReadStats()
     try:
-        found = files_in(places, output)
+        files = find_files(paths, output)
     except OSError as error:
         raise CommandError(
             f"{error.filename} cannot be read: {error.strerror}"
         ) from None
     except OutputError:
         raise CommandError(
-            f"{output} is one of the logs, and would be written over: name another"
+            f"{output} is one of the logs, and would be overwritten: name another"
             " --output"
         ) from None
-    if not found:
+    if not files:
         raise CommandError(
-            f"no file is in {' or '.join(places)}: name the ranks' logs, or a folder"
-            " that has them"
+            f"no file in {' or '.join(paths)}: name the logs of the ranks, or a"
+            " directory that contains them"
         )
-    read_events(found, facts.add, stats, _tell_of_waiting)
-    if not facts.events:
-        raise CommandError(_nothing(found, stats))
-    return facts, stats
+    read_events(files, records.add, stats, _report_wait)
+    if not records.event_counts:
+        raise CommandError(_no_event_message(files, stats))
+    return records, stats
 
 
-def _nothing(found: list[str], stats: ReadStats) -> str:
-    if stats.damaged and not stats.lines:
-        return f"cannot be read: {stats.damaged[0]}"
-    where = found[0] if len(found) == 1 else plural(len(found), "file")
+def _no_event_message(files: list[str], stats: ReadStats) -> str:
+    if stats.incomplete_files and not stats.lines:
+        return f"cannot be read: {stats.incomplete_files[0]}"
+    where = files[0] if len(files) == 1 else plural(len(files), "file")
     if not stats.lines:
-        return f"{where}: nothing is written there; name the ranks' logs"
-    why = f"; {stats.damaged[0]}" if stats.damaged else ""
+        return f"{where}: empty; name the logs of the ranks"
+    reason = f"; {stats.incomplete_files[0]}" if stats.incomplete_files else ""
     return (
-        f"none of {plural(stats.lines, 'line')} in {where} is an event that can be"
-        f" read{why}: logs have to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not"
-        " those for people; spans, JSON as ConsoleSpanExporter or a collector's file"
-        " exporter writes them"
+        f"no event in the {plural(stats.lines, 'line')} of {where}{reason}: logs have"
+        " to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not console output; spans"
+        " have to be the JSON of ConsoleSpanExporter or of a collector's file exporter"
     )
 
 
-def _tell_of_waiting(name: str) -> None:
+def _report_wait(name: str) -> None:
     shown = "standard input" if name == STANDARD_INPUT else name
-    sys.stderr.write(f"tracedstore: waiting for {shown}, in which nothing is yet\n")
+    sys.stderr.write(f"tracedstore: waiting for {shown}, which has no data yet\n")
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""What a job's logs say after it is dead, as one page. Reads files, knows no store."""
+"""Turns the log files of a finished job into one HTML page. Needs no store."""

@@ -1,4 +1,4 @@
-"""Rounds to what an operator asks: who was missing, who is late, what failed first."""
+"""Derives missing ranks, stragglers, first failures and clock offsets from records."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -9,223 +9,273 @@ from typing import Final
 
 from tracedstore.coordination.ranges import unfold
 from tracedstore.report import formatting
-from tracedstore.report.barriers import Report, Round, rounds_of
-from tracedstore.report.records import COMPLETED, Facts, Failure, Process, Said
-from tracedstore.report.values import NOBODY
+from tracedstore.report.barrier_grouping import barrier_instances
+from tracedstore.report.barriers import BarrierInstance, RankReport
+from tracedstore.report.record_types import (
+    COMPLETED,
+    EventDetail,
+    FirstFailure,
+    LoggedProcess,
+)
+from tracedstore.report.records import Records
+from tracedstore.report.values import NO_RANK
 
-# Seconds; below, a difference is how long the store took to let a rank go.
-CLOCK_AGREES: Final = 0.05
-# Seconds by which a look has to be later than another one to know better.
-_CLOCKS_DIFFER = 1.0
-# Rounds that a clock has to be seen in before it is judged.
-_FEWEST_ROUNDS = 3
+# Seconds. Smaller differences are the time that the store takes to release a rank.
+CLOCK_TOLERANCE: Final = 0.05
+# Seconds by which a report has to be later than another one to supersede it, because
+# the clocks of hosts differ.
+_SUPERSEDES_AFTER = 1.0
+# Barriers that are required to compare the clock of a host.
+_MIN_CLOCK_SAMPLES = 3
 
 
 @dataclass(slots=True)
 class Straggler:
-    """A rank, and how late it is.
+    """A rank that arrived last or was missing.
+
+    The lag of a rank at a barrier is the time between the arrival of half of the ranks
+    and its own arrival; it is negative if the rank was early.
 
     Attributes:
-        rank: Which.
-        last: Barriers that it came to as the last one.
-        missing: Barriers that it was said to be missing at.
-        rounds: Completed barriers that it was seen at.
-        cost: Seconds by which it was behind half of the ranks, over those where it was
-            the last.
-        late: The same in the median of all completed barriers; below zero if early.
-        worst: The same where it was the most.
-        worst_at: There.
+        rank: The rank.
+        last_count: Completed barriers at which it arrived last.
+        missing_count: Barriers at which it was reported missing and did not arrive.
+        barrier_count: Completed barriers at which its arrival is known.
+        cost: Sum of its lags where it arrived last, in seconds.
+        median_lag: Median of its lags, in seconds.
+        worst_lag: The largest of its lags, in seconds.
+        worst_prefix: Key prefix of the barrier with the largest lag.
     """
 
     rank: int
-    last: int = 0
-    missing: int = 0
-    rounds: int = 0
+    last_count: int = 0
+    missing_count: int = 0
+    barrier_count: int = 0
     cost: float = 0.0
-    late: float = 0.0
-    worst: float = 0.0
-    worst_at: str = ""
+    median_lag: float = 0.0
+    worst_lag: float = 0.0
+    worst_prefix: str = ""
 
 
 @dataclass(slots=True)
-class Opinion:
-    """What some ranks said of an incident, all of them the same.
+class ReportGroup:
+    """Reports of an incident that have the same content.
 
     Attributes:
-        said: Of its end.
-        warned: Before, where that names nobody.
-        reports: Who said it, and when.
+        detail: Details of the end, or of the last warning if the end is not known.
+        warning: Details of the last warning, if only they name missing ranks.
+        reports: The reports.
     """
 
-    said: Said
-    warned: Said
-    reports: list[Report] = field(default_factory=list)
+    detail: EventDetail
+    warning: EventDetail
+    reports: list[RankReport] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The reporting ranks."""
+        return [report.rank for report in self.reports]
+
+    @property
+    def first_time(self) -> float:
+        """When the first of them was logged."""
+        return min(report.time for report in self.reports)
+
+    @property
+    def longest_wait(self) -> float:
+        """The longest wait that one of them reports, in seconds."""
+        return max(report.waited for report in self.reports)
 
 
 @dataclass(slots=True)
 class Incident:
-    """A barrier that did not complete, or not in time.
+    """A barrier that did not complete, or that ranks reported while they waited.
 
     Attributes:
-        round: Which.
-        opinions: What was said, by how many said it.
-        missing: Ranks that somebody missed and that did not come.
-        came: Ranks that somebody missed and that came after all.
-        looked: When somebody last looked who is missing; 0 if nobody could.
+        barrier: The barrier.
+        groups: The reports, grouped by content; the largest group first.
+        missing: Ranks that were reported missing and did not arrive.
+        late: Ranks that were reported missing and arrived later.
+        checked_at: When a rank last determined the missing ranks; 0 if none did.
     """
 
-    round: Round
-    opinions: list[Opinion]
+    barrier: BarrierInstance
+    groups: list[ReportGroup]
     missing: list[int]
-    came: list[int]
-    looked: float
+    late: list[int]
+    checked_at: float
 
 
 @dataclass(slots=True)
 class Analysis:
-    """All of it.
+    """Everything that the page shows.
 
     Attributes:
-        facts: What it is about.
-        rounds: Every barrier, in order of their ends.
-        incidents: Those that went wrong: those that did not complete first, and of
-            these those last that may have.
-        stragglers: Ranks that were last or missing, the worst first.
-        failures: What failed first in each process, in order of time.
-        clocks: By how many seconds a host's clock is ahead of most.
+        records: The input.
+        barriers: All barriers, ordered by their ends.
+        incidents: Barriers that did not complete, then barriers that may have
+            completed, then barriers that completed late.
+        stragglers: Ranks that were missing or last, the worst first.
+        failures: The first failure of each process, ordered by time.
+        clock_offsets: Seconds by which the clock of each host is ahead of most others.
     """
 
-    facts: Facts
-    rounds: list[Round]
+    records: Records
+    barriers: list[BarrierInstance]
     incidents: list[Incident]
     stragglers: list[Straggler]
-    failures: list[tuple[Process, Failure]]
-    clocks: dict[str, float]
+    failures: list[tuple[LoggedProcess, FirstFailure]]
+    clock_offsets: dict[str, float]
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank that was heard of itself."""
-        return sorted(self.facts.heard)
+        """Ranks that logged an event themselves."""
+        return sorted(self.records.last_events)
+
+    @property
+    def known_ranks(self) -> list[int]:
+        """Ranks that logged an event or were reported missing."""
+        known = set(self.records.last_events)
+        known.update(*(incident.missing for incident in self.incidents))
+        return sorted(known)
 
     @property
     def jobs(self) -> list[str]:
-        """Every job that is known by its name."""
-        return sorted({run_id for run_id, _ in self.facts.barriers if run_id})
+        """Run ids of the jobs that have one."""
+        return sorted({run_id for run_id, _ in self.records.barrier_ids if run_id})
 
-    def when(self, moment: float) -> str:
-        """Write a time in UTC, with the day where the logs are of more than one."""
-        days = {
-            formatting.moment(each)[:10] for each in (self.facts.first, self.facts.last)
-        }
-        return formatting.moment(moment)[11 if len(days) == 1 else 0 :]
+    def format_time(self, time: float) -> str:
+        """Format a time in UTC, with the date if the logs are of more than one day."""
+        first, last = (
+            formatting.timestamp(each)[:10]
+            for each in (self.records.first_time, self.records.last_time)
+        )
+        return formatting.timestamp(time)[11 if first == last else 0 :]
 
-    def clock_off(self, host: str) -> float:
-        """Tell how far a host's clock is ahead; 0 if it agrees, or is not known."""
-        ahead = self.clocks.get(host, 0.0)
-        return ahead if abs(ahead) > CLOCK_AGREES else 0.0
+    def clock_offset(self, host: str) -> float:
+        """Return by how much a clock is ahead; 0 within the tolerance or if unknown."""
+        offset = self.clock_offsets.get(host, 0.0)
+        return offset if abs(offset) > CLOCK_TOLERANCE else 0.0
 
 
-def analysed(facts: Facts) -> Analysis:
-    """Answer everything."""
-    rounds = rounds_of(facts)
-    incidents = [_incident(each) for each in rounds if each.reports]
+def analyse(records: Records) -> Analysis:
+    """Analyse the records of one or more jobs."""
+    barriers = barrier_instances(records)
+    incidents = [_incident(each) for each in barriers if each.reports]
     incidents.sort(
-        key=lambda each: (each.round.completed, each.round.went_on, each.round.start)
+        key=lambda incident: (
+            incident.barrier.completed,
+            incident.barrier.continued,
+            incident.barrier.start,
+        )
     )
     failures = sorted(
-        facts.first_failures.items(), key=lambda each: (each[1].when, each[0])
+        records.first_failures.items(), key=lambda item: (item[1].time, item[0])
     )
     return Analysis(
-        facts=facts,
-        rounds=rounds,
+        records=records,
+        barriers=barriers,
         incidents=incidents,
-        stragglers=_stragglers(rounds, incidents),
+        stragglers=_stragglers(barriers, incidents),
         failures=failures,
-        clocks=_clocks(facts, rounds),
+        clock_offsets=_clock_offsets(records, barriers),
     )
 
 
-def _incident(seen: Round) -> Incident:
-    opinions: dict[tuple[Said, Said], Opinion] = {}
-    seen_missing: dict[int, float] = {}
-    looked, at_last = 0.0, frozenset[int]()
-    for report in seen.reports:
-        key = report.said, report.warned
-        opinions.setdefault(key, Opinion(*key)).reports.append(report)
-    for opinion in opinions.values():
-        named = frozenset(unfold(opinion.reports[0].missing))
-        when = max(report.looked for report in opinion.reports)
-        for rank in named:
-            seen_missing[rank] = max(when, seen_missing.get(rank, 0.0))
-        if named and when > looked:
-            looked, at_last = when, named
-    # Whom a later look does not find missing has come; a host's clock may be off.
-    came = set(seen.ranks) | {
+def _incident(barrier: BarrierInstance) -> Incident:
+    groups: dict[tuple[EventDetail, EventDetail], ReportGroup] = {}
+    for report in barrier.reports:
+        key = report.detail, report.warning
+        groups.setdefault(key, ReportGroup(*key)).reports.append(report)
+    reported: dict[int, float] = {}
+    checked_at, missing_at_last = 0.0, frozenset[int]()
+    for group in groups.values():
+        missing = frozenset(unfold(group.reports[0].missing))
+        time = max(report.checked_at for report in group.reports)
+        for rank in missing:
+            reported[rank] = max(time, reported.get(rank, 0.0))
+        if missing and time > checked_at:
+            checked_at, missing_at_last = time, missing
+    # A rank has arrived if a later report does not name it any more.
+    arrived = set(barrier.ranks) | {
         rank
-        for rank, when in seen_missing.items()
-        if rank not in at_last and when < looked - _CLOCKS_DIFFER
+        for rank, time in reported.items()
+        if rank not in missing_at_last and time < checked_at - _SUPERSEDES_AFTER
     }
-    done = seen.completed
+    if barrier.completed:
+        arrived |= reported.keys()
     return Incident(
-        round=seen,
-        opinions=sorted(opinions.values(), key=lambda each: -len(each.reports)),
-        missing=[] if done else sorted(seen_missing.keys() - came),
-        came=sorted(seen_missing.keys() if done else seen_missing.keys() & came),
-        looked=looked,
+        barrier=barrier,
+        groups=sorted(groups.values(), key=lambda group: -len(group.reports)),
+        missing=sorted(reported.keys() - arrived),
+        late=sorted(reported.keys() & arrived),
+        checked_at=checked_at,
     )
 
 
 def _stragglers(
-    rounds: Sequence[Round], incidents: Sequence[Incident]
+    barriers: Sequence[BarrierInstance], incidents: Sequence[Incident]
 ) -> list[Straggler]:
-    found: dict[int, Straggler] = {}
-    behind: dict[int, array[float]] = defaultdict(lambda: array("f"))
-    for each in rounds:
-        if each.kind == COMPLETED:
-            _judge(each, found, behind)
+    by_rank: dict[int, Straggler] = {}
+    lags: dict[int, array[float]] = defaultdict(lambda: array("f"))
+    for barrier in barriers:
+        if barrier.outcome == COMPLETED:
+            _add_lags(barrier, by_rank, lags)
     for incident in incidents:
         for rank in incident.missing:
-            found.setdefault(rank, Straggler(rank)).missing += 1
-    for rank, straggler in found.items():
-        if seen := behind.get(rank):
-            straggler.rounds, straggler.late = len(seen), median(seen)
+            by_rank.setdefault(rank, Straggler(rank)).missing_count += 1
+    for rank, straggler in by_rank.items():
+        if of_rank := lags.get(rank):
+            straggler.barrier_count = len(of_rank)
+            straggler.median_lag = median(of_rank)
     return sorted(
-        (each for each in found.values() if each.last or each.missing),
-        key=lambda each: (-each.missing, -each.cost, -each.last, each.rank),
+        (each for each in by_rank.values() if each.last_count or each.missing_count),
+        key=lambda each: (
+            -each.missing_count,
+            -each.cost,
+            -each.last_count,
+            each.rank,
+        ),
     )
 
 
-def _judge(
-    seen: Round, found: dict[int, Straggler], behind: dict[int, "array[float]"]
+def _add_lags(
+    barrier: BarrierInstance,
+    by_rank: dict[int, Straggler],
+    lags: dict[int, "array[float]"],
 ) -> None:
-    if seen.last != NOBODY:
-        found.setdefault(seen.last, Straggler(seen.last)).last += 1
-    middle = seen.middle
-    for rank, late in zip(seen.ranks, seen.late, strict=True):
-        by = late - middle
-        behind[rank].append(by)
-        if by > 0:
-            straggler = found.setdefault(rank, Straggler(rank))
-            if rank == seen.last:
-                straggler.cost += by
-            if by > straggler.worst:
-                straggler.worst, straggler.worst_at = by, seen.barrier.prefix
+    last_rank = barrier.last_rank
+    if last_rank != NO_RANK:
+        by_rank.setdefault(last_rank, Straggler(last_rank)).last_count += 1
+    median_delay = barrier.median_delay
+    for rank, delay in zip(barrier.ranks, barrier.delays, strict=True):
+        lag = delay - median_delay
+        lags[rank].append(lag)
+        if lag > 0:
+            straggler = by_rank.setdefault(rank, Straggler(rank))
+            if rank == last_rank:
+                straggler.cost += lag
+            if lag > straggler.worst_lag:
+                straggler.worst_lag = lag
+                straggler.worst_prefix = barrier.id.prefix
 
 
-def _clocks(facts: Facts, rounds: Sequence[Round]) -> dict[str, float]:
-    """Compare clocks by when ranks were let go, which is the same moment for all."""
-    ahead: dict[str, array[float]] = defaultdict(lambda: array("f"))
-    for each in rounds:
-        if each.kind == COMPLETED and not each.reports:
-            for rank, end in zip(each.ranks, each.ends, strict=True):
-                ahead[facts.host(rank)].append(end - each.end)
+def _clock_offsets(
+    records: Records, barriers: Sequence[BarrierInstance]
+) -> dict[str, float]:
+    """Compare clocks at the ends of barriers, which are simultaneous for all ranks."""
+    differences: dict[str, array[float]] = defaultdict(lambda: array("f"))
+    for barrier in barriers:
+        if barrier.outcome == COMPLETED and not barrier.reports:
+            for rank, end in zip(barrier.ranks, barrier.ends, strict=True):
+                differences[records.host(rank)].append(end - barrier.end)
     return {
-        host: median(differences)
-        for host, differences in sorted(ahead.items())
-        if host and len(differences) >= _FEWEST_ROUNDS
+        host: median(of_host)
+        for host, of_host in sorted(differences.items())
+        if host and len(of_host) >= _MIN_CLOCK_SAMPLES
     }
 
 
-def outcomes(rounds: Sequence[Round]) -> Counter[int]:
-    """Count barriers by how they ended; those that only seem to have are not here."""
-    return Counter(each.kind for each in rounds if not each.seems_completed)
+def count_outcomes(barriers: Sequence[BarrierInstance]) -> Counter[int]:
+    """Count barriers by outcome, except presumed completions."""
+    return Counter(each.outcome for each in barriers if not each.presumed_completed)

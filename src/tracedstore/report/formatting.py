@@ -1,6 +1,5 @@
-"""Numbers, times and ranks as a page shows them, safe to put into HTML."""
+"""Formats numbers, times and ranks as text."""
 
-import html
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -11,21 +10,20 @@ _MINUTE = 60.0
 _HOUR = 3600.0
 
 
-def safe(text: object) -> str:
-    """Write anything that came out of a log: it is text, whatever it looks like."""
-    shown = "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)
-    )
-    return html.escape(shown)
+def printable(text: str) -> str:
+    """Replace control characters and lone surrogates, which logs may contain."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def number(value: float) -> str:
-    """Write a count, in groups of three."""
+    """Format a number with thousands separators."""
     return f"{value:,}"
 
 
 def duration(seconds: float) -> str:
-    """Write ``12 µs``, ``3.4 ms``, ``5.67 s``, ``2 min 5 s`` or ``3 h 4 min``."""
+    """Format as ``12 µs``, ``3.4 ms``, ``5.67 s``, ``2 min 5 s`` or ``3 h 4 min``."""
     if seconds < 0:
         return "-" + duration(-seconds)
     if seconds < _MILLISECOND:
@@ -40,37 +38,42 @@ def duration(seconds: float) -> str:
     return f"{seconds // _HOUR:.0f} h {seconds % _HOUR // _MINUTE:.0f} min"
 
 
-def moment(when: float) -> str:
-    """Write a time in UTC, to the millisecond."""
-    return _utc(when).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+def timestamp(time: float) -> str:
+    """Format a time in UTC with date and milliseconds."""
+    return _utc(time).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def clock_time(when: float) -> str:
-    """Write the time of the day."""
-    return _utc(when).strftime("%H:%M:%S")
+def clock_time(time: float) -> str:
+    """Format the time of day in UTC."""
+    return _utc(time).strftime("%H:%M:%S")
 
 
-def ranks(who: Iterable[int], longest: int = 300) -> str:
-    """Write ``rank 3``, or ``ranks 1,4-5``; of very many, the first."""
-    each_once = sorted(set(who))
-    if not each_once:
-        return "nobody"
-    text = fold(each_once)
-    if len(text) > longest:
-        text = text[:longest].rpartition(",")[0] + ", ..."
-    return f"rank {text}" if len(each_once) == 1 else f"ranks {text}"
+def ranks(items: Iterable[int], max_length: int = 300) -> str:
+    """Format as ``rank 3`` or ``ranks 1,4-5``. A long list is truncated."""
+    distinct = sorted(set(items))
+    if not distinct:
+        return "no rank"
+    text = fold(distinct)
+    if len(text) > max_length:
+        text = text[:max_length].rpartition(",")[0] + ", ..."
+    return f"rank {text}" if len(distinct) == 1 else f"ranks {text}"
 
 
-def listed(things: Sequence[str]) -> str:
-    """Write ``one, two and three``."""
-    *first, last = things
+def enumeration(items: Sequence[str]) -> str:
+    """Format as ``one, two and three``."""
+    *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def plural(count: int, thing: str, ending: str = "s") -> str:
-    """Write ``1 rank`` or ``2 ranks``."""
-    return f"{number(count)} {thing}{'' if count == 1 else ending}"
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Format as ``1 rank`` or ``2 ranks``."""
+    return f"{number(count)} {noun}{'' if count == 1 else ending}"
 
 
-def _utc(when: float) -> datetime:
-    return datetime.fromtimestamp(when, UTC)
+def shorten(text: str, max_length: int) -> str:
+    """Cut a text, and mark that it was cut."""
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
+def _utc(time: float) -> datetime:
+    return datetime.fromtimestamp(time, UTC)

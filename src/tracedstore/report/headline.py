@@ -1,4 +1,4 @@
-"""What went wrong, in one sentence, and what there is to say of it in another."""
+"""Selects the most important finding, and formats it as a headline."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,166 +6,192 @@ from typing import NamedTuple
 
 from tracedstore import names
 from tracedstore.report.analysis import Analysis, Incident
-from tracedstore.report.formatting import duration, listed, number, plural, ranks
-from tracedstore.report.records import FAILED, TIMEOUT, Failure, Process
-from tracedstore.report.values import NOBODY
+from tracedstore.report.formatting import (
+    duration,
+    enumeration,
+    number,
+    plural,
+    ranks,
+    shorten,
+)
+from tracedstore.report.record_types import (
+    FAILED,
+    TIMEOUT,
+    FirstFailure,
+    LoggedProcess,
+)
+from tracedstore.report.values import NO_RANK
 
-_MOST_RANKS = 4
-_MOST_HOSTS = 3
-_LONGEST_NAME = 60
-_LONGEST_ERROR = 160
-# Beyond so many ranks nobody looks for those that were never heard of.
-_MOST_SILENT = 100_000
+_MAX_RANKS = 4
+_MAX_RANKS_LENGTH = 100
+_MAX_HOSTS = 3
+_MAX_NAME_LENGTH = 60
+_MAX_ERROR_LENGTH = 160
+# Ranks that are checked for whether they have logged an event.
+_MAX_SILENT_RANKS = 100_000
 
 
 class Headline(NamedTuple):
-    """Plain text, not yet safe for HTML."""
+    """Plain text, not escaped for HTML.
+
+    Attributes:
+        text: The headline, without a full stop.
+        details: Sentences on how and when it happened.
+        is_failure: Whether something failed or did not complete.
+    """
 
     text: str
-    more: str = ""
-    bad: bool = True
+    details: str = ""
+    is_failure: bool = True
 
 
 def headline(analysis: Analysis) -> Headline:
-    """Say the most important thing that there is to say."""
-    found = analysis.incidents
-    bad = [each for each in found if not each.round.completed]
-    if bad:
-        return _not_completed(analysis, bad)
+    """Return the most important finding.
+
+    In this order: a barrier that did not complete, the first failure, a stalled call
+    if there are no barriers, a barrier that completed late.
+    """
+    incidents = analysis.incidents
+    unfinished = [each for each in incidents if not each.barrier.completed]
+    if unfinished:
+        return _unfinished(analysis, unfinished)
     if analysis.failures:
-        return _failed(analysis, *analysis.failures[0])
-    if not analysis.rounds and (stalled := _stalled(analysis)):
+        return _failure(analysis, *analysis.failures[0])
+    if not analysis.barriers and (stalled := _stalled_call(analysis)):
         return stalled
-    total = len(analysis.rounds)
-    completed = f"{_all(total)} completed" if total else "No barrier is in these logs"
-    if guessed := sum(each.round.seems_completed for each in found):
-        completed += ", as far as can be told"
-    if found:
-        worst = max(found, key=_longest)
-        late = f"{_who(analysis, worst.came)} kept the others waiting at"
-        text = f"{completed}, but {late} {_short(worst.round.barrier.prefix)}"
-        least = " or longer" if worst.round.seems_completed else ""
-        more = [f"For {duration(_longest(worst))}{least}."]
-        if guessed:
-            more.append(f"The end of {plural(guessed, 'barrier')} is not in the logs.")
-        return Headline(text, " ".join(more), bad=False)
-    return Headline(completed, "Nothing that was told of failed.", bad=False)
+    total = len(analysis.barriers)
+    text = _completed(total) if total else "The logs contain no barrier"
+    if presumed := sum(each.barrier.presumed_completed for each in incidents):
+        text += f" ({number(presumed)} presumed)"
+    if not incidents:
+        return Headline(text, "No failure is logged.", is_failure=False)
+    worst = max(incidents, key=lambda each: each.barrier.longest_wait)
+    late = _ranks_and_hosts(analysis, worst.late) if worst.late else "an unknown rank"
+    text += f", but {late} kept the others waiting at {_barrier(worst)}"
+    open_end = " or longer" if worst.barrier.presumed_completed else ""
+    details = [f"For {duration(worst.barrier.longest_wait)}{open_end}."]
+    if presumed:
+        details.append(f"The end of {plural(presumed, 'barrier')} is not in the logs.")
+    return Headline(text, " ".join(details), is_failure=False)
 
 
-def _longest(incident: Incident) -> float:
-    return max(each.waited for each in incident.round.reports)
+def _completed(total: int) -> str:
+    barriers = "The only barrier" if total == 1 else f"All {number(total)} barriers"
+    return f"{barriers} completed"
 
 
-def _all(total: int) -> str:
-    return "The only barrier" if total == 1 else f"All {number(total)} barriers"
-
-
-def _not_completed(analysis: Analysis, bad: Sequence[Incident]) -> Headline:
-    incident = bad[0]
-    seen, where = incident.round, _short(incident.round.barrier.prefix)
-    missing = incident.missing
-    who = _who(analysis, missing)
-    if seen.kind == FAILED:
-        text = f"The store failed at {where}"
+def _unfinished(analysis: Analysis, unfinished: Sequence[Incident]) -> Headline:
+    incident = unfinished[0]
+    outcome, missing = incident.barrier.outcome, incident.missing
+    barrier, named = _barrier(incident), _ranks_and_hosts(analysis, missing)
+    if outcome == FAILED:
+        text = f"The store failed at {barrier}"
         if missing:
-            text += f" while {who} {'was' if len(missing) == 1 else 'were'} missing"
+            text += f" while {named} {'was' if len(missing) == 1 else 'were'} missing"
     elif not missing:
-        text = f"{where} timed out" if seen.kind == TIMEOUT else f"{where} has no end"
-        text += ", and nobody could say who was missing"
-    elif seen.kind == TIMEOUT:
-        text = f"{_capital(who)} never came to {where}"
+        end = "timed out" if outcome == TIMEOUT else "has no end in the logs"
+        text = f"{_capitalized(barrier)} {end}, and the missing ranks are not known"
+    elif outcome == TIMEOUT:
+        text = f"{_capitalized(named)} never arrived at {barrier}"
     else:
-        until = "at the last warning" if seen.went_on else "when the logs end"
-        text = f"{_capital(who)} had not come to {where} {until}"
-    more = [_end(analysis, incident)]
-    rest = Counter(each.round.went_on for each in bad[1:])
-    if rest[False]:
-        more.append(f"{plural(rest[False], 'more barrier')} did not complete either.")
-    if rest[True]:
-        more.append(f"{plural(rest[True], 'more barrier')} may not have completed.")
-    return Headline(text, " ".join(more))
+        at = (
+            "at the last warning"
+            if incident.barrier.continued
+            else "at the end of the logs"
+        )
+        text = f"{_capitalized(named)} had not arrived at {barrier} {at}"
+    details = [_end(analysis, incident)]
+    others = Counter(each.barrier.continued for each in unfinished[1:])
+    if others[False]:
+        details.append(f"{plural(others[False], 'more barrier')} did not complete.")
+    if others[True]:
+        details.append(
+            f"{plural(others[True], 'more barrier')} may not have completed."
+        )
+    return Headline(text, " ".join(details))
 
 
 def _end(analysis: Analysis, incident: Incident) -> str:
-    seen = incident.round
-    told = [each for each in seen.reports if each.kind == seen.kind]
-    last = max(told, key=lambda each: each.when)
-    waited = duration(max(each.waited for each in told))
-    when = analysis.when(last.when)
-    if seen.kind == FAILED:
-        first = min(told, key=lambda each: each.when)
-        return f"{_error(first.said.text)}, at {analysis.when(first.when)} UTC."
-    if seen.kind == TIMEOUT:
+    barrier = incident.barrier
+    reports = [each for each in barrier.reports if each.outcome == barrier.outcome]
+    waited = duration(max(report.waited for report in reports))
+    last = analysis.format_time(max(report.time for report in reports))
+    if barrier.outcome == FAILED:
+        first = min(reports, key=lambda report: report.time)
+        return _error_at(analysis, first.detail.text, first.time)
+    if barrier.outcome == TIMEOUT:
         return (
-            f"{plural(len(told), 'rank')} of {number(seen.world_size)} gave up after"
-            f" {waited}, the last at {when} UTC."
+            f"{number(len(reports))} of {plural(barrier.world_size, 'rank')} timed out"
+            f" after {waited}, the last at {last} UTC."
         )
-    but = ", but one came to another barrier later" if seen.went_on else ""
+    but = ", but a waiting process arrived at another barrier later"
     return (
-        f"{plural(len(told), 'rank')} had waited for up to {waited} when last heard, at"
-        f" {when} UTC. No end was seen{but}."
+        f"{plural(len(reports), 'rank')} had waited for up to {waited} at the last"
+        f" warning, at {last} UTC. No end is logged{but if barrier.continued else ''}."
     )
 
 
-def _failed(analysis: Analysis, process: Process, failure: Failure) -> Headline:
-    host = analysis.facts.host(process.rank) or process.host
-    who = f"rank {process.rank}" if process.rank != NOBODY else f"pid {process.pid}"
-    on = f" on {_short(host)}" if host else ""
-    others = len(analysis.failures) - 1
-    more = f"{_error(failure.error)}, at {analysis.when(failure.when)} UTC."
-    if others:
-        more += f" Something failed in {plural(others, 'more process', 'es')} too."
-    return Headline(f"{_capital(who)}{on} failed: {_short(failure.what)}", more)
+def _failure(
+    analysis: Analysis, process: LoggedProcess, failure: FirstFailure
+) -> Headline:
+    host = analysis.records.host(process.rank) or process.host
+    named = f"Rank {process.rank}" if process.rank != NO_RANK else f"Pid {process.pid}"
+    on_host = f" on {_name(host)}" if host else ""
+    details = _error_at(analysis, failure.error, failure.time)
+    if others := len(analysis.failures) - 1:
+        details += f" {plural(others, 'more process', 'es')} logged a failure."
+    return Headline(f"{named}{on_host} failed: {_name(failure.subject)}", details)
 
 
-def _stalled(analysis: Analysis) -> Headline | None:
-    """Say who was blocked for longest, and who was never heard of meanwhile."""
-    facts = analysis.facts
-    found = {
-        key: calls
-        for key, calls in facts.calls.items()
-        if key[0] == names.OPERATION_STALLED and calls.ranks - {NOBODY}
+def _error_at(analysis: Analysis, error: str, time: float) -> str:
+    text = shorten(error.strip().rstrip("."), _MAX_ERROR_LENGTH)
+    return f"{text}, at {analysis.format_time(time)} UTC."
+
+
+def _stalled_call(analysis: Analysis) -> Headline | None:
+    """Name the ranks of the longest stalled call, and the ranks without any event."""
+    records = analysis.records
+    stalled = {
+        key: stats
+        for key, stats in records.store_calls.items()
+        if key[0] == names.OPERATION_STALLED and stats.ranks - {NO_RANK}
     }
-    if not found:
+    if not stalled:
         return None
-    (_, _, operation, _), calls = max(found.items(), key=lambda one: one[1].longest)
-    blocked = sorted(calls.ranks - {NOBODY})
-    who = _capital(_who(analysis, blocked))
-    was = "was" if len(blocked) == 1 else "were"
-    text = f"{who} {was} blocked in {operation} {_short(calls.key)}"
-    more = f"For {duration(calls.longest)} or longer."
-    silent = sorted(set(range(min(facts.world_size, _MOST_SILENT))) - set(facts.heard))
-    if silent:
-        more += f" Nothing was heard of {_who(analysis, silent)}."
-    return Headline(text, more)
+    (_, _, operation, _), stats = max(stalled.items(), key=lambda item: item[1].maximum)
+    blocked = sorted(stats.ranks - {NO_RANK})
+    named = _capitalized(_ranks_and_hosts(analysis, blocked))
+    verb = "was" if len(blocked) == 1 else "were"
+    text = f"{named} {verb} blocked in {operation} {_name(stats.maximum_key)}"
+    details = f"For {duration(stats.maximum)} or longer."
+    expected = range(min(records.world_size, _MAX_SILENT_RANKS))
+    if silent := sorted(set(expected) - set(records.last_events)):
+        details += f" No event of {_ranks_and_hosts(analysis, silent)} is logged."
+    return Headline(text, details)
 
 
-def _who(analysis: Analysis, who: Sequence[int]) -> str:
-    """Write ``ranks 0 and 5 on node1 and node3``."""
-    if not who:
-        return "somebody"
-    few = len(who) <= _MOST_RANKS
-    said = (
-        f"rank{'s' if len(who) > 1 else ''} {listed(list(map(str, who)))}"
-        if few
-        else ranks(who, 100)
-    )
-    hosts = dict.fromkeys(filter(None, map(analysis.facts.name, who)))
+def _ranks_and_hosts(analysis: Analysis, items: Sequence[int]) -> str:
+    """Format as ``ranks 0 and 5 on node1 and node3``."""
+    if 0 < len(items) <= _MAX_RANKS:
+        listed = enumeration(list(map(str, items)))
+        text = f"rank{'s' if len(items) > 1 else ''} {listed}"
+    else:
+        text = ranks(items, _MAX_RANKS_LENGTH)
+    hosts = dict.fromkeys(filter(None, map(analysis.records.missing_name, items)))
     if not hosts:
-        return said
-    if len(hosts) > _MOST_HOSTS:
-        return f"{said} on {number(len(hosts))} hosts"
-    return f"{said} on {listed(list(map(_short, hosts)))}"
+        return text
+    if len(hosts) > _MAX_HOSTS:
+        return f"{text} on {number(len(hosts))} hosts"
+    return f"{text} on {enumeration(list(map(_name, hosts)))}"
 
 
-def _short(text: str, longest: int = _LONGEST_NAME) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+def _barrier(incident: Incident) -> str:
+    return f"barrier {_name(incident.barrier.id.prefix)}"
 
 
-def _error(text: str) -> str:
-    # A comma comes after it.
-    return _short(text.strip().rstrip("."), _LONGEST_ERROR)
+def _name(text: str) -> str:
+    return shorten(text, _MAX_NAME_LENGTH)
 
 
-def _capital(text: str) -> str:
+def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]

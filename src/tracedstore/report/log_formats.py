@@ -1,167 +1,176 @@
-"""An event in whatever carries it: runtimes, collectors and exporters wrap lines.
+"""Finds events in log lines, including lines that other software has wrapped.
 
-One rule finds it: in a JSON object that is not an event itself, every object is looked
-at in the same way, and every text is a line. What a container runtime puts round a line
-is taken off before, because it cuts long ones in parts, which have to be put together.
+A JSON object that is not an event is searched recursively: its objects and lists are
+searched, and its strings are parsed as lines. The wrapping of container runtimes is
+removed before, because they split long lines into parts, which have to be joined first.
 """
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.report.span_files import as_event, spans_in
+from tracedstore.report.span_files import event_from_span, events_from_resource_spans
 
-# An event that names 100,000 missing ranks has some 3 MB.
-LONGEST_LINE: Final = 16 << 20
+# An event that names 100,000 missing ranks has about 3 MB.
+MAX_LINE_BYTES: Final = 16 << 20
 
-# Beginnings of objects that are tried in a line where several writers met.
-_MOST_TRIES = 16
-# Objects, lists and texts in each other; a collector's export of logs has eight.
-_DEEPEST = 16
-# In a text in a text, quotes have backslashes.
-_ONE_OF_OURS = "|".join(map(re.escape, names.EVENT_NAMES))
-_EVENT_TEXT = rf'"event\\*": ?\\*"(?:{_ONE_OF_OURS})\\*"'
-_EVENT = re.compile(_EVENT_TEXT.encode())
-_EVENT_IN_TEXT = re.compile(_EVENT_TEXT)
-_SPAN_TEXT = f'"{names.BARRIER_PREFIX}'
-_SPAN = _SPAN_TEXT.encode()
-_NAMES = frozenset(names.EVENT_NAMES)
-# A list of them is taken as a whole: it may have any number.
-_OBJECT = re.compile(r'(?:\[\s*)?\{\s*"')
+# Positions at which a JSON value is tried in a line that several processes wrote to.
+_MAX_VALUES = 16
+# Nested objects, lists and strings; the log export of a collector has eight levels.
+_MAX_DEPTH = 16
+_EVENT_NAMES = frozenset(names.EVENT_NAMES)
+_EVENT_NAME_PATTERN = "|".join(map(re.escape, names.EVENT_NAMES))
+# Quotes have backslashes in a JSON string that is nested in a JSON string.
+_EVENT_PATTERN = rf'"event\\*": ?\\*"(?:{_EVENT_NAME_PATTERN})\\*"'
+_EVENT_IN_BYTES = re.compile(_EVENT_PATTERN.encode())
+_EVENT_IN_TEXT = re.compile(_EVENT_PATTERN)
+_SPAN_MARK = f'"{names.BARRIER_PREFIX}'
+_SPAN_MARK_BYTES = _SPAN_MARK.encode()
+# A list of objects counts as one value, so that it may have any length.
+_VALUE_START = re.compile(r'(?:\[\s*)?\{\s*"')
 
-# Docker's json-file, and what the kubelet and podman write: time, stream, and P for a
-# part of a line or F for the last of it.
-_RUNTIME = re.compile(
+# Docker's json-file driver; and the CRI format of the kubelet and podman: time, stream,
+# and P for a part of a line or F for its last part.
+_CONTAINER_LINE = re.compile(
     rb'\{"log":"|\d{4}-\d\d-\d\dT\S{8,40} (stdout|stderr) ([PF])(?::\S*)? '
 )
-# Where Docker cuts a line.
-_DOCKER_PART = 16 << 10
+# Docker splits lines after this many bytes.
+_DOCKER_PART_BYTES = 16 << 10
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_no_constant)
+_decoder = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def has_event(line: bytes) -> bool:
-    """Tell whether an event may be in a line."""
-    return _EVENT.search(line) is not None
+def may_have_event(line: bytes) -> bool:
+    """Return whether a line contains the name of an event."""
+    return _EVENT_IN_BYTES.search(line) is not None
 
 
-def has_span(line: bytes | bytearray) -> bool:
-    """Tell whether a barrier's span may be in a line, or in some of them."""
-    return _SPAN in line
+def may_have_span(text: bytes | bytearray) -> bool:
+    """Return whether a text contains the attribute of a barrier span."""
+    return _SPAN_MARK_BYTES in text
 
 
-def _is_ours(event: object) -> bool:
-    return type(event) is str and event in _NAMES
+def _is_event_name(value: object) -> bool:
+    return type(value) is str and value in _EVENT_NAMES
 
 
-def bare_event(line: bytes) -> dict[str, Any] | None:
-    """Give the event that a line is, with nothing round it: most are, and this is fast.
+def parse_bare_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event if it is all that a line contains, as in most logs.
 
-    None says nothing: there may be one, or several.
+    This is the fast path. After None, the line has to be parsed with ParsedLine.
     """
     text = line.decode("utf-8", "replace")
     try:
-        told, end = _decoder.raw_decode(text)
+        value, end = _decoder.raw_decode(text)
     except (ValueError, RecursionError):
         return None
-    if type(told) is dict and _is_ours(told.get("event")) and not text[end:].strip():
-        return told
+    if (
+        type(value) is dict
+        and _is_event_name(value.get("event"))
+        and not text[end:].strip()
+    ):
+        return value
     return None
 
 
-class Runtime:
-    """Takes off what a container runtime put round lines, and joins their parts."""
+class ContainerLogUnwrapper:
+    """Removes the wrapping of a container runtime, and joins the parts of a line."""
 
     def __init__(self) -> None:
         self._parts: dict[bytes, bytearray] = {}
 
-    def line(self, written: bytes) -> bytes | None:
-        """Give the line that was printed; None while there is more of it to come."""
-        wrapped = _RUNTIME.match(written)
-        if wrapped is None:
-            return written
-        if wrapped[1]:
-            stream, text = wrapped[1], written[wrapped.end() :]
-            part = wrapped[2] == b"P"
-            text = text.rstrip(b"\r\n") if part else text
+    def unwrap(self, raw: bytes) -> bytes | None:
+        """Return the line as printed; None for a part that is not the last one.
+
+        A line without wrapping is returned as it is.
+        """
+        header = _CONTAINER_LINE.match(raw)
+        if header is None:
+            return raw
+        if header[1]:
+            stream, text = header[1], raw[header.end() :]
+            is_part = header[2] == b"P"
+            text = text.rstrip(b"\r\n") if is_part else text
         else:
             try:
-                record = json.loads(written)
+                record = json.loads(raw)
                 text = record["log"].encode("utf-8", "replace")
                 stream = b"stderr" if record.get("stream") == "stderr" else b"stdout"
             except (ValueError, AttributeError, RecursionError):
-                return written
-            part = len(text) >= _DOCKER_PART and not text.endswith(b"\n")
-        held = self._parts.get(stream, b"")
-        if part and len(held) + len(text) < LONGEST_LINE:
+                return raw
+            is_part = len(text) >= _DOCKER_PART_BYTES and not text.endswith(b"\n")
+        parts = self._parts.get(stream, b"")
+        if is_part and len(parts) + len(text) < MAX_LINE_BYTES:
             self._parts.setdefault(stream, bytearray()).extend(text)
             return None
         self._parts.pop(stream, None)
-        return b"".join((held, text))
+        return b"".join((parts, text))
 
-    def rest(self) -> list[bytes]:
-        """Give the lines of which the end did not come."""
-        return [bytes(held) for held in self._parts.values()]
+    def flush(self) -> list[bytes]:
+        """Return the lines whose last part is missing."""
+        return [bytes(parts) for parts in self._parts.values()]
 
 
 @dataclass(slots=True)
-class Found:
-    """What is in a line.
+class ParsedLine:
+    """The events and spans of one line.
 
     Attributes:
-        events: Events of ours.
-        spans: Spans of barriers, as the events they stand for.
-        objects: JSON objects, and lists of them, of anybody.
-        whole: None of them is cut off, and all were looked at.
+        events: Events of tracedstore.
+        spans: The events of barrier spans.
+        value_count: Number of JSON objects and lists in the line.
+        complete: Whether all of these could be parsed.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
-    objects: int = 0
-    whole: bool = True
+    value_count: int = 0
+    complete: bool = True
 
-    def in_line(self, text: str, depth: int = 0) -> None:
-        """Look into a line, in which others may have written as well."""
+    def parse(self, text: str, depth: int = 0) -> None:
+        """Parse a line, which may contain other text and output of other processes."""
         position = 0
-        for _ in range(_MOST_TRIES):
-            begin = _OBJECT.search(text, position)
-            if begin is None:
+        for _ in range(_MAX_VALUES):
+            start = _VALUE_START.search(text, position)
+            if start is None:
                 break
             try:
-                told, position = _decoder.raw_decode(text, begin.start())
+                value, position = _decoder.raw_decode(text, start.start())
             except (ValueError, RecursionError):
-                self.whole = False
-                position = begin.start() + 1
+                self.complete = False
+                position = start.start() + 1
                 continue
-            self.objects += 1
-            self._in_value(told, depth)
+            self.value_count += 1
+            self._search(value, depth)
         else:
-            self.whole = self.whole and _OBJECT.search(text, position) is None
+            unread = _VALUE_START.search(text, position) is not None
+            self.complete = self.complete and not unread
 
-    def _in_value(self, told: Any, depth: int) -> None:
-        if isinstance(told, str):
-            if _EVENT_IN_TEXT.search(told) or _SPAN_TEXT in told:
-                self.in_line(told, depth + 1)
-        elif isinstance(told, dict):
-            if _is_ours(told.get("event")):
-                self.events.append(told)
-            elif "scopeSpans" in told:
-                self.spans += spans_in(told)
-            elif (span := as_event(told)) is not None:
-                self.spans.append(span)
+    def _search(self, value: Any, depth: int) -> None:
+        if isinstance(value, str):
+            if _EVENT_IN_TEXT.search(value) or _SPAN_MARK in value:
+                self.parse(value, depth + 1)
+        elif isinstance(value, dict):
+            if _is_event_name(value.get("event")):
+                self.events.append(value)
+            elif "scopeSpans" in value:
+                self.spans += events_from_resource_spans(value)
+            elif (event := event_from_span(value)) is not None:
+                self.spans.append(event)
             else:
-                self._in_all(told.values(), depth)
-        elif isinstance(told, list):
-            self._in_all(told, depth)
+                self._search_all(value.values(), depth)
+        elif isinstance(value, list):
+            self._search_all(value, depth)
 
-    def _in_all(self, values: Any, depth: int) -> None:
-        if depth < _DEEPEST:
-            for value in values:
-                self._in_value(value, depth + 1)
+    def _search_all(self, items: Iterable[Any], depth: int) -> None:
+        if depth < _MAX_DEPTH:
+            for item in items:
+                self._search(item, depth + 1)

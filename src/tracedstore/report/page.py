@@ -1,126 +1,85 @@
-"""The page: one HTML file that needs nothing else, and runs nothing."""
+"""Creates the page: one HTML file that loads nothing and runs no script."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.resources import files
+from typing import Any
 
 from tracedstore._version import __version__
-from tracedstore.report import incidents, plots, sections
-from tracedstore.report.analysis import Analysis, outcomes
-from tracedstore.report.formatting import moment, number, plural, safe
+from tracedstore.report import tables
+from tracedstore.report.analysis import CLOCK_TOLERANCE, Analysis
+from tracedstore.report.arrival_plot import arrival_plot
 from tracedstore.report.headline import headline
+from tracedstore.report.incidents import (
+    failure_groups,
+    incident_view,
+    process_name,
+    process_names,
+)
+from tracedstore.report.lateness_map import lateness_map, map_note
 from tracedstore.report.reader import ReadStats
-from tracedstore.report.records import COMPLETED, FAILED, TIMEOUT, WAITING
-from tracedstore.report.tables import code
 
-# Nothing is fetched and nothing runs, even if something slipped through the escaping.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_MAX_INCIDENTS = 30
+_MAX_REPORT_GROUPS = 8
 
 
 def page(analysis: Analysis, stats: ReadStats) -> str:
-    """Write it."""
-    return "".join(_parts(analysis, stats))
+    """Return the page as HTML. Text from logs is escaped."""
+    # Jinja2 is loaded only when a page is rendered.
+    from tracedstore.report.rendering import render  # noqa: PLC0415 - see above
+
+    context = {
+        "version": __version__,
+        "css": (files("tracedstore.report") / "page.css").read_text("utf-8"),
+        "max_rows": tables.MAX_ROWS,
+        "analysis": analysis,
+        "records": analysis.records,
+        "stats": stats,
+        "format_time": analysis.format_time,
+        "headline": headline(analysis),
+        "tiles": tables.summary_tiles(analysis),
+        **_incidents(analysis),
+        **_failures(analysis),
+        **_plots(analysis),
+        "slow_calls": tables.call_rows(analysis.records, tables.SLOW_CALLS),
+        "contended_calls": tables.call_rows(analysis.records, tables.CONTENDED_CALLS),
+        "other_events": list(tables.other_events(analysis.records)),
+        "clock_offsets": tables.deviating_clocks(analysis),
+        "clock_tolerance": CLOCK_TOLERANCE,
+    }
+    return render("page.html.j2", context)
 
 
-def _parts(analysis: Analysis, stats: ReadStats) -> Iterator[str]:
-    facts = analysis.facts
-    css = (files("tracedstore.report") / "page.css").read_text("utf-8")
-    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield '<link rel="icon" href="data:,">'
-    said = headline(analysis)
-    yield f"<title>{safe(said.text)} - tracedstore report</title>"
-    yield f"<style>{css}</style></head><body><header>"
-    yield f'<h1 id="headline"{" class=bad" if said.bad else ""}>{safe(said.text)}</h1>'
-    yield f'<p id="lead">{safe(said.more)}</p>'
-    yield (
-        f'<p class="note">{moment(facts.first)} to {analysis.when(facts.last)} UTC'
-        f"{_jobs(analysis.jobs)}, from {plural(stats.files, 'file')}</p></header>"
-    )
-    yield _tiles(analysis)
-    yield '<section><h2 id="incidents">Missing ranks</h2>'
-    yield from incidents.incidents(analysis)
-    yield '</section><section><h2 id="failures">First failure</h2>'
-    yield from incidents.failures(analysis)
-    yield '</section><section><h2 id="barriers">Barriers</h2>'
-    yield from _plots(analysis)
-    yield '</section><section><h2 id="late">Stragglers</h2>'
-    yield from sections.stragglers(analysis)
-    yield '</section><section><h2 id="calls">Slow, stalled and failed calls</h2>'
-    yield from sections.calls(facts)
-    yield '</section><section><h2 id="cas">Contention</h2>'
-    yield from sections.contention(facts)
-    yield from sections.others(facts)
-    yield '</section><section><h2 id="clocks">Clocks</h2>'
-    yield from sections.clocks(analysis)
-    yield '</section><section><h2 id="read">What was read</h2>'
-    yield from sections.read(facts, stats)
-    yield f"</section><footer>tracedstore {safe(__version__)}</footer></body></html>\n"
+def _incidents(analysis: Analysis) -> dict[str, Any]:
+    unfinished = [each for each in analysis.incidents if not each.barrier.completed]
+    late = analysis.incidents[len(unfinished) :]
+    view = partial(incident_view, analysis)
+    return {
+        "unfinished": list(map(view, unfinished[:_MAX_INCIDENTS])),
+        "unfinished_count": len(unfinished),
+        "late": list(map(view, late[: tables.MAX_ROWS])),
+        "late_count": len(late),
+        "max_report_groups": _MAX_REPORT_GROUPS,
+    }
 
 
-def _jobs(jobs: Sequence[str]) -> str:
-    if not jobs:
-        return ""
-    shown = ", ".join(map(code, jobs[:5]))
-    return f", {'job' if len(jobs) == 1 else plural(len(jobs), 'job')} {shown}"
+def _failures(analysis: Analysis) -> dict[str, Any]:
+    if not analysis.failures:
+        return {"failures": []}
+    process, _ = analysis.failures[0]
+    host = analysis.records.host(process.rank) or process.host
+    return {
+        "failures": failure_groups(analysis),
+        "first_clock_offset": analysis.clock_offset(host),
+        "process_name": partial(process_name, analysis),
+        "process_names": partial(process_names, analysis),
+    }
 
 
-def _tiles(analysis: Analysis) -> str:
-    ended = outcomes(analysis.rounds)
-    facts = analysis.facts
-    heard = number(len(analysis.ranks))
-    if facts.world_size:
-        heard += f" of {number(facts.world_size)}"
-    tiles = [
-        ("ranks", "Ranks heard of", heard, False),
-        ("hosts", "Hosts", number(len(set(facts.hosts.values()))), False),
-        ("completed", "Barriers completed", number(ended[COMPLETED]), False),
-        *_guessed(analysis),
-        ("timeouts", "Timed out", number(ended[TIMEOUT]), ended[TIMEOUT] > 0),
-        ("failed", "Failed", number(ended[FAILED]), ended[FAILED] > 0),
-        ("open", "No end in the logs", number(ended[WAITING]), ended[WAITING] > 0),
-    ]
-    return (
-        '<dl class="tiles">'
-        + "".join(
-            f"<div{' class=bad' if bad else ''}><dt>{label}</dt>"
-            f'<dd id="n-{name}">{value}</dd></div>'
-            for name, label, value, bad in tiles
-        )
-        + "</dl>"
-    )
-
-
-def _guessed(analysis: Analysis) -> Iterator[tuple[str, str, str, bool]]:
-    if count := sum(each.seems_completed for each in analysis.rounds):
-        yield "guessed", "Completed, as far as can be told", number(count), False
-
-
-def _plots(analysis: Analysis) -> Iterable[str]:
-    if not any(each.ranks for each in analysis.rounds):
-        yield (
-            '<p class="good">No arrival is in the logs. Completed barriers are logged'
-            " where the application has configured structlog, at debug level; their"
-            " spans, given with <code>--traces</code>, say the same.</p>"
-        )
-        return
-    only = len(analysis.rounds) == 1
-    barrier = code(analysis.rounds[0].barrier.prefix) if only else "each barrier"
-    yield (
-        f"<p>When each rank came to {barrier}, in seconds after the first one; the"
-        " scale is in powers of ten.</p>"
-    )
-    yield plots.arrivals(analysis)
-    yield (
-        '<p class="note">At a completed barrier all are let go at the same moment, so'
-        " how long each rank waited, by its own clock, tells when it came: clocks of"
-        " hosts are not compared. At barriers that did not complete, and along the"
-        " time axis, they are, and they may differ: see <a href=#clocks>below</a>.</p>"
-    )
-    if only:
-        return
-    yield (
-        "<p>Who was behind the others: a row a rank, a column a barrier."
-        f" {plots.described(analysis)}</p>"
-    )
-    yield plots.heat_map(analysis)
+def _plots(analysis: Analysis) -> dict[str, Any]:
+    has_arrivals = any(barrier.ranks for barrier in analysis.barriers)
+    has_map = has_arrivals and len(analysis.barriers) > 1
+    return {
+        "arrivals": arrival_plot(analysis) if has_arrivals else None,
+        "lateness": lateness_map(analysis) if has_map else None,
+        "map_note": map_note(analysis),
+    }

@@ -1,4 +1,4 @@
-"""Log files to events: whatever else stands in them is counted and passed over."""
+"""Reads events from log files, and counts the lines that contain none."""
 
 import gzip
 import io
@@ -14,246 +14,251 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tracedstore.report.log_formats import (
-    LONGEST_LINE,
-    Found,
-    Runtime,
-    bare_event,
-    has_event,
-    has_span,
+    MAX_LINE_BYTES,
+    ContainerLogUnwrapper,
+    ParsedLine,
+    may_have_event,
+    may_have_span,
+    parse_bare_event,
 )
 
 STANDARD_INPUT: Final = "-"
 
-# Seconds after which it is said that a pipe is waited for.
-_PATIENCE = 2.0
-# What a page begins with.
-_PAGE = b"<!DOCTYPE html>"
-# What is indented begins with a line like this, and ends with one like that.
-_ENDS: Final = {b"{": b"}", b"[": b"]"}
+# Seconds without input from a pipe, after which on_wait is called.
+_PIPE_TIMEOUT = 2.0
+_PAGE_START = b"<!DOCTYPE html>"
+_GZIP_MAGIC = b"\x1f\x8b"
+# The first and the last line of indented JSON.
+_INDENTED_JSON_ENDS: Final = {b"{": b"}", b"[": b"]"}
 
-Take = Callable[[dict[str, Any]], bool]
+AddEvent = Callable[[dict[str, Any]], bool]
 
 
 class OutputError(Exception):
-    """What should be written is something to be read."""
+    """The output file is one of the input files."""
 
 
 @dataclass(slots=True)
 class ReadStats:
-    """What was read, and what was not.
+    """Counts of what was read.
 
     Attributes:
-        files: Files that were read.
-        lines: Lines in them; one that a container runtime has cut in parts is one.
-        events: Events in these; a line may have several.
-        spans: Spans of barriers in these; one may have many lines, or a line many.
-        broken: Lines with JSON that has no end, or that another writer cut in two. The
-            rest of such a line is used.
-        unfit: Events and spans that lack a field, or have a wrong one; not among those
-            above.
-        foreign: Lines of anybody else.
-        long: Lines beyond 16 MiB.
-        damaged: Files that could not be read to their end, and why.
+        files: Files that were opened.
+        lines: Lines in them. A line that a container runtime has split counts once.
+        events: Valid events. A line may contain several.
+        spans: Valid barrier spans. A span may have many lines, or a line many spans.
+        truncated: Lines with incomplete JSON: cut off, or interleaved with another
+            line. Complete objects in such a line are used.
+        invalid: Events and spans with an invalid field or without a required one. They
+            are not counted in ``events`` and ``spans``.
+        unrelated: Lines without an event or a barrier span.
+        too_long: Lines of 16 MiB and more.
+        incomplete_files: Files that could not be read to the end, with the reason.
     """
 
     files: int = 0
     lines: int = 0
     events: int = 0
     spans: int = 0
-    broken: int = 0
-    unfit: int = 0
-    foreign: int = 0
-    long: int = 0
-    damaged: list[str] = field(default_factory=list)
+    truncated: int = 0
+    invalid: int = 0
+    unrelated: int = 0
+    too_long: int = 0
+    incomplete_files: list[str] = field(default_factory=list)
 
     @property
-    def useless(self) -> int:
-        """What was meant for us, as it seems, and could not be used."""
-        return self.broken + self.unfit + self.long
+    def damaged(self) -> int:
+        """Lines, events and spans that could not be used."""
+        return self.truncated + self.invalid + self.too_long
 
     @property
     def skipped(self) -> int:
-        """Lines of which nothing, or not all, was used."""
-        return self.useless + self.foreign
+        """Lines that were not used, or not completely."""
+        return self.damaged + self.unrelated
 
 
-def files_in(places: Iterable[str], but: Path) -> list[str]:
-    """List the files that are meant: folders with all below them, each file once.
+def find_files(paths: Iterable[str], output: Path) -> list[str]:
+    """List the input files: directories recursively, every file once.
 
     Args:
-        places: Files, folders, or "-".
-        but: A file that is not meant: the report itself, of an earlier time.
+        paths: Files, directories, or "-" for standard input.
+        output: The file that the report is written to. It is left out if it contains
+            an earlier report or nothing.
 
     Raises:
-        OutputError: That file is one of those that are meant, and no report.
-        OSError: Something that was named is not there.
+        OutputError: The output is one of the input files, and contains no report.
+        OSError: A path cannot be read.
     """
-    found: dict[tuple[int, int] | str, str] = {}
-    of_report = but.stat() if but.exists() else None
-    report = (of_report.st_dev, of_report.st_ino) if of_report else None
-    for place in places:
-        if place == STANDARD_INPUT:
-            found[place] = place
+    files: dict[tuple[int, int] | str, str] = {}
+    output_stat = output.stat() if output.exists() else None
+    output_id = (output_stat.st_dev, output_stat.st_ino) if output_stat else None
+    for name in paths:
+        if name == STANDARD_INPUT:
+            files[name] = name
             continue
-        path = Path(place)
+        path = Path(name)
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             try:
-                told = file.stat()
+                status = file.stat()
             except OSError:
                 if file == path:
                     raise
                 continue
-            # A pipe in a folder would be waited for; one that is named is meant.
-            if stat.S_ISREG(told.st_mode) or (file == path and not path.is_dir()):
-                identity = told.st_dev, told.st_ino
-                if identity != report:
-                    found.setdefault(identity, str(file))
-                elif stat.S_ISREG(told.st_mode) and told.st_size and not _is_page(but):
+            regular = stat.S_ISREG(status.st_mode)
+            # Pipes are read only if they are named: opening one in a directory blocks.
+            if regular or (file == path and not path.is_dir()):
+                file_id = status.st_dev, status.st_ino
+                if file_id != output_id:
+                    files.setdefault(file_id, str(file))
+                elif regular and status.st_size and not _is_page(output):
                     raise OutputError
-    return list(found.values())
+    return list(files.values())
 
 
 def _is_page(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(_PAGE)) == _PAGE
+        return file.read(len(_PAGE_START)) == _PAGE_START
 
 
 def read_events(
     files: Iterable[str],
-    take: Take,
+    add: AddEvent,
     stats: ReadStats,
-    waiting: Callable[[str], None] = lambda _: None,
+    on_wait: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Read every event, and every span of a barrier as the event it stands for.
+    """Read all events, and all barrier spans as events.
+
+    A file that cannot be read to the end is added to ``stats.incomplete_files``.
 
     Args:
-        files: What to read; "-" for standard input.
-        take: Is given each, and says whether it is fit.
-        stats: Where it is counted.
-        waiting: Is told of a pipe into which nobody writes.
+        files: Names of files; "-" for standard input.
+        add: Called with each event; returns whether the event is valid.
+        stats: Updated with the counts.
+        on_wait: Called with the name of a pipe without input, after two seconds.
     """
     for name in files:
         try:
-            with _opened(name, waiting) as file:
+            with _open(name, on_wait) as file:
                 stats.files += 1
-                _read(file, take, stats)
+                _read_file(file, add, stats)
         except (OSError, EOFError, zlib.error) as error:
-            # A rank that was killed leaves half a gzip behind it.
-            said = getattr(error, "strerror", None) or str(error)
-            stats.damaged.append(f"{name}: {said}")
+            # EOFError: a killed process leaves an incomplete gzip file.
+            reason = getattr(error, "strerror", None) or str(error)
+            stats.incomplete_files.append(f"{name}: {reason}")
 
 
 @contextmanager
-def _opened(name: str, waiting: Callable[[str], None]) -> Iterator[IO[bytes]]:
-    # Nobody may have opened a pipe to write, and who did may have nothing to say.
-    patience = threading.Timer(_PATIENCE, waiting, [name])
-    patience.daemon = True
+def _open(name: str, on_wait: Callable[[str], None]) -> Iterator[IO[bytes]]:
+    # Opening a pipe blocks until it has a writer, and peek() until it has data.
+    timer = threading.Timer(_PIPE_TIMEOUT, on_wait, [name])
+    timer.daemon = True
     if name == STANDARD_INPUT or not Path(name).is_file():
-        patience.start()
+        timer.start()
     with ExitStack() as opened:
         try:
             if name == STANDARD_INPUT:
-                source = io.FileIO(sys.stdin.fileno(), closefd=False)
+                raw = io.FileIO(sys.stdin.fileno(), closefd=False)
             else:
-                source = io.FileIO(name)
-            file = opened.enter_context(io.BufferedReader(source))
-            packed = file.peek(2)[:2] == b"\x1f\x8b"
+                raw = io.FileIO(name)
+            file = opened.enter_context(io.BufferedReader(raw))
+            is_gzip = file.peek(2)[:2] == _GZIP_MAGIC
         finally:
-            patience.cancel()
-        if packed:
+            timer.cancel()
+        if is_gzip:
             unpacked = gzip.GzipFile(fileobj=file)
             yield opened.enter_context(io.BufferedReader(unpacked))
         else:
             yield file
 
 
-def _read(file: IO[bytes], take: Take, stats: ReadStats) -> None:
-    spread = _Spread()
+def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
+    indented = _IndentedJson()
     for line in _lines(file, stats):
         stats.lines += 1
-        if has_event(line):
-            if (event := bare_event(line)) is None:
-                _read_line(line, take, stats)
-            elif take(event):
+        if may_have_event(line):
+            if (event := parse_bare_event(line)) is None:
+                _read_line(line, add, stats)
+            elif add(event):
                 stats.events += 1
             else:
-                stats.unfit += 1
+                stats.invalid += 1
             continue
-        if has_span(line) and b'{"' in line:
-            _read_line(line, take, stats)
+        if may_have_span(line) and b'{"' in line:
+            _read_line(line, add, stats)
             continue
-        bare = line.rstrip()
-        torn = _is_torn(bare)
-        stats.broken += torn
-        stats.foreign += not torn
-        if spread.ends_with(bare, torn=torn):
-            stats.broken -= spread.torn
-            stats.foreign -= spread.lines - spread.torn
-            _read_line(bytes(spread.held), take, stats)
+        stripped = line.rstrip()
+        truncated = _is_truncated(stripped)
+        stats.truncated += truncated
+        stats.unrelated += not truncated
+        if indented.add(stripped, truncated=truncated):
+            # Its lines are already counted one by one; count it once instead.
+            stats.truncated -= indented.truncated
+            stats.unrelated -= indented.lines - indented.truncated
+            _read_line(bytes(indented.text), add, stats)
 
 
-def _is_torn(bare: bytes) -> bool:
-    """Tell whether an object begins there that may be ours, and is cut off."""
+def _is_truncated(line: bytes) -> bool:
+    """Return whether a JSON object starts in a line and does not end there."""
     return (
-        b'{"' in bare
-        and not bare.endswith(b"}")
-        and bare.count(b"{") > bare.count(b"}")
+        b'{"' in line
+        and not line.endswith(b"}")
+        and line.count(b"{") > line.count(b"}")
     )
 
 
 def _lines(file: IO[bytes], stats: ReadStats) -> Iterator[bytes]:
-    """Give lines as they were printed."""
-    runtime = Runtime()
-    for written in iter(partial(file.readline, LONGEST_LINE), b""):
-        if len(written) == LONGEST_LINE and not written.endswith(b"\n"):
+    """Yield lines without the wrapping of a container runtime."""
+    unwrapper = ContainerLogUnwrapper()
+    for raw in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+        if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
             stats.lines += 1
-            stats.long += 1
-            while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+            stats.too_long += 1
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 pass
-        elif (line := runtime.line(written)) is not None:
+        elif (line := unwrapper.unwrap(raw)) is not None:
             yield line
-    yield from runtime.rest()
+    yield from unwrapper.flush()
 
 
-class _Spread:
-    """Puts together what is indented, as ConsoleSpanExporter does it by default.
+class _IndentedJson:
+    """Collects the lines of indented JSON, the default of ConsoleSpanExporter.
 
     Attributes:
-        held: An object, or a list of them, as far as it has come.
-        lines: How many lines that is.
-        torn: Those of them that look as if they were cut off.
+        text: The lines collected so far.
+        lines: Number of lines.
+        truncated: Number of lines that are incomplete JSON by themselves.
     """
 
     def __init__(self) -> None:
-        self.held = bytearray()
-        self.lines = self.torn = 0
-        self._end = b""
+        self.text = bytearray()
+        self.lines = self.truncated = 0
+        self._last_line = b""
 
-    def ends_with(self, bare: bytes, *, torn: bool) -> bool:
-        """Take a line; tell whether something with a span in it ends there."""
-        if end := _ENDS.get(bare):
-            self.held, self.lines, self.torn = bytearray(), 0, 0
-            self._end = end
-        elif not self._end:
+    def add(self, line: bytes, *, truncated: bool) -> bool:
+        """Add a line. Return whether it completes JSON that may contain a span."""
+        if last_line := _INDENTED_JSON_ENDS.get(line):
+            self.text, self.lines, self.truncated = bytearray(), 0, 0
+            self._last_line = last_line
+        elif not self._last_line:
             return False
-        self.held += bare + b"\n"
+        self.text += line + b"\n"
         self.lines += 1
-        self.torn += torn
-        ended = bare == self._end
-        if ended or len(self.held) > LONGEST_LINE:
-            self._end = b""
-        return ended and has_span(self.held)
+        self.truncated += truncated
+        complete = line == self._last_line
+        if complete or len(self.text) > MAX_LINE_BYTES:
+            self._last_line = b""
+        return complete and may_have_span(self.text)
 
 
-def _read_line(line: bytes, take: Take, stats: ReadStats) -> None:
-    """Read the events of a line, in which others may have written as well."""
-    found = Found()
-    found.in_line(line.decode("utf-8", "replace"))
-    events, spans = (sum(map(take, each)) for each in (found.events, found.spans))
+def _read_line(line: bytes, add: AddEvent, stats: ReadStats) -> None:
+    """Read the events of a line that may contain other text."""
+    parsed = ParsedLine()
+    parsed.parse(line.decode("utf-8", "replace"))
+    events, spans = (sum(map(add, each)) for each in (parsed.events, parsed.spans))
     stats.events += events
     stats.spans += spans
-    stats.unfit += len(found.events) + len(found.spans) - events - spans
-    if not found.whole or not found.objects:
-        stats.broken += 1
-    elif not (found.events or found.spans):
-        stats.foreign += 1
+    stats.invalid += len(parsed.events) + len(parsed.spans) - events - spans
+    if not parsed.complete or not parsed.value_count:
+        stats.truncated += 1
+    elif not (parsed.events or parsed.spans):
+        stats.unrelated += 1

@@ -1,309 +1,273 @@
-"""What is kept of the events: counts and columns, not the events.
+"""Accumulates log events as counts and columns; the events themselves are not kept.
 
-A million arrivals are a few arrays; calls are counted by key family, failures are kept
-one a process.
+A million barrier calls are eight arrays. Store calls are counted per key family, and
+one failure is kept per process.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.ranges import fold
 from tracedstore.report import values
-from tracedstore.report.values import NOBODY
+from tracedstore.report.record_types import (
+    COMPLETED,
+    FAILED,
+    NO_DETAIL,
+    NO_DETAIL_INDEX,
+    TIMEOUT,
+    WAITING,
+    BarrierCallColumns,
+    BarrierId,
+    CallStats,
+    EventDetail,
+    FirstFailure,
+    LoggedProcess,
+)
+from tracedstore.report.values import NO_RANK
 
-COMPLETED, WAITING, TIMEOUT, FAILED = range(4)
-NOTHING: Final = 0
-_KINDS: Final = {
+_OUTCOMES: Final = {
     names.BARRIER_COMPLETED: COMPLETED,
     names.BARRIER_WAITING: WAITING,
     names.BARRIER_TIMEOUT: TIMEOUT,
     names.BARRIER_FAILED: FAILED,
 }
-# Families that are told apart: 64 a process, and jobs have few kinds of processes.
-_MOST_FAMILIES = 10_000
-_OTHERS = "(others)"
+# A process has at most 64 key families, and a job has few kinds of processes.
+_MAX_FAMILIES = 10_000
+_OTHER_FAMILIES = "(others)"
+
+# Event name, key family, operation, store.
+CallKey = tuple[str, str, str, str]
 
 
-class BarrierRecord(NamedTuple):
-    """A key prefix in one job."""
-
-    run_id: str
-    prefix: str
-
-
-class Said(NamedTuple):
-    """What a rank said of a barrier that it did not get through.
+class Records:
+    """What the events of all ranks contain.
 
     Attributes:
-        text: For people.
-        missing: The ranks that it named, folded.
+        barrier_calls: All barrier calls.
+        barrier_ids: All barriers, with their position in ``world_sizes``.
+        world_sizes: Number of ranks of each barrier.
+        details: Distinct details of barrier events.
+        store_calls: Statistics of slow, stalled, failed and contended calls.
+        first_failures: The first failure of each process.
+        rendezvous: Number of events by name, job, cause and message.
+        stale_keys: Number of events by barrier.
+        disabled_observers: Number of events by observer and error.
+        event_counts: Number of events by name.
+        hosts: Host of each rank, as logged by the rank.
+        last_events: Time and name of the last event of each rank.
+        first_time: Time of the first event, in seconds since 1970.
+        last_time: Time of the last event.
     """
 
-    text: str
-    missing: str
-
-
-UNSAID: Final = Said("", "")
-
-
-class Process(NamedTuple):
-    """Who wrote a line."""
-
-    run_id: str
-    rank: int
-    host: str
-    pid: int
-
-
-class Failure(NamedTuple):
-    """The first thing that failed in a process."""
-
-    when: float
-    event: str
-    what: str
-    error: str
-
-
-@dataclass(slots=True)
-class Calls:
-    """Calls of one kind that were told of.
-
-    Attributes:
-        told: Lines.
-        suppressed_count: What these say was not told.
-        longest: Seconds, or losses in a row.
-        key: That call's key.
-        ranks: Who told.
-        errors: Their error types.
-    """
-
-    told: int = 0
-    suppressed_count: int = 0
-    longest: float = -1.0
-    key: str = ""
-    ranks: set[int] = field(default_factory=set)
-    errors: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def count(self) -> int:
-        """How many calls there were at least."""
-        return self.told + self.suppressed_count
-
-
-class Visits:
-    """Every visit of a barrier by a rank that was told of, in columns."""
-
     def __init__(self) -> None:
-        self.barrier = array("l")
-        self.rank = array("l")
-        self.end = array("d")
-        self.waited = array("d")
-        self.kind = array("b")
-        self.last = array("l")
-        self.said = array("l")
-        self.pid = array("l")
-
-    def __len__(self) -> int:
-        return len(self.barrier)
-
-
-class Facts:
-    """What many ranks said."""
-
-    def __init__(self) -> None:
-        self.visits = Visits()
-        self.barriers: dict[tuple[str, str], int] = {}
+        self.barrier_calls = BarrierCallColumns()
+        self.barrier_ids: dict[tuple[str, str], int] = {}
         self.world_sizes: list[int] = []
-        self.said: list[Said] = [UNSAID]
-        self.calls: dict[tuple[str, str, str, str], Calls] = {}
-        self.first_failures: dict[Process, Failure] = {}
+        self.details: list[EventDetail] = [NO_DETAIL]
+        self.store_calls: dict[CallKey, CallStats] = {}
+        self.first_failures: dict[LoggedProcess, FirstFailure] = {}
         self.rendezvous: Counter[tuple[str, str, str, str]] = Counter()
-        self.stale: Counter[BarrierRecord] = Counter()
-        self.disabled: Counter[tuple[str, str]] = Counter()
-        self.events: Counter[str] = Counter()
+        self.stale_keys: Counter[BarrierId] = Counter()
+        self.disabled_observers: Counter[tuple[str, str]] = Counter()
+        self.event_counts: Counter[str] = Counter()
         self.hosts: dict[int, str] = {}
-        self.heard: dict[int, tuple[float, str]] = {}
-        self.first = float("inf")
-        self.last = 0.0
-        self._said: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._named: dict[int, str] = {}
-        self._world_size = 0
-        self._add: dict[str, Callable[[Mapping[str, Any], float, int], None]] = {
-            **dict.fromkeys(_KINDS, self._visit),
-            names.BARRIER_STALE_KEY: self._stale,
-            names.OPERATION_SLOW: self._call,
-            names.OPERATION_FAILED: self._call,
-            names.OPERATION_STALLED: self._call,
-            names.CAS_CONTENDED: self._call,
-            names.RENDEZVOUS_CONFLICT: self._call,
-            names.RENDEZVOUS_WAITING: self._rendezvous_waits,
-            names.RENDEZVOUS_TIMEOUT: self._rendezvous,
-            names.RENDEZVOUS_FAILED: self._rendezvous,
-            names.TELEMETRY_DISABLED: self._disabled,
+        self.last_events: dict[int, tuple[float, str]] = {}
+        self.first_time = float("inf")
+        self.last_time = 0.0
+        self._detail_indexes: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._missing_names: dict[int, str] = {}
+        self._max_world_size = 0
+        self._handlers: dict[str, Callable[[Mapping[str, Any], float, int], None]] = {
+            **dict.fromkeys(_OUTCOMES, self._add_barrier_call),
+            names.BARRIER_STALE_KEY: self._add_stale_key,
+            names.OPERATION_SLOW: self._add_store_call,
+            names.OPERATION_FAILED: self._add_store_call,
+            names.OPERATION_STALLED: self._add_store_call,
+            names.CAS_CONTENDED: self._add_store_call,
+            names.RENDEZVOUS_CONFLICT: self._add_store_call,
+            names.RENDEZVOUS_WAITING: self._add_rendezvous_warning,
+            names.RENDEZVOUS_TIMEOUT: self._add_rendezvous_failure,
+            names.RENDEZVOUS_FAILED: self._add_rendezvous_failure,
+            names.TELEMETRY_DISABLED: self._add_disabled_observer,
         }
 
     def add(self, event: Mapping[str, Any]) -> bool:
-        """Take an event in; False, and nothing of it, if it is not fit."""
+        """Add an event. An invalid one changes nothing and returns False."""
         try:
-            when = values.moment(event["timestamp"])
+            time = values.timestamp(event["timestamp"])
             rank = values.rank(event)
             host = values.text(event, "host")
-            if take := self._add.get(event["event"]):
-                take(event, when, rank)
-        except values.UNFIT:
+            if handler := self._handlers.get(event["event"]):
+                handler(event, time, rank)
+        except values.INVALID:
             return False
-        self.events[event["event"]] += 1
-        self.first = min(self.first, when)
-        self.last = max(self.last, when)
-        if rank != NOBODY:
+        self.event_counts[event["event"]] += 1
+        self.first_time = min(self.first_time, time)
+        self.last_time = max(self.last_time, time)
+        if rank != NO_RANK:
             size = event.get("world_size")
             if isinstance(size, int):
-                self._world_size = max(self._world_size, size)
+                self._max_world_size = max(self._max_world_size, size)
             if host:
                 self.hosts[rank] = host
-            heard = self.heard.get(rank)
-            if heard is None or heard[0] <= when:
-                self.heard[rank] = when, event["event"]
+            last = self.last_events.get(rank)
+            if last is None or last[0] <= time:
+                self.last_events[rank] = time, event["event"]
         return True
 
     def host(self, rank: int) -> str:
-        """Name a rank's host: as itself has it, else as others do, else ""."""
-        return self.hosts.get(rank) or self._named.get(rank, "")
+        """Return the host that the rank logged, else the one others named, else ""."""
+        return self.hosts.get(rank) or self._missing_names.get(rank, "")
 
-    def name(self, rank: int) -> str:
-        """Name a rank as those that missed it do: their decoder may know better."""
-        return self._named.get(rank) or self.hosts.get(rank, "")
+    def missing_name(self, rank: int) -> str:
+        """Return the name that reports of missing ranks use, else the host, else "".
+
+        The reporting rank may have a decoder that knows more than the host.
+        """
+        return self._missing_names.get(rank) or self.hosts.get(rank, "")
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job had, by the largest barrier or what ranks said."""
-        return max(self.world_sizes, default=self._world_size)
+        """Number of ranks of the largest barrier, else the largest logged size."""
+        return max(self.world_sizes, default=self._max_world_size)
 
-    def _visit(self, event: Mapping[str, Any], when: float, rank: int) -> None:
-        kind = _KINDS[event["event"]]
+    def _add_barrier_call(
+        self, event: Mapping[str, Any], time: float, rank: int
+    ) -> None:
+        outcome = _OUTCOMES[event["event"]]
         run_id, prefix = values.text(event, "run_id"), values.text(event, "barrier")
-        waited = values.seconds(event, "waited_seconds")
-        last = values.rank(event, "last_rank")
+        waited = values.duration(event, "waited_seconds")
+        last_rank = values.rank(event, "last_rank")
         world_size = values.count(event, "world_size")
         pid = values.count(event, "pid")
-        said = NOTHING if kind == COMPLETED else self._interned(event, kind)
-        # A plain tuple finds it, and is made in no time.
-        place = self.barriers.get((run_id, prefix))
-        if place is None:
-            place = self.barriers[BarrierRecord(run_id, prefix)] = len(self.barriers)
+        detail = NO_DETAIL_INDEX
+        if outcome != COMPLETED:
+            detail = self._detail_index(event, outcome)
+        # A plain tuple is an equal key, and cheaper to create than a BarrierId.
+        barrier = self.barrier_ids.get((run_id, prefix))
+        if barrier is None:
+            barrier = len(self.barrier_ids)
+            self.barrier_ids[BarrierId(run_id, prefix)] = barrier
             self.world_sizes.append(world_size)
-        visits = self.visits
-        visits.barrier.append(place)
-        visits.rank.append(rank)
-        visits.end.append(when)
-        visits.waited.append(waited)
-        visits.kind.append(kind)
-        visits.last.append(last)
-        visits.said.append(said)
-        visits.pid.append(pid)
-        if kind in {TIMEOUT, FAILED}:
-            self._failure(event, when, prefix, self.said[said].text)
+        calls = self.barrier_calls
+        calls.barrier.append(barrier)
+        calls.rank.append(rank)
+        calls.end.append(time)
+        calls.waited.append(waited)
+        calls.outcome.append(outcome)
+        calls.last_rank.append(last_rank)
+        calls.detail.append(detail)
+        calls.pid.append(pid)
+        if outcome in {TIMEOUT, FAILED}:
+            self._add_failure(event, time, prefix, self.details[detail].text)
 
-    def _interned(self, event: Mapping[str, Any], kind: int) -> int:
-        if kind == FAILED:
-            error = f"{values.text(event, 'error_type')}: {values.text(event, 'error')}"
-            key: tuple[str, tuple[int, ...]] = error, ()
+    def _detail_index(self, event: Mapping[str, Any], outcome: int) -> int:
+        if outcome == FAILED:
+            key: tuple[str, tuple[int, ...]] = _error(event), ()
         else:
             missing = values.ranks(event, "missing_ranks")
             key = values.text(event, "missing"), missing
-        found = self._said.get(key)
-        if found is None:
-            found = self._said[key] = len(self.said)
-            self.said.append(Said(key[0], fold(key[1])))
-            given = event.get("missing_names", ())
-            for missing_rank, name in zip(key[1], given, strict=False):
+        index = self._detail_indexes.get(key)
+        if index is None:
+            index = self._detail_indexes[key] = len(self.details)
+            self.details.append(EventDetail(key[0], fold(key[1])))
+            missing_names = event.get("missing_names", ())
+            for missing_rank, name in zip(key[1], missing_names, strict=False):
                 if isinstance(name, str) and name != default_name(missing_rank):
-                    self._named[missing_rank] = name
-        return found
+                    self._missing_names[missing_rank] = name
+        return index
 
-    def _call(self, event: Mapping[str, Any], when: float, rank: int) -> None:
-        kind = event["event"]
-        key = (
-            kind,
+    def _add_store_call(self, event: Mapping[str, Any], time: float, rank: int) -> None:
+        name = event["event"]
+        call_key: CallKey = (
+            name,
             values.text(event, "key_family"),
             values.text(event, "operation"),
             values.text(event, "store"),
         )
-        if kind in {names.CAS_CONTENDED, names.RENDEZVOUS_CONFLICT}:
+        if name in {names.CAS_CONTENDED, names.RENDEZVOUS_CONFLICT}:
             size = float(values.count(event, "losses_in_a_row"))
+        elif name == names.OPERATION_STALLED:
+            size = values.duration(event, "waited_seconds")
         else:
-            stalled = kind == names.OPERATION_STALLED
-            size = values.seconds(
-                event, "waited_seconds" if stalled else "duration_seconds"
-            )
+            size = values.duration(event, "duration_seconds")
         suppressed_count = values.count(event, "suppressed_count")
         error_type = values.text(event, "error_type")
-        shown = values.text(event, "key")
+        key = values.text(event, "key")
         error = values.text(event, "error")
-        if key not in self.calls and len(self.calls) >= _MOST_FAMILIES:
-            key = kind, _OTHERS, "", ""
-        calls = self.calls.setdefault(key, Calls())
-        calls.told += 1
-        calls.suppressed_count += suppressed_count
-        calls.ranks.add(rank)
+        if name == names.OPERATION_FAILED:
+            # First, because it validates more fields of the event.
+            subject = f"{call_key[2]} {key}"
+            self._add_failure(event, time, subject, f"{error_type}: {error}")
+        if call_key not in self.store_calls and len(self.store_calls) >= _MAX_FAMILIES:
+            call_key = name, _OTHER_FAMILIES, "", ""
+        stats = self.store_calls.setdefault(call_key, CallStats())
+        stats.logged += 1
+        stats.suppressed_count += suppressed_count
+        stats.ranks.add(rank)
         if error_type:
-            calls.errors[error_type] += 1
-        if size > calls.longest:
-            calls.longest, calls.key = size, shown
-        if kind == names.OPERATION_FAILED:
-            what = f"{key[2]} {shown}"
-            self._failure(event, when, what, f"{error_type}: {error}")
+            stats.errors[error_type] += 1
+        if size > stats.maximum:
+            stats.maximum, stats.maximum_key = size, key
 
-    def _rendezvous(self, event: Mapping[str, Any], when: float, _rank: int) -> None:
-        said = values.text(event, "message")
+    def _add_rendezvous_failure(
+        self, event: Mapping[str, Any], time: float, _rank: int
+    ) -> None:
+        message = values.text(event, "message")
         cause = values.text(event, "cause")
         endpoint = values.text(event, "endpoint")
         run_id = values.text(event, "run_id")
-        self._failure(event, when, f"rendezvous at {endpoint}", said)
-        self._tell_rendezvous(event["event"], run_id, cause, said)
+        self._add_failure(event, time, f"rendezvous at {endpoint}", message)
+        self._count_rendezvous(event["event"], run_id, cause, message)
 
-    def _rendezvous_waits(
-        self, event: Mapping[str, Any], _when: float, _rank: int
+    def _add_rendezvous_warning(
+        self, event: Mapping[str, Any], _time: float, _rank: int
     ) -> None:
-        # Without its times, which differ in every one of them.
-        joined, wanted = values.count(event, "joined_count"), event.get("min_nodes")
-        said = f"{joined} of at least {wanted} nodes had joined"
-        self._tell_rendezvous(
-            event["event"], values.text(event, "run_id"), "waiting", said
-        )
+        # Not the text of the event: its times make every text different.
+        joined, required = values.count(event, "joined_count"), event.get("min_nodes")
+        message = f"{joined} of at least {required} nodes had joined"
+        run_id = values.text(event, "run_id")
+        self._count_rendezvous(event["event"], run_id, "waiting", message)
 
-    def _tell_rendezvous(self, *told: str) -> None:
-        kind, run_id, cause, said = told
-        if len(self.rendezvous) < _MOST_FAMILIES:
-            self.rendezvous[kind, run_id, cause, said] += 1
-
-    def _stale(self, event: Mapping[str, Any], _when: float, _rank: int) -> None:
-        self.stale[
-            BarrierRecord(values.text(event, "run_id"), values.text(event, "barrier"))
-        ] += 1
-
-    def _disabled(self, event: Mapping[str, Any], _when: float, _rank: int) -> None:
-        error = f"{values.text(event, 'error_type')}: {values.text(event, 'error')}"
-        self.disabled[values.text(event, "observer"), error] += 1
-
-    def _failure(
-        self, event: Mapping[str, Any], when: float, what: str, error: str
+    def _count_rendezvous(
+        self, name: str, run_id: str, cause: str, message: str
     ) -> None:
-        process = Process(
+        if len(self.rendezvous) < _MAX_FAMILIES:
+            self.rendezvous[name, run_id, cause, message] += 1
+
+    def _add_stale_key(
+        self, event: Mapping[str, Any], _time: float, _rank: int
+    ) -> None:
+        run_id, prefix = values.text(event, "run_id"), values.text(event, "barrier")
+        self.stale_keys[BarrierId(run_id, prefix)] += 1
+
+    def _add_disabled_observer(
+        self, event: Mapping[str, Any], _time: float, _rank: int
+    ) -> None:
+        self.disabled_observers[values.text(event, "observer"), _error(event)] += 1
+
+    def _add_failure(
+        self, event: Mapping[str, Any], time: float, subject: str, error: str
+    ) -> None:
+        process = LoggedProcess(
             values.text(event, "run_id"),
             values.rank(event),
             values.text(event, "host"),
             values.count(event, "pid"),
         )
-        # A span has no pid; a rank's is the same process's, or the one after it.
-        if process.rank != NOBODY:
+        # Spans have no pid, so events of one rank are taken as one process, also after
+        # a restart.
+        if process.rank != NO_RANK:
             process = process._replace(host="", pid=0)
         first = self.first_failures.get(process)
-        if first is None or when < first.when:
-            failure = Failure(when, event["event"], what, error)
-            self.first_failures[process] = failure
+        if first is None or time < first.time:
+            self.first_failures[process] = FirstFailure(
+                time, event["event"], subject, error
+            )
+
+
+def _error(event: Mapping[str, Any]) -> str:
+    return f"{values.text(event, 'error_type')}: {values.text(event, 'error')}"

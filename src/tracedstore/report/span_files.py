@@ -1,7 +1,7 @@
-"""A barrier's span to the event it is.
+"""Converts spans of barrier calls to log events.
 
-As OpenTelemetry's SDK writes it in JSON, or in OTLP's JSON, as collectors have it. Ids
-are not looked at, so it does not matter whether they are in hex or in base64.
+Reads the JSON of OpenTelemetry's SDK and the JSON of OTLP. Trace and span ids are not
+read: their encoding (hex or base64) depends on the writer.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.report.values import UNFIT, moment
+from tracedstore.report.values import INVALID, timestamp
 
 _EVENTS: Final = {
     "completed": names.BARRIER_COMPLETED,
@@ -33,8 +33,11 @@ _FIELDS: Final = {
 _INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
 
 
-def as_event(span: dict[str, Any]) -> dict[str, Any] | None:
-    """Give the event that a span of a barrier stands for; None for anything else."""
+def event_from_span(span: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the event of a barrier call's span in the SDK's JSON.
+
+    Returns None for any other object, and for a span with invalid times or status.
+    """
     attributes = span.get("attributes")
     if not isinstance(attributes, dict) or names.BARRIER_PREFIX not in attributes:
         return None
@@ -43,12 +46,12 @@ def as_event(span: dict[str, Any]) -> dict[str, Any] | None:
         attributes = {**resource["attributes"], **attributes}
     try:
         result = attributes[names.BARRIER_RESULT]
-        waited = moment(span["end_time"]) - moment(span["start_time"])
+        waited = timestamp(span["end_time"]) - timestamp(span["start_time"])
         event = {
             "event": _EVENTS[result],
             "timestamp": span["end_time"],
             "waited_seconds": max(0.0, waited),
-            # Its name is "barrier" and the family.
+            # The name of the span is "barrier <family>".
             "barrier_family": str(span["name"]).partition(" ")[2],
             "error": span["status"].get("description", ""),
         }
@@ -60,39 +63,41 @@ def as_event(span: dict[str, Any]) -> dict[str, Any] | None:
     return event
 
 
-def spans_in(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give the events that the spans of a resource, in OTLP's JSON, stand for."""
-    resource = _attributes(record.get("resource"))
-    for scope in _objects(record["scopeSpans"]):
+def events_from_resource_spans(
+    resource_spans: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of all valid barrier spans in an OTLP ``ResourceSpans``."""
+    resource = _attributes(resource_spans.get("resource"))
+    for scope in _objects(resource_spans["scopeSpans"]):
         for span in _objects(scope.get("spans")):
             try:
-                event = as_event(
+                event = event_from_span(
                     {
                         "name": span["name"],
-                        "start_time": _moment(span["startTimeUnixNano"]),
-                        "end_time": _moment(span["endTimeUnixNano"]),
-                        "status": {"description": _message(span)},
+                        "start_time": _seconds(span["startTimeUnixNano"]),
+                        "end_time": _seconds(span["endTimeUnixNano"]),
+                        "status": {"description": _status_message(span)},
                         "attributes": _attributes(span),
                         "resource": {"attributes": resource},
                     }
                 )
-            except UNFIT:
+            except INVALID:
                 continue
             if event is not None:
                 yield event
 
 
-def _objects(found: object) -> Iterator[dict[str, Any]]:
-    if isinstance(found, list):
-        yield from (each for each in found if isinstance(each, dict))
+def _objects(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list):
+        yield from (item for item in value if isinstance(item, dict))
 
 
-def _moment(nanoseconds: object) -> float:
-    # To the microsecond, as the SDK writes it.
+def _seconds(nanoseconds: object) -> float:
+    # Microseconds are the precision of the SDK's JSON.
     return round(int(str(nanoseconds)) / 1e9, 6)
 
 
-def _message(span: dict[str, Any]) -> str:
+def _status_message(span: dict[str, Any]) -> str:
     status = span.get("status")
     return str(status.get("message", "")) if isinstance(status, dict) else ""
 
@@ -101,21 +106,21 @@ def _attributes(holder: object) -> dict[str, Any]:
     if not isinstance(holder, dict):
         return {}
     return {
-        each["key"]: _value(each.get("value"))
-        for each in _objects(holder.get("attributes"))
-        if isinstance(each.get("key"), str)
+        attribute["key"]: _value(attribute.get("value"))
+        for attribute in _objects(holder.get("attributes"))
+        if isinstance(attribute.get("key"), str)
     }
 
 
-def _value(written: object) -> Any:
-    """Read a value of OTLP: its only field says what it is."""
-    if not isinstance(written, dict) or len(written) != 1:
+def _value(any_value: object) -> Any:
+    """Return the content of an OTLP ``AnyValue``: an object with one typed field."""
+    if not isinstance(any_value, dict) or len(any_value) != 1:
         return None
-    ((kind, value),) = written.items()
+    ((kind, value),) = any_value.items()
     if kind == "arrayValue":
-        listed = value.get("values") if isinstance(value, dict) else None
-        return [_value(each) for each in _objects(listed)]
+        items = value.get("values") if isinstance(value, dict) else None
+        return [_value(item) for item in _objects(items)]
     if kind == "intValue" and isinstance(value, str) and _INTEGER.fullmatch(value):
-        # JSON has no integers of 64 bits, so these are texts.
+        # OTLP's JSON writes 64-bit integers as strings.
         return int(value)
     return value

@@ -1,49 +1,103 @@
-"""Tables of HTML."""
+"""Prepares the rows of the smaller tables for the templates."""
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
 
-from tracedstore.report.formatting import plural, safe
+from tracedstore import names
+from tracedstore.report.analysis import Analysis, count_outcomes
+from tracedstore.report.formatting import number
+from tracedstore.report.record_types import (
+    COMPLETED,
+    FAILED,
+    TIMEOUT,
+    WAITING,
+    CallStats,
+)
+from tracedstore.report.records import Records
 
-MOST_ROWS: Final = 50
+MAX_ROWS: Final = 50
 
-
-def table(
-    name: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Sequence[int] = (),
-    short: Sequence[int] = (),
-) -> str:
-    """Write a table; cells are HTML.
-
-    The columns with numbers are set to the right; those and the short ones are not
-    broken into lines.
-    """
-    kinds = dict.fromkeys(short, " class=t") | dict.fromkeys(numbers, " class=n")
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        shown = (
-            f"<{tag}{kinds.get(column, '')}>{cell}</{tag}>"
-            for column, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(shown)}</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    return (
-        f'<div class="wide"><table id="t-{name}"><thead>{row(head, "th")}</thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+# Kinds of calls by event name, in the order of the table.
+SLOW_CALLS: Final = {
+    names.OPERATION_FAILED: "failed",
+    names.OPERATION_STALLED: "stalled",
+    names.OPERATION_SLOW: "slow",
+}
+CONTENDED_CALLS: Final = {
+    names.CAS_CONTENDED: "lost compare-and-sets",
+    names.RENDEZVOUS_CONFLICT: "lost rendezvous writes",
+}
 
 
-def more(total: int, shown: int, thing: str) -> str:
-    """Say how many are not shown, if any."""
-    rest = total - shown
-    return (
-        f'<p class="note">and {plural(rest, f"more {thing}")}</p>' if rest > 0 else ""
-    )
+class SummaryTile(NamedTuple):
+    """A number at the top of the page."""
+
+    id: str
+    label: str
+    value: str
+    is_failure: bool = False
 
 
-def code(text: object) -> str:
-    """Write a key, or another name that is to be copied."""
-    return f"<code>{safe(text)}</code>"
+class CallRow(NamedTuple):
+    """Store calls of one kind, key family, operation and store."""
+
+    kind: str
+    family: str
+    operation: str
+    store: str
+    stats: CallStats
+
+
+class EventRow(NamedTuple):
+    """Events with the same name and subject."""
+
+    event: str
+    subject: str
+    event_count: int
+
+
+def summary_tiles(analysis: Analysis) -> Iterator[SummaryTile]:
+    """Count ranks, hosts and barriers by outcome."""
+    records, outcomes = analysis.records, count_outcomes(analysis.barriers)
+    rank_count = number(len(analysis.ranks))
+    if records.world_size:
+        rank_count += f" of {number(records.world_size)}"
+    yield SummaryTile("ranks", "Ranks with events", rank_count)
+    yield SummaryTile("hosts", "Hosts", number(len(set(records.hosts.values()))))
+    completed = number(outcomes[COMPLETED])
+    yield SummaryTile("completed", "Barriers completed", completed)
+    if presumed := sum(each.presumed_completed for each in analysis.barriers):
+        yield SummaryTile("guessed", "Presumed completed", number(presumed))
+    for outcome, name, text in (
+        (TIMEOUT, "timeouts", "Timed out"),
+        (FAILED, "failed", "Failed"),
+        (WAITING, "open", "No end in the logs"),
+    ):
+        count = outcomes[outcome]
+        yield SummaryTile(name, text, number(count), is_failure=count > 0)
+
+
+def call_rows(records: Records, kinds: Mapping[str, str]) -> list[CallRow]:
+    """Return calls of some kinds, ordered by kind and then by duration or losses."""
+    order = list(kinds)
+    selected = [item for item in records.store_calls.items() if item[0][0] in kinds]
+    selected.sort(key=lambda item: (order.index(item[0][0]), -item[1].maximum, item[0]))
+    return [
+        CallRow(kinds[event], family, operation, store, stats)
+        for (event, family, operation, store), stats in selected
+    ]
+
+
+def other_events(records: Records) -> Iterator[EventRow]:
+    """Count stale keys and disabled observers."""
+    for barrier_id, count in records.stale_keys.most_common(MAX_ROWS):
+        yield EventRow(names.BARRIER_STALE_KEY, barrier_id.prefix, count)
+    for (observer, error), count in records.disabled_observers.most_common(MAX_ROWS):
+        yield EventRow(names.TELEMETRY_DISABLED, f"{observer} {error}", count)
+
+
+def deviating_clocks(analysis: Analysis) -> list[tuple[str, float]]:
+    """Return hosts and offsets beyond the tolerance, the largest first."""
+    offsets = ((host, analysis.clock_offset(host)) for host in analysis.clock_offsets)
+    deviating = [(host, offset) for host, offset in offsets if offset]
+    return sorted(deviating, key=lambda item: -abs(item[1]))

@@ -1,6 +1,6 @@
-"""Fields of events, held to what the schema says of them.
+"""Reads and validates single fields of a log event.
 
-Each raises KeyError, TypeError or ValueError for a field that does not fit.
+The functions raise one of INVALID for a field with a wrong type or value.
 """
 
 import math
@@ -10,71 +10,75 @@ from typing import Any, Final
 
 from tracedstore.coordination.ranges import MAX_RANKS
 
-# What the errors of these functions are.
-UNFIT: Final = (KeyError, TypeError, ValueError, OverflowError)
-NOBODY: Final = -1
+# Every exception that the functions of this module raise.
+INVALID: Final = (KeyError, TypeError, ValueError, OverflowError)
+NO_RANK: Final = -1
 
-_LONGEST_TEXT = 512
-# Before these dates nobody traced a store, and after them nobody will with this.
-_FIRST, _LAST = 1.0e9, 4.0e9
+_MAX_TEXT_LENGTH = 512
+# Seconds since 1970: September 2001 and October 2096.
+_MIN_TIMESTAMP, _MAX_TIMESTAMP = 1.0e9, 4.0e9
 
 
-def moment(written: object) -> float:
-    """Read a time: ISO 8601, in UTC where it does not say, or seconds since 1970."""
-    if isinstance(written, str):
-        when = datetime.fromisoformat(written)
-        if when.tzinfo is None:
-            when = when.replace(tzinfo=UTC)
-        seconds = when.timestamp()
+def timestamp(value: object) -> float:
+    """Return seconds since 1970 from such a number or from an ISO 8601 text.
+
+    A text without a time zone is read as UTC.
+    """
+    if isinstance(value, str):
+        parsed = datetime.fromisoformat(value)
+        if parsed.tzinfo is None:
+            parsed = parsed.replace(tzinfo=UTC)
+        seconds = parsed.timestamp()
     else:
-        seconds = _number(written)
-    if not _FIRST < seconds < _LAST:
-        raise ValueError("out of this world")
+        seconds = _number(value)
+    if not _MIN_TIMESTAMP < seconds < _MAX_TIMESTAMP:
+        raise ValueError("timestamp out of range")
     return seconds
 
 
-def seconds(event: Mapping[str, Any], name: str) -> float:
-    """Read a duration."""
+def duration(event: Mapping[str, Any], name: str) -> float:
+    """Return a duration in seconds. The field is required."""
     return _number(event[name])
 
 
 def count(event: Mapping[str, Any], name: str) -> int:
-    """Read a number of things; 0 where it is not there."""
-    found = event.get(name)
-    return 0 if found is None else int(_number(found))
+    """Return a count, 0 if the field is absent."""
+    value = event.get(name)
+    return 0 if value is None else int(_number(value))
 
 
 def text(event: Mapping[str, Any], name: str) -> str:
-    """Read a text; "" where it is not there."""
-    found = event.get(name, "")
-    if not isinstance(found, str):
-        raise TypeError(name)
-    return found[:_LONGEST_TEXT]
+    """Return the first 512 characters of a text, "" if the field is absent."""
+    value = event.get(name, "")
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is not a string")
+    return value[:_MAX_TEXT_LENGTH]
 
 
 def rank(event: Mapping[str, Any], name: str = "rank") -> int:
-    """Read a rank; NOBODY where it is not there."""
-    found = event.get(name)
-    return NOBODY if found is None else _rank(found)
+    """Return a rank, NO_RANK if the field is absent."""
+    value = event.get(name)
+    return NO_RANK if value is None else _rank(value)
 
 
 def ranks(event: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Read a list of ranks; none where it is not there."""
+    """Return a list of ranks, empty if the field is absent."""
     return tuple(map(_rank, event.get(name, ())))
 
 
-def _rank(found: object) -> int:
-    if type(found) is not int:
-        raise TypeError("a rank is an integer")
-    if not 0 <= found < MAX_RANKS:
-        raise ValueError("no rank is that high")
-    return found
+def _rank(value: object) -> int:
+    # Not isinstance: True and False are no ranks.
+    if type(value) is not int:
+        raise TypeError("rank is not an integer")
+    if not 0 <= value < MAX_RANKS:
+        raise ValueError("rank out of range")
+    return value
 
 
-def _number(found: object) -> float:
-    if type(found) is not float and type(found) is not int:
+def _number(value: object) -> float:
+    if type(value) is not float and type(value) is not int:
         raise TypeError("not a number")
-    number = float(found)
-    if not (math.isfinite(number) and 0 <= number < _LAST):
-        raise ValueError("not a number of anything")
+    number = float(value)
+    if not (math.isfinite(number) and 0 <= number < _MAX_TIMESTAMP):
+        raise ValueError("number out of range")
     return number
