@@ -26,6 +26,7 @@ from tracedstore.coordination import rank_registry
 from tracedstore.core.counters import SeriesTable
 from tracedstore.core.identity import set_group_identity
 from tracedstore.core.recorder import RECORDER
+from tracedstore.export import setup
 
 # torch asks for the name behind the address of every connection. No name server has
 # one for loopback, so none is asked: a slow one would cost five seconds a time.
@@ -88,6 +89,7 @@ def events(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, An
     lines: list[str] = []
 
     def read() -> list[dict[str, Any]]:
+        assert setup._event_writer.flush(20)
         lines.extend(capsys.readouterr().err.splitlines())
         return [json.loads(line) for line in lines if line.startswith("{")]
 
