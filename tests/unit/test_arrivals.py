@@ -16,9 +16,11 @@ import tracedstore
 from support.stores import KINDS, tcp
 from tracedstore import store as store_module
 from tracedstore.coordination.arrivals import (
+    confirm_arrival,
     etcd_keys,
     find_absent,
     read_arrivals,
+    record_arrival,
     side_connection,
 )
 from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
@@ -129,6 +131,26 @@ class TestReadArrivals:
         store.add(KEYS.num_members, 2)
 
         assert read_arrivals(store, KEYS, 4).unidentified_count == 2
+
+    def test_stopped_while_arriving(self, make: Callable[[], Any]) -> None:
+        """A rank that recorded its arrival and was not counted is missing."""
+        store = make()
+        for rank in range(3):
+            record_arrival(store, KEYS, rank)
+            store.add(KEYS.num_members, 1)
+        record_arrival(store, KEYS, 3)
+
+        unsure = read_arrivals(store, KEYS, 4)
+        for rank in range(3):
+            confirm_arrival(store, KEYS, rank)
+        sure = read_arrivals(store, KEYS, 4)
+
+        # Which of them it is shows when the others confirm that they were counted.
+        assert unsure.unseen_ranks == (0, 1, 2, 3)
+        assert (unsure.arrived_count, unsure.unidentified_count) == (3, 3)
+        assert unsure.uncounted_ranks == ()
+        assert sure.unseen_ranks == sure.uncounted_ranks == (3,)
+        assert (sure.arrived_count, sure.unidentified_count) == (3, 0)
 
     def test_duplicate_rank(self) -> None:
         """A rank that arrives again is a duplicate, not an unidentified arrival."""

@@ -17,6 +17,8 @@ from torch.distributed.elastic.utils import store as torchs
 import tracedstore
 from support.events import Events, check
 from tracedstore import BarrierTimeout
+from tracedstore.coordination.arrivals import record_arrival
+from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.watcher import WATCHER
@@ -114,6 +116,27 @@ class TestMatrix:
         assert raised.value.missing_ranks == ()
         assert raised.value.possibly_missing_ranks == (0, 1, 2)
         assert raised.value.unidentified_count == 1
+
+
+class TestStoppedWhileArriving:
+    """A rank that dies after it recorded its arrival and before it is counted."""
+
+    @pytest.mark.parametrize("stopped", [0, 3])
+    def test_named(self, store: Any, stopped: int, events: Events) -> None:
+        """Every survivor names it, and a warning is emitted before the timeout."""
+        record_arrival(store, BarrierKeys("barrier/7"), stopped)
+        ranks = [rank for rank in range(4) if rank != stopped]
+
+        errors = meet(
+            store, *ranks, barrier_timeout=0.5, trace_timeout=5, warn_after=0.1
+        )
+
+        for error in errors:
+            assert error.missing_ranks == (stopped,)
+            assert f"ranks {stopped} stopped while arriving" in str(error)
+        waiting = [e for e in events() if e["event"] == "barrier.waiting"]
+        assert waiting
+        assert all(stopped in event["possibly_missing_ranks"] for event in waiting)
 
 
 class TestException:

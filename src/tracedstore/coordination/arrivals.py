@@ -41,6 +41,8 @@ class Arrivals:
             among the unidentified arrivals.
         duplicate_ranks: Ranks that arrived more than once.
         unidentified_count: Arrivals without a rank: mostly plain torch ranks.
+        uncounted_ranks: Unseen ranks that recorded an arrival but were not counted:
+            they stopped while arriving.
         traceparent: The first rank's traceparent, "" if it published none.
     """
 
@@ -48,6 +50,7 @@ class Arrivals:
     unseen_ranks: tuple[int, ...]
     duplicate_ranks: tuple[int, ...]
     unidentified_count: int
+    uncounted_ranks: tuple[int, ...] = ()
     traceparent: str = ""
 
 
@@ -64,8 +67,21 @@ def record_arrival(store: Any, keys: BarrierKeys, rank: int) -> bool:
     return False
 
 
+def confirm_arrival(store: Any, keys: BarrierKeys, rank: int) -> None:
+    """Record that a rank was counted; at its timeout, when others read the arrivals."""
+    if store.has_extended_api():
+        store.append(keys.confirmations, encode_arrival(rank, time.time()))
+    else:
+        store.set(keys.counted(rank), "")
+
+
 def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
-    """Read which ranks arrived. Does not block and changes nothing."""
+    """Read which ranks arrived. Does not block and changes nothing.
+
+    A rank records its arrival before it is counted. One that dies between the two is
+    recorded, and the barrier waits for it. So the two are compared: if more arrivals
+    are recorded than counted, only ranks that confirmed theirs are certain.
+    """
     # The count is read before the ledger: a rank that arrives between the two reads is
     # identified and not counted, instead of counted and reported missing.
     count: int = store.add(keys.num_members, 0)
@@ -77,7 +93,7 @@ def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
     duplicates = [rank for rank, times in arrivals.items() if times > 1]
     if count > len(recorded):
         # Some arrivals are not in the ledger: plain torch ranks, or there is none.
-        unseen -= _with_trace_key(store, keys, sorted(unseen))
+        unseen -= _with_key(store, keys.trace, sorted(unseen))
     if not ledger.entries and store.check([keys.repeat_count]):
         repeats += int(store.get(keys.repeat_count))
         seen = [rank for rank in range(world_size) if rank not in unseen]
@@ -86,12 +102,21 @@ def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
             for rank in seen[:_MAX_REPEAT_CHECKS]
             if store.check([keys.repeated(rank)])
         ]
-    identified = world_size - len(unseen)
+    uncounted: set[int] = set()
+    if world_size - len(unseen) + repeats > count:
+        # Read again: ranks may have been counted since.
+        count = store.add(keys.num_members, 0)
+        if world_size - len(unseen) + repeats > count:
+            seen_ranks = sorted(set(range(world_size)) - unseen)
+            uncounted = set(seen_ranks) - _confirmed(store, keys, seen_ranks)
+            unseen |= uncounted
+    unidentified = max(0, count - (world_size - len(unseen)) - repeats)
     return Arrivals(
         arrived_count=count,
         unseen_ranks=tuple(sorted(unseen)),
         duplicate_ranks=tuple(sorted(duplicates)),
-        unidentified_count=max(0, count - identified - repeats),
+        unidentified_count=unidentified,
+        uncounted_ranks=() if unidentified else tuple(sorted(uncounted)),
         traceparent=read_traceparent(store, keys, ledger),
     )
 
@@ -144,14 +169,25 @@ def read_traceparent(store: Any, keys: BarrierKeys, ledger: Ledger) -> str:
     return value.decode("ascii", "replace")
 
 
-def _with_trace_key(store: Any, keys: BarrierKeys, ranks: Sequence[int]) -> set[int]:
-    """Return the ranks whose TRACE key exists."""
+def _confirmed(store: Any, keys: BarrierKeys, ranks: Sequence[int]) -> set[int]:
+    """Return the ranks that confirmed that they were counted."""
+    if store.check([keys.confirmations]):
+        return set(Ledger(read_key(store, keys.confirmations)).ranks())
+    if store.has_extended_api():
+        return set()
+    return _with_key(store, keys.counted, ranks)
+
+
+def _with_key(
+    store: Any, key_of: Callable[[int], str], ranks: Sequence[int]
+) -> set[int]:
+    """Return the ranks whose key exists."""
     existing = etcd_keys(store)
     if existing is not None:
-        return {rank for rank in ranks if keys.trace(rank) in existing}
+        return {rank for rank in ranks if key_of(rank) in existing}
 
     def all_exist(some: Sequence[int]) -> bool:
-        return bool(store.check([keys.trace(rank) for rank in some]))
+        return bool(store.check([key_of(rank) for rank in some]))
 
     absent = find_absent(all_exist, ranks)
     return set(ranks).difference(absent)

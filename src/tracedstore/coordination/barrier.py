@@ -18,6 +18,7 @@ from typing import Any
 from tracedstore import names
 from tracedstore.coordination import decoders, rank_registry
 from tracedstore.coordination.arrivals import (
+    confirm_arrival,
     has_duplicates,
     publish_traceparent,
     read_arrivals,
@@ -223,9 +224,11 @@ class BarrierCall:
         """Return who is missing, from another rank's report or by reading."""
         store = self._store
         with self._telemetry.span.suppress_call_spans():
-            if self._rank is not None and store.has_extended_api():
-                # Plain torch's rank 0 reads this key. Other stores have it already.
-                store.set(self._keys.trace(self._rank), "here")
+            if self._rank is not None:
+                confirm_arrival(store, self._keys, self._rank)
+                if store.has_extended_api():
+                    # Plain torch's rank 0 reads this key. Other stores have it already.
+                    store.set(self._keys.trace(self._rank), "here")
             if order > _READERS and self._name_timeout:
                 # The first ranks to arrive time out first, or at about the same time.
                 report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)

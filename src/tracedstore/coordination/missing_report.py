@@ -26,6 +26,8 @@ class MissingReport:
             among the unidentified arrivals.
         unidentified_count: Arrivals without a rank.
         duplicate_ranks: Ranks that arrived more than once.
+        uncounted_ranks: Unseen ranks that recorded an arrival but were not counted:
+            they stopped while arriving.
         names: The names of the unseen ranks.
         traceparent: The first rank's traceparent, "" if it published none.
     """
@@ -36,6 +38,7 @@ class MissingReport:
     unidentified_count: int
     duplicate_ranks: tuple[int, ...]
     names: Mapping[int, str]
+    uncounted_ranks: tuple[int, ...] = ()
     traceparent: str = ""
 
     @classmethod
@@ -49,6 +52,7 @@ class MissingReport:
             unseen_ranks=arrivals.unseen_ranks,
             unidentified_count=arrivals.unidentified_count,
             duplicate_ranks=arrivals.duplicate_ranks,
+            uncounted_ranks=arrivals.uncounted_ranks,
             names={},
             traceparent=arrivals.traceparent,
         )
@@ -120,6 +124,11 @@ class MissingReport:
                 f" {ranges.fold(self.possibly_missing_ranks)} missing,"
                 f" {self.unidentified_count} arrivals unidentified"
             )
+        if self.uncounted_ranks:
+            parts.append(
+                f"ranks {ranges.fold(self.uncounted_ranks)} stopped while arriving:"
+                " recorded, but not counted"
+            )
         if self.duplicate_ranks:
             parts.append(
                 f"ranks {ranges.fold(self.duplicate_ranks)} arrived more than once:"
@@ -146,6 +155,7 @@ class MissingReport:
                 "unseen_ranks": ranges.fold(self.unseen_ranks),
                 "unidentified_count": self.unidentified_count,
                 "duplicate_ranks": ranges.fold(self.duplicate_ranks),
+                "uncounted_ranks": ranges.fold(self.uncounted_ranks),
                 "names": dict(self.names),
                 "traceparent": self.traceparent,
             }
@@ -162,6 +172,7 @@ class MissingReport:
                 unseen_ranks=tuple(ranges.unfold(fields["unseen_ranks"])),
                 unidentified_count=int(fields["unidentified_count"]),
                 duplicate_ranks=tuple(ranges.unfold(fields["duplicate_ranks"])),
+                uncounted_ranks=tuple(ranges.unfold(fields["uncounted_ranks"])),
                 names={int(rank): str(n) for rank, n in fields["names"].items()},
                 traceparent=str(fields.get("traceparent", "")),
             )

@@ -62,6 +62,15 @@ class BarrierKeys:
         return f"{self.prefix}{rank}/AGAIN"
 
     @property
+    def confirmations(self) -> str:
+        """A second ledger: ranks that were counted, written after their timeout."""
+        return f"{self.prefix}/COUNTED"
+
+    def counted(self, rank: int) -> str:
+        """Set after its timeout by a rank that was counted, without a ledger."""
+        return f"{self.prefix}{rank}/COUNTED"
+
+    @property
     def missing_report(self) -> str:
         """The latest `MissingReport`."""
         return f"{self.prefix}/MISSING"
