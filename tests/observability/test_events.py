@@ -74,7 +74,7 @@ class TestSchema:
         assert (slow["key"], slow["key_family"]) == ("slow/1", "slow/*")
         assert (slow["duration_seconds"], slow["in_flight"]) == (1.0, 0)
         assert failed["event"] == "store.operation.failed"
-        assert (failed["error_type"], failed["error"]) == ("ConnectionError", "gone")
+        assert (failed["error_type"], failed["error"]) == ("ConnectionError", "")
         assert contended["event"] == "store.cas.contended"
         assert contended["losses_in_a_row"] == 5
 

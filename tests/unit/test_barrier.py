@@ -22,6 +22,7 @@ from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.watcher import WATCHER
+from tracedstore.export import setup
 from tracedstore.testing import FakeClock, FlakyStore
 
 
@@ -245,6 +246,7 @@ class TestEvents:
         with structlog.testing.capture_logs() as captured:
             structlog.configure(processors=structlog.get_config()["processors"])
             meet(store, 0, 1, world_size=2, barrier_timeout=20)
+            assert setup._event_writer.flush(20)
 
         completed = [e for e in captured if e["event"] == "barrier.completed"]
         assert sorted(event["arrival_order"] for event in completed) == [1, 2]

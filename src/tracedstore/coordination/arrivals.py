@@ -262,7 +262,7 @@ def side_connection(store: Any) -> Iterator[Any]:
     returns; its clone has a separate connection. The other stores have no such lock,
     and are yielded unchanged.
     """
-    if type(_unwrap(store)).__name__ != "TCPStore":
+    if type(bare_store(store)).__name__ != "TCPStore":
         yield store
         return
     clone = store.clone()
@@ -279,8 +279,8 @@ def close_connection(store: Any) -> None:
         close()
 
 
-def _unwrap(store: Any) -> Any:
+def bare_store(store: Any) -> Any:
     """Return the store below all PrefixStores and traced stores, in any order."""
     bottom = bottom_of(store)
     state = getattr(bottom, "_traced", None)
-    return bottom if state is None else _unwrap(state.inner)
+    return bottom if state is None else bare_store(state.inner)

@@ -18,6 +18,7 @@ from typing import Any
 from tracedstore import names
 from tracedstore.coordination import decoders, rank_registry
 from tracedstore.coordination.arrivals import (
+    bare_store,
     confirm_arrival,
     has_duplicates,
     publish_traceparent,
@@ -34,6 +35,7 @@ from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.core.errors import TIMEOUT, error_type
+from tracedstore.core.identity import is_from_torch
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
@@ -97,7 +99,8 @@ class BarrierCall:
                 last = self._wait(order, warn_after)
             except Exception as error:
                 if error_type(error) != TIMEOUT:
-                    self._telemetry.failed(error)
+                    from_torch = is_from_torch(bare_store(self._store))
+                    self._telemetry.failed(error, from_torch=from_torch)
                     raise
                 timeout = self._timed_out(order)
                 raise timeout from None

@@ -102,9 +102,14 @@ class BarrierTelemetry:
                 arrival_order=self._order,
             )
 
-    def failed(self, error: Exception) -> None:
-        """Emit `barrier.failed` and end the call; the caller raises the error."""
-        kind, message = error_type(error), error_message(error)
+    def failed(self, error: Exception, *, from_torch: bool) -> None:
+        """Emit `barrier.failed` and end the call; the caller raises the error.
+
+        Args:
+            error: The store's exception.
+            from_torch: The store is torch's; another one may quote values in its text.
+        """
+        kind, message = error_type(error), error_message(error) if from_torch else ""
         guarded(self.span.begin)
         self._emit(names.BARRIER_FAILED, error_type=kind, error=message)
         self._end("failed", {error_attributes.ERROR_TYPE: kind}, message)

@@ -23,6 +23,7 @@ class StoreIdentity:
         port: Port of its server, where it has one.
         namespace: The prefix of every key, where it can be read.
         in_process: Its content is visible to this process only (HashStore).
+        from_torch: Its class is torch's. Texts of its exceptions hold no values.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class StoreIdentity:
     port: int | None = None
     namespace: str = ""
     in_process: bool = False
+    from_torch: bool = False
 
     @property
     def server(self) -> str:
@@ -64,7 +66,13 @@ def identify(bottom: Store) -> StoreIdentity:
         port=port if isinstance(port, int) else None,
         namespace=namespace,
         in_process=kind == "hash_store",
+        from_torch=is_from_torch(bottom),
     )
+
+
+def is_from_torch(instance: object) -> bool:
+    """Return whether an object's class is one of torch's."""
+    return type(instance).__module__.partition(".")[0] == "torch"
 
 
 def _snake_case(name: str) -> str:

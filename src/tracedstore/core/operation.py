@@ -194,6 +194,7 @@ class Operation:
         duration_ns: How long it took, as its caller saw it.
         reasons: Why it is notable.
         error: The exception that reached the caller.
+        error_message: The first line of its text; "" where it may quote a value.
         error_type: That exception's name in telemetry, "" on success.
         value_bytes: Bytes of value written or read.
         swapped: Whether a compare-and-set was won; None if it was none.
@@ -216,6 +217,7 @@ class Operation:
     duration_ns: int
     reasons: Reason = Reason.NONE
     error: BaseException | None = None
+    error_message: str = ""
     error_type: str = ""
     value_bytes: int = 0
     swapped: bool | None = None

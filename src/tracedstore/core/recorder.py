@@ -28,7 +28,12 @@ from tracedstore.core.counters import (
     StoreState,
     ThreadCounters,
 )
-from tracedstore.core.errors import TIMEOUT, error_type, is_ordinary_answer
+from tracedstore.core.errors import (
+    TIMEOUT,
+    error_message,
+    error_type,
+    is_ordinary_answer,
+)
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Arguments, Attempts, Method, Operation, Reason
@@ -187,6 +192,10 @@ class Recorder:
                 now,
                 self._reasons(call, now, failed=True, attempts=attempts),
                 error=error,
+                # A user's own store may quote values in its texts.
+                error_message=(
+                    error_message(error) if state.identity.from_torch else ""
+                ),
                 error_type=name,
                 attempts=attempts,
                 explained=(

@@ -58,6 +58,7 @@ def access_of(settings: Settings) -> Access:
         credentials=_credentials(settings),
         # A liveness probe has no secret.
         open_pages=frozenset({"/healthz"}),
+        hosts=frozenset(settings.http_hosts),
     )
 
 

@@ -6,6 +6,7 @@ bound is closed without a response.
 """
 
 import errno
+import ipaddress
 import socket
 import ssl
 import threading
@@ -17,6 +18,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
@@ -58,11 +60,35 @@ class Access:
         credentials: Returns whether an Authorization header is valid; None to accept
             any request.
         open_pages: Paths that need no credentials.
+        hosts: Further names that are accepted in the Host header.
     """
 
     tls: ssl.SSLContext | None = None
     credentials: Callable[[str], bool] | None = None
     open_pages: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
+
+    def accepts_host(self, header: str | None) -> bool:
+        """Return whether a Host header names this server.
+
+        A page of another site in the user's browser can make requests here if its
+        name resolves to this address (DNS rebinding). Its Host header has that name.
+        """
+        if header is None:  # not a browser
+            return True
+        name = (urlsplit(f"//{header}").hostname or "").lower()
+        own = socket.gethostname().lower()
+        return name in {"localhost", own, own.partition(".")[0], *self.hosts} or (
+            _is_ip_address(name)
+        )
+
+
+def _is_ip_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Server:
@@ -215,7 +241,14 @@ class _Request(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         given = self.headers.get("Authorization", "")
-        if path not in access.open_pages and not (
+        if not self._host_accepted():
+            self._send(
+                Response(
+                    b"unknown name in the Host header: set TRACEDSTORE_HTTP_HOSTS\n",
+                    status=HTTPStatus.MISDIRECTED_REQUEST,
+                )
+            )
+        elif path not in access.open_pages and not (
             access.credentials is None or access.credentials(given)
         ):
             self._send(
@@ -228,6 +261,12 @@ class _Request(BaseHTTPRequestHandler):
             )
         else:
             self._send(_render(page, self.headers.get("Accept", "")))
+
+    def _host_accepted(self) -> bool:
+        try:
+            return self.server.access.accepts_host(self.headers.get("Host"))
+        except ValueError:  # brackets that are not closed
+            return False
 
     do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 

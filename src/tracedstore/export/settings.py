@@ -75,6 +75,21 @@ def _text(value: Any) -> str:
     return text
 
 
+def _token(value: Any) -> str:
+    text = _text(value)
+    # It goes into an HTTP header, where a newline would end it.
+    if not (text.isascii() and text.isprintable()) or " " in text:
+        raise ValueError("ASCII text without white space and control characters")
+    return text
+
+
+def _host_names(value: Any) -> tuple[str, ...]:
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)):
+        raise ValueError("host names, separated by commas")  # noqa: TRY004 - see load
+    return tuple(_text(name).lower() for name in given)
+
+
 def _user_and_password(value: Any) -> str:
     user, _, password = str(value).strip().partition(":")
     if not (user and password):
@@ -127,6 +142,8 @@ class Settings:
             port is taken, the next free one is used; 0 selects any free port. Without
             this setting the process serves nothing.
         http_host: The address to listen on; ``0.0.0.0`` for all addresses.
+        http_hosts: Names in the ``Host`` header that are accepted besides localhost,
+            IP addresses and the name of this machine, separated by commas.
         http_token: Bearer token that clients must send.
         http_basic_auth: ``user:password`` that clients must send. If a token is set
             as well, either is accepted.
@@ -148,7 +165,8 @@ class Settings:
     exit_timeout: float = _setting(5.0, _seconds)
     http_port: int | None = _setting(None, _port)
     http_host: str = _setting("127.0.0.1", _text)
-    http_token: str | None = _setting(None, _text, secret=True)
+    http_hosts: tuple[str, ...] = _setting((), _host_names)
+    http_token: str | None = _setting(None, _token, secret=True)
     http_basic_auth: str | None = _setting(None, _user_and_password, secret=True)
     http_cert: str | None = _setting(None, _text)
     http_key: str | None = _setting(None, _text)

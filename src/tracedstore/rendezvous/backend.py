@@ -13,7 +13,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from tracedstore import names
 from tracedstore.core.counters import StoreState
-from tracedstore.core.identity import StoreIdentity, bottom_of, identify
+from tracedstore.core.identity import (
+    StoreIdentity,
+    bottom_of,
+    identify,
+    is_from_torch,
+)
 from tracedstore.core.operation import Arguments, Method, size_of
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.rendezvous_stats import RendezvousView, Write
@@ -203,4 +208,5 @@ def _identify(backend: RendezvousBackend) -> StoreIdentity:
         address=address if isinstance(address, str) else "",
         port=port if isinstance(port, int) else None,
         namespace=key if isinstance(key, str) else "",
+        from_torch=is_from_torch(backend),
     )

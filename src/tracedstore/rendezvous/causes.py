@@ -142,7 +142,7 @@ def diagnose(
     classified = [cause for cause in map(_classify, chain) if cause]
     cause = classified[-1] if classified else UNKNOWN
     if cause in (NO_ANSWER, CONNECTION_LOST) and endpoint is not None:
-        cause = _probe(*endpoint) or cause
+        cause = probe_endpoint(*endpoint) or cause
     return Diagnosis(cause, tuple(map(_describe, chain)))
 
 
@@ -178,7 +178,7 @@ def _classify(error: BaseException) -> str:
     return next((c for part, c in _BY_TEXT.items() if part in text), default)
 
 
-def _probe(host: str, port: int) -> str:
+def probe_endpoint(host: str, port: int) -> str:
     """Connect once; return the cause if that fails, else ""."""
     try:
         socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()

@@ -11,11 +11,14 @@ from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.rendezvous.causes import (
+    NO_ANSWER,
     NO_ROOM,
+    NOT_WRITTEN,
     TOO_FEW_NODES,
     UNKNOWN,
     Diagnosis,
     diagnose,
+    probe_endpoint,
 )
 from tracedstore.rendezvous.state import Attendance, Node
 
@@ -144,6 +147,11 @@ def _diagnose(
     error: Exception, attempt: JoinAttempt, attendance: Attendance
 ) -> Diagnosis:
     diagnosis = diagnose(error, attempt.where)
+    others = {*attendance.joined(attempt.own), *attendance.left(attempt.own)}
+    if diagnosis.cause == NOT_WRITTEN and not others - {attempt.own}:
+        # No other node joined that could have written it: the server has stopped.
+        probed = "" if attempt.where is None else probe_endpoint(*attempt.where)
+        return Diagnosis(probed or NO_ANSWER, diagnosis.causes)
     if diagnosis.cause != UNKNOWN or not isinstance(error, RendezvousTimeoutError):
         return diagnosis
     last = attendance.last

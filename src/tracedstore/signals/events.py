@@ -92,7 +92,7 @@ class Events:
                 operation,
                 names.OPERATION_FAILED,
                 error_type=operation.error_type,
-                error=error_message(operation.error),
+                error=operation.error_message,
                 **(operation.explained or {}),
             )
         elif Reason.OVERDUE in operation.reasons:

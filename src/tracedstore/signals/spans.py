@@ -15,7 +15,6 @@ from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.core.errors import error_message
 from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
 from tracedstore.core.operation import Operation, Reason
@@ -69,7 +68,7 @@ class Spans:
             start_time=operation.started_ns,
         )
         if operation.error is not None:
-            span.set_status(Status(StatusCode.ERROR, error_message(operation.error)))
+            span.set_status(Status(StatusCode.ERROR, operation.error_message))
         span.end(operation.started_ns + operation.duration_ns)
         found = span.get_span_context()
         if found.is_valid and found.trace_flags.sampled:
