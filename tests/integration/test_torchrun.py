@@ -11,7 +11,7 @@ import pytest
 from integration.harness import Child, wait_until
 from support.etcd import EtcdServer, free_port
 from support.events import check
-from support.rendezvous import fresh_run
+from support.rendezvous import new_run_id
 from support.torchrun import TRAIN, Agent
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(120)]
@@ -68,7 +68,7 @@ class TestTwoAgents:
         self, start_agent: StartAgent, tmp_path: Path
     ) -> None:
         """All of them are restarted, and meet again."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         stop = tmp_path / "stop"
         options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1"]
         options += [str(TRAIN), "--steps", "100000", "--pause", "0.05"]
@@ -125,7 +125,7 @@ class TestTwoAgents:
 
     def test_etcd(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
         """They meet in etcd, and all they say to each other goes through there."""
-        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", new_run_id()
         options = ["--nnodes", "2", "--nproc-per-node", "2", str(TRAIN)]
         agents = [
             start_agent("traced-etcd-v2", endpoint, run_id, *options) for _ in range(2)
@@ -143,7 +143,7 @@ class TestTwoAgents:
 
     def test_scale_up(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """One starts alone, a plain one comes later; both go on together."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         stop = tmp_path / "stop"
         options = ["--nnodes", "1:2", "--nproc-per-node", "1"]
         options += ["--rdzv-conf", "last_call_timeout=1"]
@@ -176,7 +176,7 @@ class TestSomebodyIsMissing:
         """Those who came are named, once each, in the event and in the exception."""
         # The store is nobody's of theirs: it would go with the first to give up.
         endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
-        run_id = fresh_run()
+        run_id = new_run_id()
         options = ["--nnodes", "3", "--nproc-per-node", "1"]
         options += ["--rdzv-conf", "join_timeout=6,is_host=0,warn_after=2"]
         agents = [
@@ -224,7 +224,7 @@ class TestSomebodyIsMissing:
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """An agent that dies is named by the one that waits for it at the end."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         script = tmp_path / "one_goes_on.py"
         script.write_text(
             "import os, time\n"

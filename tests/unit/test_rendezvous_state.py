@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
-from support.rendezvous import a_state
+from support.rendezvous import pickled_state
 from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, read
 
 
@@ -20,7 +20,9 @@ def snapshot(
     *joined: str, waiting: tuple[str, ...] = (), **facts: Any
 ) -> RendezvousState:
     """A state with these nodes, all of them just heard of."""
-    found = read(a_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **facts))
+    found = read(
+        pickled_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **facts)
+    )
     assert found is not None
     return found
 
@@ -112,7 +114,7 @@ class TestRead:
     @given(st.data())
     def test_damaged(self, data: st.DataObject) -> None:
         """A state with a byte changed, or cut, is read or is not; it never raises."""
-        state = bytearray(a_state({"a": 1}, {"b": 2}))
+        state = bytearray(pickled_state({"a": 1}, {"b": 2}))
         state[data.draw(st.integers(0, len(state) - 1))] = data.draw(
             st.integers(0, 255)
         )
@@ -120,7 +122,7 @@ class TestRead:
 
     def test_huge(self) -> None:
         """What no rendezvous can be is not even looked at."""
-        assert read(a_state() + b"\x00" * 2**24) is None
+        assert read(pickled_state() + b"\x00" * 2**24) is None
 
 
 class TestSilence:
@@ -128,7 +130,7 @@ class TestSilence:
 
     def test_of_a_node(self) -> None:
         """By its last heartbeat; one that is ahead of us is not silent at all."""
-        found = read(a_state({"a": 5, "ahead": -60}))
+        found = read(pickled_state({"a": 5, "ahead": -60}))
         assert found is not None
         a, ahead = sorted(found.participants)
         now = time.time()
