@@ -1,4 +1,4 @@
-"""Bare against wrapped: the stores to compare, and how outcomes are compared."""
+"""The bare and wrapped stores to compare, and how their outcomes are compared."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,24 +9,24 @@ from torch.distributed import PrefixStore, Store
 
 from tracedstore import wrap
 
-# Any, because torch's stubs know less than half of a Store's methods.
+# Any, because torch's stubs have less than half of a Store's methods.
 Step = Callable[[Any], Any]
 Make = Callable[[], Any]
 
-# What differs between two stores of one kind, whoever wraps them.
-_OWN = {
+# Text in messages that differs between two stores of one kind, by its replacement.
+_INSTANCE_TEXT = {
     "0x": re.compile(r"0x[0-9a-f]+"),
     "SocketImpl": re.compile(r"SocketImpl\(.*?\)"),
     "port": re.compile(r"port=\d+"),
     "/test/n": re.compile(r"/test/\d+"),
-    # Which of the two it is depends on when the server hung up.
+    # Which one it is depends on when the server closed the connection.
     "connection lost": re.compile("Connection reset by peer|Broken pipe"),
 }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Where the wrapper stands, and the same without it."""
+    """One arrangement of wrapper and PrefixStore, and the same without the wrapper."""
 
     bare: Callable[[Store], Any]
     wrapped: Callable[[Store], Any]
@@ -42,7 +42,7 @@ def _under_prefix(store: Store) -> Store:
 
 SHAPES = {
     "direct": Shape(bare=_same, wrapped=wrap),
-    # All that reaches the wrapper comes from torch's C++.
+    # Only torch's C++ calls this wrapper.
     "under-prefix": Shape(
         bare=_under_prefix, wrapped=lambda store: PrefixStore("p", wrap(store))
     ),
@@ -50,12 +50,12 @@ SHAPES = {
         bare=_under_prefix, wrapped=lambda store: wrap(PrefixStore("p", store))
     ),
 }
-# The caller speaks to the wrapper itself.
+# The caller calls the wrapper directly.
 OUTERMOST = ("direct", "over-prefix")
 
 
 def call(method: str, *args: Any, **kwargs: Any) -> Step:
-    """Describe one call of a Store method, or the reading of a property."""
+    """Return a step that calls a Store method or reads a property."""
 
     def step(store: Any) -> Any:
         attribute = getattr(store, method)
@@ -66,7 +66,7 @@ def call(method: str, *args: Any, **kwargs: Any) -> Step:
 
 
 def outcome(step: Step, store: Any) -> tuple[type, Any]:
-    """Give what a step returned, with its type, or what it raised."""
+    """Return the type and value of a step's result, or the type and text it raised."""
     try:
         result = step(store)
     except Exception as error:
@@ -75,12 +75,12 @@ def outcome(step: Step, store: Any) -> tuple[type, Any]:
 
 
 def outcomes(steps: Sequence[Step], store: Any) -> list[tuple[type, Any]]:
-    """Take all steps, one after the other, whatever becomes of each."""
+    """Run all steps in order, whether they fail or not, and return their outcomes."""
     return [outcome(step, store) for step in steps]
 
 
 def normalised(text: str) -> str:
-    """Take out of a text what no two stores have in common."""
-    for name, pattern in _OWN.items():
-        text = pattern.sub(name, text)
+    """Replace what differs between any two stores in a text."""
+    for replacement, pattern in _INSTANCE_TEXT.items():
+        text = pattern.sub(replacement, text)
     return text

@@ -1,8 +1,8 @@
-"""What is done with a bare store and with a wrapped one, to compare how it ends.
+"""Scenarios that run on a bare and on a wrapped store to compare their outcomes.
 
-A scenario is a list of steps on a fresh store. Each step's result or exception is
-part of the outcome, and a step that fails does not end the scenario: what a store
-lacks, it must lack in the same way.
+A scenario is a list of steps on a fresh store. The outcome has the result or the
+exception of each step. A step that fails does not end the scenario, because an
+operation that a store lacks must fail in the same way when the store is wrapped.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from contract.harness import Step, call
 from support.stores import SHORT
 
 MINUTE = timedelta(minutes=1)
-# Everything a Store has for its users; all but the property `timeout` are methods.
+# The public attributes of Store; all but the property `timeout` are methods.
 PUBLIC = tuple(name for name in dir(Store) if not name.startswith("_"))
 
 VALUES: Mapping[str, str | bytes] = {
@@ -47,8 +47,8 @@ def _in_clone(step: Step) -> Step:
     return clone
 
 
-def _get_if_there(key: str | bytes) -> Step:
-    # Where setting it failed, get would wait for the store's five minutes.
+def _get_if_present(key: str | bytes) -> Step:
+    # If set failed, get would block for the store's timeout of five minutes.
     return lambda store: store.get(key) if store.check([key]) else "missing"
 
 
@@ -62,14 +62,14 @@ _SET_A_AND_B = [call("set", "a", "1"), call("set", "b", b"2")]
 
 SCENARIOS: Mapping[str, list[Step]] = {
     **{
-        f"value-{name}": [call("set", "k", value), _get_if_there("k")]
+        f"value-{name}": [call("set", "k", value), _get_if_present("k")]
         for name, value in VALUES.items()
     },
     **{
         f"key-{name}": [
             call("set", key, "v"),
             call("check", [key]),
-            _get_if_there(key),
+            _get_if_present(key),
             call("delete_key", key),
             call("add", key, 1),
         ]
@@ -136,7 +136,7 @@ SCENARIOS: Mapping[str, list[Step]] = {
         call("append", "k", "a"),
         call("append", "k", b"\xff\x00"),
         call("append", "k", ""),
-        _get_if_there("k"),
+        _get_if_present("k"),
     ],
     "multi-get": [
         *_SET_A_AND_B,
@@ -147,7 +147,7 @@ SCENARIOS: Mapping[str, list[Step]] = {
     "multi-set": [
         call("multi_set", ["a", "b"], ["1", b"\xff\x00"]),
         call("multi_get", ["a", "b"]),
-        # Not with fewer values than keys: torch reads past the end of them.
+        # No step has fewer values than keys: torch reads past the end of the values.
         call("multi_set", [], []),
     ],
     "list-keys": [_list_keys, *_SET_A_AND_B, _list_keys],
@@ -167,7 +167,7 @@ SCENARIOS: Mapping[str, list[Step]] = {
         call("barrier", key="d", world_size=1, timeout=MINUTE),
     ],
     "clone-shares-data": [
-        # Not set, which a TCPStore does not wait for the end of.
+        # add and not set: a TCPStore's set returns before the server has stored it.
         _in_clone(call("add", "in-clone", 1)),
         call("check", ["in-clone"]),
         call("set", "in-origin", "2"),
@@ -183,7 +183,7 @@ SCENARIOS: Mapping[str, list[Step]] = {
         call("timeout"),
         call("set_timeout", MINUTE),
         call("timeout"),
-        # C++ keeps whole milliseconds, and takes a number for seconds.
+        # C++ stores whole milliseconds and reads a number as seconds.
         call("set_timeout", timedelta(microseconds=1999)),
         call("timeout"),
         call("set_timeout", 1.5),
@@ -205,14 +205,14 @@ SCENARIOS: Mapping[str, list[Step]] = {
     ],
     "unknown-attribute": [call("no_such_attribute"), call("_no_such_attribute")],
 }
-# Through a PrefixStore above it, these do not reach a wrapper: see test_limits.
+# Calls on a PrefixStore above a wrapper that do not reach it: see test_limits.
 NOT_FROM_CPP = {"list-keys", "queue", "key-not-utf-8"}
 
-# For every method too few, too many and the wrong arguments.
-_TAKES_NOTHING = {"clone", "has_extended_api", "list_keys", "num_keys"}
-MISTAKES: Mapping[str, list[Step]] = {
+# Every method is called with too few, too many and wrong arguments.
+_WITHOUT_PARAMETERS = {"clone", "has_extended_api", "list_keys", "num_keys"}
+INVALID_CALLS: Mapping[str, list[Step]] = {
     name: [
-        *([] if name in _TAKES_NOTHING else [call(name)]),
+        *([] if name in _WITHOUT_PARAMETERS else [call(name)]),
         call(name, *[None] * 9),
         call(name, object),
         call(name, None, None),
@@ -222,18 +222,18 @@ MISTAKES: Mapping[str, list[Step]] = {
     if name != "timeout"
 }
 
-# What cannot be done in time. FileStore takes a second or two for each.
-OVERDUE: Mapping[str, list[Step]] = {
+# Calls that time out. FileStore takes a second or two for each.
+TIMEOUTS: Mapping[str, list[Step]] = {
     "get": [call("set_timeout", SHORT), call("get", "missing")],
     "wait": [call("set_timeout", SHORT), call("wait", ["missing"])],
     "wait-explicit": [
-        call("set", "there", ""),
-        call("wait", ["there", "missing"], SHORT),
+        call("set", "present", ""),
+        call("wait", ["present", "missing"], SHORT),
     ],
     "multi-get": [call("set_timeout", SHORT), call("multi_get", ["missing"])],
     "barrier-explicit": [call("barrier", "b", 2, SHORT)],
 }
-# A PrefixStore's barrier waits for the five minutes that a timeout is at first,
-# whatever it is set to; and it has queues only over a store in C++.
-OVERDUE_BARRIER = [call("set_timeout", SHORT), call("barrier", "b", 2)]
-OVERDUE_POP = [call("set_timeout", SHORT), call("queue_pop", "empty")]
+# A PrefixStore's barrier waits for the default timeout of five minutes, whatever
+# set_timeout() was called with. A PrefixStore has queues only over a C++ store.
+BARRIER_TIMEOUT = [call("set_timeout", SHORT), call("barrier", "b", 2)]
+POP_TIMEOUT = [call("set_timeout", SHORT), call("queue_pop", "empty")]

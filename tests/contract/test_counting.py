@@ -1,4 +1,4 @@
-"""Wrappers above wrappers: a call is one call, however many see it."""
+"""Nested wrappers count each call once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from tracedstore.names import OPERATION_DURATION
 
 CALLS = [
     call("set", "k", "v"),
-    call("get", "there"),
+    call("get", "present"),
     call("add", "n", 1),
-    call("check", ["there"]),
-    call("wait", ["there"]),
+    call("check", ["present"]),
+    call("wait", ["present"]),
     call("compare_set", "k", "", "v"),
-    call("delete_key", "there"),
+    call("delete_key", "present"),
     call("num_keys"),
     call("append", "k", "v"),
-    call("multi_get", ["there"]),
+    call("multi_get", ["present"]),
     call("multi_set", ["k"], ["v"]),
     call("barrier", "b", 1),
     call("clone"),
@@ -31,27 +31,27 @@ CALLS = [
 
 
 def once(store: Any) -> Any:
-    """Wrapped, and a PrefixStore above."""
+    """Wrap the store below a PrefixStore."""
     return PrefixStore("a", wrap(store))
 
 
 def twice(store: Any) -> Any:
-    """Below the PrefixStore and above it."""
+    """Wrap below a PrefixStore and above it."""
     return wrap(PrefixStore("a", wrap(store)))
 
 
 def twice_under_prefixes(store: Any) -> Any:
-    """Likewise, with more PrefixStores everywhere."""
+    """Wrap twice, with PrefixStores below and between the wrappers."""
     return wrap(PrefixStore("c", PrefixStore("b", wrap(PrefixStore("a", store)))))
 
 
 def thrice(store: Any) -> Any:
-    """Below, between and above PrefixStores."""
+    """Wrap below, between and above PrefixStores."""
     return wrap(PrefixStore("b", wrap(PrefixStore("a", wrap(store)))))
 
 
 class TestCountedOnce:
-    """Every call counts once, under the kind of store at the bottom."""
+    """Every call counts once, with the kind of the innermost store as its label."""
 
     @pytest.fixture(autouse=True)
     def _configured(self, registry: CollectorRegistry) -> None:
@@ -59,7 +59,7 @@ class TestCountedOnce:
 
     @staticmethod
     def counts(registry: CollectorRegistry) -> dict[tuple[str, str], int]:
-        """Give the number of calls by store and operation, without the zeros."""
+        """Return the number of calls by store and operation, without zeros."""
         return {
             (sample.labels["store"], sample.labels["operation"]): int(sample.value)
             for family in registry.collect()
@@ -72,9 +72,9 @@ class TestCountedOnce:
     def test_through_wrappers(
         self, registry: CollectorRegistry, wrapped: Callable[[Any], Any], step: Step
     ) -> None:
-        """The outermost wrapper counts the call, those below it do not."""
+        """Only the outermost wrapper counts the call."""
         store = wrapped(HashStore())
-        store.set("there", "v")
+        store.set("present", "v")
         before = self.counts(registry)
 
         step(store)
@@ -84,7 +84,7 @@ class TestCountedOnce:
         assert +counted == {("hash_store", step.__name__): 1}
 
     def test_failure(self, registry: CollectorRegistry) -> None:
-        """A call that fails counts once as well."""
+        """A failed call counts once."""
         store = twice(HashStore())
 
         with pytest.raises(TypeError):
@@ -93,7 +93,7 @@ class TestCountedOnce:
         assert self.counts(registry) == {("hash_store", "set"): 1}
 
     def test_from_cpp(self, registry: CollectorRegistry) -> None:
-        """A call that only C++ makes on the wrapper counts."""
+        """A call that C++ makes on the wrapper counts once."""
         store = once(HashStore())
 
         store.set("k", "v")
@@ -104,8 +104,8 @@ class TestCountedOnce:
             ("hash_store", "get"): 1,
         }
 
-    def test_wrapper_below_by_itself(self, registry: CollectorRegistry) -> None:
-        """What is called on the lower wrapper itself counts there."""
+    def test_direct_call_of_lower_wrapper(self, registry: CollectorRegistry) -> None:
+        """A direct call of the lower wrapper counts too."""
         below = wrap(HashStore())
         above = wrap(PrefixStore("a", below))
 

@@ -1,4 +1,4 @@
-"""How long a wrapper lives: as long as C++ may call it, and no longer than closed."""
+"""A wrapper stays alive while C++ may call it, and can be freed once it is closed."""
 
 import gc
 import weakref
@@ -13,20 +13,20 @@ from support.stores import KINDS
 from tracedstore import TracedStore, wrap
 from tracedstore.testing import FlakyStore
 
-CLONING_KINDS = sorted(KINDS)
+KIND_NAMES = sorted(KINDS)
 
 
-def is_gone(reference: "weakref.ref[Any]") -> bool:
-    """Tell whether nothing refers to it any more."""
+def is_freed(reference: "weakref.ref[Any]") -> bool:
+    """Return whether the object of a weak reference has been freed."""
     gc.collect()
     return reference() is None
 
 
 class TestKeptAlive:
-    """torch's C++ keeps no Python object alive, so the wrapper does it itself."""
+    """torch's C++ keeps no Python object alive, so the wrapper keeps itself alive."""
 
     def test_without_python_reference(self, make: Make) -> None:
-        """A PrefixStore goes on working when nobody in Python has the wrapper."""
+        """A PrefixStore keeps working without a Python reference to the wrapper."""
         above = PrefixStore("p", wrap(make()))
         gc.collect()
 
@@ -34,10 +34,10 @@ class TestKeptAlive:
 
         assert above.get("k") == b"v"
 
-    @pytest.mark.parametrize("kind", CLONING_KINDS, indirect=True)
+    @pytest.mark.parametrize("kind", KIND_NAMES, indirect=True)
     @pytest.mark.parametrize("generations", [1, 2])
     def test_clone_made_by_cpp(self, make: Make, generations: int) -> None:
-        """So does one that C++ cloned, which Python never had."""
+        """A clone made by C++, which Python never referenced, stays alive too."""
         above: Any = PrefixStore("p", wrap(make()))
         above.set("k", "v")
         for _ in range(generations):
@@ -47,7 +47,7 @@ class TestKeptAlive:
         assert above.get("k") == b"v"
 
     def test_inner_store(self) -> None:
-        """The wrapper keeps a store in Python alive that only it refers to."""
+        """The wrapper keeps a Python store alive that only it references."""
         above = PrefixStore("p", wrap(FlakyStore()))
         gc.collect()
 
@@ -56,15 +56,15 @@ class TestKeptAlive:
         assert above.get("k") == b"v"
 
 
-def just_wrapped() -> TracedStore:
-    """Never used."""
+def unused() -> TracedStore:
+    """Return a wrapper without any call."""
     return wrap(FlakyStore())
 
 
 def used_and_failed() -> TracedStore:
-    """With an exception behind it, whose traceback holds frames."""
+    """Return a wrapper that raised an exception, whose traceback holds frames."""
     flaky = FlakyStore()
-    flaky.fail("get", ConnectionError("gone"))
+    flaky.fail("get", ConnectionError("connection lost"))
     store = wrap(flaky)
     store.set("k", "v")
     with pytest.raises(ConnectionError):
@@ -73,55 +73,55 @@ def used_and_failed() -> TracedStore:
 
 
 def used_by_cpp() -> TracedStore:
-    """Once below a PrefixStore."""
+    """Return a wrapper that a PrefixStore has called."""
     store = wrap(FlakyStore())
     PrefixStore("p", store).set("k", "v")
     return store
 
 
 def wrapped_above_and_below() -> TracedStore:
-    """The wrapper of a PrefixStore over another wrapper."""
+    """Return the wrapper of a PrefixStore over another wrapper."""
     with wrap(FlakyStore()) as below:
         return wrap(PrefixStore("p", below))
 
 
 class TestFreed:
-    """Once closed, a wrapper is an object like any other."""
+    """A closed wrapper is freed like any other object."""
 
     @pytest.mark.parametrize(
         "make_store",
-        [just_wrapped, used_and_failed, used_by_cpp, wrapped_above_and_below],
+        [unused, used_and_failed, used_by_cpp, wrapped_above_and_below],
     )
     def test_when_closed_and_dropped(
         self, make_store: Callable[[], TracedStore]
     ) -> None:
-        """Nothing keeps a closed wrapper, nor its inner store, once dropped."""
+        """Nothing references a closed wrapper or its inner store after del."""
         store: Any = make_store()
         references = [weakref.ref(store), weakref.ref(store._traced.inner)]
 
         store.close()
         del store
 
-        assert [is_gone(reference) for reference in references] == [True, True]
+        assert [is_freed(reference) for reference in references] == [True, True]
 
     def test_after_with(self) -> None:
-        """Leaving a with block closes."""
+        """Leaving a with block closes the wrapper."""
         with wrap(FlakyStore()) as store:
             store.set("k", "v")
         reference = weakref.ref(store)
 
         del store
 
-        assert is_gone(reference)
+        assert is_freed(reference)
 
     def test_not_before_closed(self) -> None:
-        """Dropping alone frees nothing: C++ might still call it."""
+        """A wrapper that is not closed stays alive: C++ may still call it."""
         reference = weakref.ref(wrap(HashStore()))
 
-        assert not is_gone(reference)
+        assert not is_freed(reference)
 
-    def test_closing_twice_does_nothing(self) -> None:
-        """A second close is allowed, and the store still works."""
+    def test_second_close_does_nothing(self) -> None:
+        """A second close() is allowed, and the store still works."""
         store = wrap(HashStore())
 
         store.close()
@@ -131,8 +131,8 @@ class TestFreed:
         assert store.get("k") == b"v"
 
     @pytest.mark.parametrize("kind", ["tcp", "file"], indirect=True)
-    def test_clones_with_their_origin(self, make: Make) -> None:
-        """Closing a store lets go of its clones, and of theirs."""
+    def test_clones_with_their_original(self, make: Make) -> None:
+        """Closing a store releases its clones and the clones of these."""
         store = wrap(make())
         clone = store.clone()
         grandchild = clone.clone()
@@ -144,10 +144,10 @@ class TestFreed:
         store.close()
         del clone, grandchild, by_cpp, clones
 
-        assert [is_gone(reference) for reference in references] == [True] * 3
+        assert [is_freed(reference) for reference in references] == [True] * 3
 
-    def test_clone_is_not_gone_while_used(self) -> None:
-        """What somebody in Python still refers to works after its origin's close."""
+    def test_clone_is_not_freed_while_referenced(self) -> None:
+        """A clone with a Python reference works after its original is closed."""
         store = wrap(PrefixStore("p", HashStore()))
         clone = store.clone()
         above = PrefixStore("q", clone)

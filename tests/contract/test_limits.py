@@ -1,7 +1,6 @@
-"""What no wrapper in Python can do: torch's C++ never asks it.
+"""Known limits of a Python wrapper: calls that torch's C++ does not forward to Python.
 
-These are not wanted, but known: each test says what happens instead, and where there
-is one, the way around.
+Each test asserts what happens instead, and the workaround where one exists.
 """
 
 from typing import Any
@@ -15,25 +14,25 @@ from contract.scenarios import MINUTE
 from tracedstore import wrap
 from tracedstore.testing import OperationLog
 
-# Written in C++ from top to bottom, so that these bare stores have no such limits.
+# These bare stores are C++ only, so they do not have these limits.
 CPP_KINDS = ["tcp", "tcp-legacy", "file", "hash"]
 
 
 @pytest.fixture
 def log() -> OperationLog:
-    """Every operation that any wrapper records."""
+    """Record the operations of all wrappers."""
     log = OperationLog()
     tracedstore.configure(observers=[log], slow_after=0, log_format="off")
     return log
 
 
 def recorded(log: OperationLog) -> list[str]:
-    """Name the operations so far."""
+    """Return the names of the operations recorded so far."""
     return [operation.method.name for operation in log.operations]
 
 
 class TestNeverReachesPython:
-    """Queues and list_keys of a PrefixStore above a wrapper."""
+    """Queue methods and list_keys() of a PrefixStore above a wrapper."""
 
     @pytest.mark.parametrize(
         ("step", "text"),
@@ -44,10 +43,10 @@ class TestNeverReachesPython:
             (call("list_keys"), "listKeys support is not implemented."),
         ],
     )
-    def test_is_refused(
+    def test_raises_not_implemented(
         self, make: Make, log: OperationLog, step: Any, text: str
     ) -> None:
-        """The call fails at once as not implemented, and no wrapper sees it."""
+        """The call raises NotImplementedError at once; no wrapper records it."""
         above = PrefixStore("p", wrap(make()))
 
         with pytest.raises(NotImplementedError) as caught:
@@ -58,7 +57,7 @@ class TestNeverReachesPython:
 
     @pytest.mark.parametrize("kind", ["tcp", "hash"], indirect=True)
     def test_works_with_wrapper_outside(self, make: Make) -> None:
-        """Wrapping the PrefixStore, instead of what is below it, has both."""
+        """Wrapping the PrefixStore instead of the store below supports both."""
         store: Any = wrap(PrefixStore("p", make()))
 
         store.queue_push("q", "v")
@@ -69,18 +68,20 @@ class TestNeverReachesPython:
 
 
 class TestBarrierFromCpp:
-    """The barrier of a PrefixStore above a wrapper."""
+    """barrier() of a PrefixStore above a wrapper."""
 
-    def test_is_seen_as_its_parts(self, make: Make, log: OperationLog) -> None:
-        """C++ makes it from add, set and wait, and those are what is recorded."""
+    def test_is_recorded_as_its_parts(self, make: Make, log: OperationLog) -> None:
+        """C++ implements it with add, set and wait, which are recorded."""
         above: Any = PrefixStore("p", wrap(make()))
 
         above.barrier("b", 1)
 
         assert recorded(log) == ["add", "set", "wait"]
 
-    def test_is_seen_with_wrapper_outside(self, make: Make, log: OperationLog) -> None:
-        """Wrapping the PrefixStore records a barrier."""
+    def test_is_recorded_with_wrapper_outside(
+        self, make: Make, log: OperationLog
+    ) -> None:
+        """A wrapper of the PrefixStore records a barrier."""
         store: Any = wrap(PrefixStore("p", make()))
 
         store.barrier("b", 1)
@@ -89,10 +90,10 @@ class TestBarrierFromCpp:
 
 
 class TestTimeoutFromCpp:
-    """A timeout that is set on a PrefixStore above a wrapper."""
+    """set_timeout() of a PrefixStore above a wrapper."""
 
     def test_reaches_inner_store_with_next_blocking_call(self, make: Make) -> None:
-        """Until something blocks, the inner store is not told."""
+        """The inner store's timeout changes with the next blocking call."""
         inner = make()
         above: Any = PrefixStore("p", wrap(inner))
         before = inner.timeout
@@ -107,7 +108,7 @@ class TestTimeoutFromCpp:
 
 
 class TestUndecodableKeyFromCpp:
-    """A key that is not UTF-8, on a PrefixStore above a wrapper."""
+    """A key that is not UTF-8 on a PrefixStore above a wrapper."""
 
     KEY = b"\xff"
 
@@ -121,16 +122,16 @@ class TestUndecodableKeyFromCpp:
             call("delete_key", KEY),
         ],
     )
-    def test_is_refused(self, make: Make, step: Any) -> None:
-        """Python is handed keys as str, so there is no handing it this one."""
+    def test_raises_decode_error(self, make: Make, step: Any) -> None:
+        """C++ converts keys to str for Python, which fails for this one."""
         above = PrefixStore("p", wrap(make()))
 
         with pytest.raises(UnicodeDecodeError, match="can't decode byte 0xff"):
             step(above)
 
     @pytest.mark.parametrize("kind", CPP_KINDS, indirect=True)
-    def test_is_a_difference(self, make: Make) -> None:
-        """The bare store, and the wrapper asked from Python, take such a key."""
+    def test_works_without_cpp_above_wrapper(self, make: Make) -> None:
+        """The bare store and a wrapper called from Python accept such a key."""
         bare: Any = PrefixStore("p", make())
         direct: Any = wrap(make())
         outside: Any = wrap(PrefixStore("p", make()))
@@ -138,16 +139,16 @@ class TestUndecodableKeyFromCpp:
         for store in (bare, direct, outside):
             store.set(self.KEY, "v")
 
-        taken = [store.get(self.KEY) for store in (bare, direct, outside)]
-        assert taken == [b"v"] * 3
+        values = [store.get(self.KEY) for store in (bare, direct, outside)]
+        assert values == [b"v"] * 3
 
 
 class TestBothSpellings:
-    """Two methods have another name for C++ than for Python."""
+    """C++ and Python use different names for two methods."""
 
     @pytest.mark.parametrize("kind", CPP_KINDS, indirect=True)
     def test_wrapper_has_both(self, make: Make) -> None:
-        """A wrapper answers to deleteKey and getNumKeys, which the bare store lacks."""
+        """A wrapper has deleteKey and getNumKeys, which the bare store lacks."""
         inner = make()
         store: Any = wrap(inner)
         keys = store.num_keys()

@@ -1,4 +1,4 @@
-"""A Store class with more or fewer methods than the table."""
+"""methods_of() for Store classes with more or fewer methods than the METHODS table."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ NAMES = [method.name for method in METHODS]
 
 
 def store_class(*names: str) -> Any:
-    """A class with these methods, and a property."""
+    """Return a class with these methods and a property."""
     methods: dict[str, Any] = dict.fromkeys(names, lambda _self: None)
     return type("Synthetic", (), methods | {"timeout": property(lambda _self: None)})
 
 
 class TestMethodsOf:
-    """The operations of a Store class, numbered."""
+    """methods_of() returns the operations of a Store class with their indexes."""
 
-    def test_older_class_has_fewer(self) -> None:
-        """What the class does not have is not there."""
+    def test_omits_methods_the_class_lacks(self) -> None:
+        """A method of the table that an older class lacks is not in the result."""
         older = [name for name in NAMES if name != "queue_push"]
 
         assert list(methods_of(store_class(*older))) == older
 
-    def test_newer_class_has_more(self) -> None:
-        """What the table does not know comes last, and without keys."""
+    def test_appends_methods_the_table_lacks(self) -> None:
+        """A method of a newer class that the table lacks is last and has no keys."""
         methods = methods_of(store_class(*NAMES, "scan"))
 
         assert list(methods) == [*NAMES, "scan"]
@@ -39,14 +39,14 @@ class TestMethodsOf:
         ) == ("none", (), False)
 
     @pytest.mark.parametrize("names", [NAMES, NAMES[3:], [*NAMES, "scan", "watch"]])
-    def test_numbers_are_dense(self, names: list[str]) -> None:
-        """The numbers are places in a row, without a gap."""
+    def test_indexes_are_dense(self, names: list[str]) -> None:
+        """Indexes start at 0 and have no gaps."""
         methods = methods_of(store_class(*names))
 
         assert [m.index for m in methods.values()] == list(range(len(names)))
 
-    def test_known_method_keeps_its_facts(self) -> None:
-        """Apart from its number a method is as the table has it."""
+    def test_known_method_keeps_its_description(self) -> None:
+        """Only the index of a known method differs from the table."""
         get = methods_of(store_class("get"))["get"]
 
         assert (get.parameters, get.keys, get.blocks) == (("key",), "one", True)
@@ -54,13 +54,13 @@ class TestMethodsOf:
     @pytest.mark.parametrize(
         "name", ["_private", "__len__", "timeout", "set_timeout", "has_extended_api"]
     )
-    def test_no_operation(self, name: str) -> None:
-        """What is private, a property or answered on the spot is no operation."""
+    def test_omits_what_is_no_operation(self, name: str) -> None:
+        """Private names, properties and local accessors are not operations."""
         assert list(methods_of(store_class("get", name))) == ["get"]
 
-    def test_of_this_torch(self) -> None:
-        """The table knows every operation of the torch it is tested with."""
-        answered_on_the_spot = {"timeout", "set_timeout", "has_extended_api"}
+    def test_table_covers_this_torch(self) -> None:
+        """The table has every operation of the installed torch."""
+        local_accessors = {"timeout", "set_timeout", "has_extended_api"}
 
-        assert set(methods_of(Store)) == set(PUBLIC) - answered_on_the_spot
+        assert set(methods_of(Store)) == set(PUBLIC) - local_accessors
         assert set(methods_of(Store)) == set(NAMES)

@@ -1,4 +1,4 @@
-"""The wrapper as an object: its attributes, and what wrap() takes and gives."""
+"""wrap(), and the wrapper's attributes, repr, copies and clones."""
 
 import copy
 import pickle
@@ -17,20 +17,20 @@ from tracedstore.testing import FlakyStore
 
 
 class TestWrap:
-    """What wrap() takes and gives."""
+    """Argument and result of wrap()."""
 
-    def test_gives_store(self, make: Make) -> None:
-        """Torch's functions insist on a Store, and it is one."""
+    def test_returns_store(self, make: Make) -> None:
+        """The result is a Store, which torch's functions require."""
         assert isinstance(wrap(make()), Store)
 
-    def test_twice_gives_same(self, make: Make) -> None:
-        """Wrapping a wrapped store changes nothing."""
+    def test_twice_returns_same(self, make: Make) -> None:
+        """Wrapping a wrapped store returns it."""
         store = wrap(make())
 
         assert store is wrap(store)
 
     @pytest.mark.parametrize(
-        ("thing", "name"),
+        ("value", "name"),
         [
             (None, "NoneType"),
             ("tcp://127.0.0.1", "str"),
@@ -38,16 +38,16 @@ class TestWrap:
             ({}, "dict"),
         ],
     )
-    def test_takes_nothing_but_stores(self, thing: Any, name: str) -> None:
-        """Anything else is refused with what it is and what it should be."""
+    def test_rejects_other_types(self, value: Any, name: str) -> None:
+        """Anything else raises TypeError with the actual and the expected type."""
         with pytest.raises(
             TypeError, match=rf"takes a torch\.distributed\.Store, not {name};"
         ):
-            wrap(thing)
+            wrap(value)
 
     @pytest.mark.parametrize("kind", sorted(KINDS), indirect=True)
-    def test_passes_the_test_of_torch(self, make: Make) -> None:
-        """Torch's own C++ check of stores in Python finds nothing wrong."""
+    def test_passes_test_of_torch(self, make: Make) -> None:
+        """The result passes torch's C++ check of Python stores."""
         store: Any = wrap(make())
 
         _test_python_store(store)
@@ -65,7 +65,7 @@ class TestWrap:
         ],
     )
     def test_result_cannot_be_copied(self, duplicate: Callable[[Any], Any]) -> None:
-        """Pickling and copying are refused, with what to do instead."""
+        """Pickling and copying raise TypeError with the remedy."""
         store = wrap(HashStore())
 
         with pytest.raises(TypeError, match="wrap one in each process"):
@@ -73,7 +73,7 @@ class TestWrap:
 
 
 class TestAttributes:
-    """Every attribute but the methods of a Store is the inner store's."""
+    """Every attribute except the methods of Store is the inner store's."""
 
     @pytest.mark.parametrize(
         ("kind", "names"),
@@ -85,8 +85,8 @@ class TestAttributes:
         ],
         indirect=["kind"],
     )
-    def test_of_its_own(self, make: Make, names: list[str]) -> None:
-        """What a kind of store has beside its methods can be read."""
+    def test_of_inner_store(self, make: Make, names: list[str]) -> None:
+        """Properties that only one kind of store has can be read."""
         inner = make()
         store = wrap(inner)
 
@@ -94,7 +94,7 @@ class TestAttributes:
         assert set(names) <= set(dir(store))
 
     def test_of_prefix_store(self, make: Make) -> None:
-        """What a PrefixStore stands on is what it stands on, wrapped or not."""
+        """underlying_store of a PrefixStore is the same, wrapped or not."""
         inner = make()
         store: Any = wrap(PrefixStore("p", PrefixStore("q", inner)))
         above: Any = PrefixStore("p", wrap(inner))
@@ -104,45 +104,45 @@ class TestAttributes:
         assert wrap(above.underlying_store) is above._underlying_non_prefix_store
 
     def test_repr_shows_inner_store(self, make: Make) -> None:
-        """The inner store can be told from the wrapper's repr."""
+        """The wrapper's repr has the inner store's repr."""
         inner = make()
         expected = f"TracedStore({normalised(repr(inner))})"
 
         assert normalised(repr(wrap(inner))) == expected
 
     def test_set_reaches_inner_store(self) -> None:
-        """An attribute that is set on the wrapper is the inner store's."""
+        """Setting an attribute of the wrapper sets the inner store's."""
         inner: Any = FlakyStore()
         store: Any = wrap(inner)
 
-        store.tag = "mine"
+        store.tag = "example"
 
-        assert inner.tag == "mine"
-        assert store.tag == "mine"
+        assert inner.tag == "example"
+        assert store.tag == "example"
 
     def test_deleted_reaches_inner_store(self) -> None:
-        """An attribute that is deleted on the wrapper is gone from the inner store."""
+        """Deleting an attribute of the wrapper deletes the inner store's."""
         inner: Any = FlakyStore()
         store: Any = wrap(inner)
-        inner.tag = "mine"
+        inner.tag = "example"
 
         del store.tag
 
         assert not hasattr(inner, "tag")
 
     @pytest.mark.parametrize("name", ["tag", "timeout"])
-    def test_not_to_be_set_is_refused_the_same(self, make: Make, name: str) -> None:
-        """What the bare store does not let be set, the wrapper does not."""
+    def test_read_only_raises_same(self, make: Make, name: str) -> None:
+        """An attribute that cannot be set raises as it does on the bare store."""
 
-        def set_it(store: Any) -> None:
+        def set_attribute(store: Any) -> None:
             setattr(store, name, 1)
 
-        expected = outcome(set_it, make())
+        expected = outcome(set_attribute, make())
 
-        assert outcome(set_it, wrap(make())) == expected
+        assert outcome(set_attribute, wrap(make())) == expected
 
     def test_replaced_method_is_called(self) -> None:
-        """A method put in place of a Python store's own is the one that answers."""
+        """A method that replaces a Python store's method is called instead."""
         store: Any = wrap(FlakyStore())
 
         store.get = lambda key: f"instead of {key}".encode()
@@ -153,15 +153,15 @@ class TestAttributes:
 
 @pytest.mark.etcd
 class TestEtcdClient:
-    """The client of an EtcdStore, which the wrapper counts the requests of."""
+    """The client of an EtcdStore, whose requests the wrapper counts."""
 
     @pytest.fixture
     def kind(self) -> str:
-        """Only one kind of store has it."""
+        """Only EtcdStore has a client."""
         return "etcd"
 
     def test_is_a_client(self, make: Make) -> None:
-        """It passes for what it is, and says where it connects to."""
+        """The client is an etcd.Client with the original host and port."""
         inner = make()
         host, port = inner.client.host, inner.client.port
 
@@ -181,14 +181,14 @@ class TestEtcdClient:
         ],
         ids=["write", "read", "in", "unknown", "machines"],
     )
-    def test_answers_the_same(self, make: Make, step: Callable[[Any], Any]) -> None:
-        """Used by itself, it does what it did before its store was wrapped."""
+    def test_has_same_outcome(self, make: Make, step: Callable[[Any], Any]) -> None:
+        """Direct use of the client has the same outcome as before wrapping."""
         expected = outcome(step, make().client)
 
         assert outcome(step, wrap(make()).client) == expected
 
-    def test_is_put_before_once(self, make: Make) -> None:
-        """Wrapping the same EtcdStore again finds the client in place."""
+    def test_is_replaced_once(self, make: Make) -> None:
+        """Wrapping the same EtcdStore again keeps the counting client."""
         inner = make()
         first = wrap(inner).client
 
@@ -201,7 +201,7 @@ class TestClone:
 
     @pytest.mark.parametrize("kind", sorted(KINDS), indirect=True)
     def test_is_traced(self, make: Make) -> None:
-        """Whether Python makes it or C++ does, a clone is traced too."""
+        """A clone made by Python or by C++ is traced too."""
         direct: Any = wrap(make())
         over: Any = wrap(PrefixStore("p", make()))
         under: Any = PrefixStore("p", wrap(make()))
@@ -210,8 +210,8 @@ class TestClone:
 
         assert list(map(type, clones)) == [TracedStore] * 3
 
-    def test_that_is_the_store_itself(self) -> None:
-        """A HashStore's clone is the store itself, and so is its wrapper's."""
+    def test_of_hash_store_is_itself(self) -> None:
+        """A HashStore's clone is the store itself, so its wrapper returns itself."""
         store = wrap(HashStore())
 
         assert store is store.clone()

@@ -1,4 +1,4 @@
-"""Stores that are written in Python: what they take and return is their affair."""
+"""Stores written in Python: the wrapper passes arguments and results unchanged."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,110 +15,110 @@ from tracedstore.testing import FlakyStore
 
 
 class Interrupt(BaseException):
-    """As little of an Exception as a KeyboardInterrupt."""
+    """A BaseException that is no Exception, as KeyboardInterrupt is."""
 
 
 class Minimal(Store):
-    """No more than some user needs, under parameter names of their own."""
+    """A user's store with three methods and other parameter names than torch's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.data: dict[str, bytes] = {}
 
     def set(self, name: str, content: str | bytes) -> None:
-        """Keep it."""
+        """Store the content as bytes."""
         self.data[name] = content if isinstance(content, bytes) else content.encode()
 
     def get(self, name: str) -> bytes:
-        """Give it, or fail as a dict does."""
+        """Return the content, or raise KeyError."""
         return self.data[name]
 
     def check(self, names: list[str]) -> bool:
-        """Tell whether all are there."""
+        """Return whether all names are present."""
         return all(name in self.data for name in names)
 
 
 class PythonSpelling(Minimal):
-    """Has the two methods under the names that Python callers use."""
+    """Has delete_key and num_keys under the names that Python callers use."""
 
     def delete_key(self, name: str) -> bool:
-        """Drop it."""
+        """Delete the name, and return whether it was present."""
         return self.data.pop(name, None) is not None
 
     def num_keys(self) -> int:
-        """Count them."""
+        """Return the number of names."""
         return len(self.data)
 
 
 class CppSpelling(Minimal):
-    """Has them under the names that torch's C++ looks for."""
+    """Has delete_key and num_keys under the names that torch's C++ calls."""
 
     deleteKey = PythonSpelling.delete_key  # noqa: N815 - torch's spelling
     getNumKeys = PythonSpelling.num_keys  # noqa: N815 - torch's spelling
 
 
 class BothSpellings(PythonSpelling, CppSpelling):
-    """Has them under both."""
+    """Has delete_key and num_keys under both names."""
 
 
-class Odd(Minimal):
+class UnexpectedTypes(Minimal):
     """Returns other types than torch's own stores do."""
 
     def get(self, name: str) -> Any:
-        """Give a str where bytes are due."""
+        """Return a str instead of bytes."""
         return self.data[name].decode()
 
     def check(self, names: list[str]) -> Any:
-        """Give a number where a bool is due."""
+        """Return a number instead of a bool."""
         return len(names)
 
     def multi_get(self, names: list[str]) -> Any:
-        """Give a tuple of str where a list of bytes is due."""
+        """Return a tuple of str instead of a list of bytes."""
         return tuple(self.data[name].decode() for name in names)
 
     def add(self, name: str, number: int) -> Any:
-        """Give text where a number is due."""
+        """Return text instead of a number."""
         return f"{name} {number}"
 
-    def wait(self, names: list[str], patience: timedelta = MINUTE) -> Any:
-        """Give something where nothing is due."""
-        return names, patience
+    def wait(self, names: list[str], limit: timedelta = MINUTE) -> Any:
+        """Return its arguments instead of None."""
+        return names, limit
 
 
 class WithOptions(Minimal):
-    """Takes more than torch's Store does, by keyword."""
+    """Has keyword arguments that torch's Store lacks."""
 
-    seen: Any = None
+    last_reason: Any = None
 
     def set_timeout(self, timeout: timedelta, *, reason: str = "") -> None:
-        """Note why."""
+        """Set the timeout and record the reason."""
         super().set_timeout(timeout)
-        self.seen = reason
+        self.last_reason = reason
 
     def has_extended_api(self, *, reason: str = "") -> bool:
-        """Note why."""
-        self.seen = reason
+        """Return True and record the reason."""
+        self.last_reason = reason
         return True
 
     def clone(self, *, reason: str = "") -> Store:
-        """Note why, and give another one."""
-        self.seen = reason
+        """Return a new store and record the reason."""
+        self.last_reason = reason
         return WithOptions()
 
     def statistics(self, *, verbose: bool = False) -> dict[str, int]:
-        """Something that torch's Store does not have."""
+        """Return counts, with a method that torch's Store lacks."""
         return {"keys": len(self.data)} if verbose else {}
 
 
 class TestSpelling:
-    """delete_key is deleteKey to C++, and num_keys is getNumKeys."""
+    """C++ calls delete_key deleteKey, and num_keys getNumKeys."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize(
         "kind", [Minimal, PythonSpelling, CppSpelling, BothSpellings]
     )
-    def test_of_the_store_decides(self, kind: Callable[[], Store], shape: str) -> None:
-        """A caller finds the method, or fails to, as with the bare store."""
+    def test_has_same_outcome(self, kind: Callable[[], Store], shape: str) -> None:
+        """Each spelling works or fails as it does with the bare store."""
         steps = [
             call("set", "k", "v"),
             call("num_keys"),
@@ -134,7 +134,7 @@ class TestSpelling:
 
     @pytest.mark.parametrize("kind", [CppSpelling, BothSpellings])
     def test_for_cpp_works_under_prefix_store(self, kind: Callable[[], Store]) -> None:
-        """Through a PrefixStore the C++ spelling reaches the user's store."""
+        """A PrefixStore calls the C++ spelling of the user's store."""
         above = PrefixStore("p", wrap(kind()))
         above.set("k", "v")
 
@@ -144,11 +144,11 @@ class TestSpelling:
 
 
 class TestResults:
-    """Whatever a store returns."""
+    """Results of a Python store."""
 
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_of_odd_type_end_the_same(self, shape: str) -> None:
-        """Python callers get it as it is; C++ refuses or converts it as ever."""
+    def test_of_unexpected_type_have_same_outcome(self, shape: str) -> None:
+        """Python callers get the result unchanged; C++ rejects or converts it."""
         steps = [
             call("set", "k", b"v"),
             call("get", "k"),
@@ -158,14 +158,14 @@ class TestResults:
             call("wait", ["k"]),
             call("wait", ["k"], SHORT),
         ]
-        bare, inner = Odd(), Odd()
+        bare, inner = UnexpectedTypes(), UnexpectedTypes()
 
         expected = outcomes(steps, SHAPES[shape].bare(bare))
 
         assert outcomes(steps, SHAPES[shape].wrapped(inner)) == expected
 
-    def test_is_the_very_object(self) -> None:
-        """A result is passed on, not copied."""
+    def test_are_not_copied(self) -> None:
+        """The caller gets the object that the store returned."""
         inner = Minimal()
         value = bytes(range(256))
         inner.set("k", value)
@@ -174,13 +174,13 @@ class TestResults:
 
 
 class TestExceptions:
-    """Whatever a store raises."""
+    """Exceptions of a Python store."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize(
         "error",
         [
-            ConnectionError("gone"),
+            ConnectionError("connection lost"),
             DistStoreError("wait timeout after 1ms"),
             LookupError("no such key"),
             KeyboardInterrupt(),
@@ -189,8 +189,8 @@ class TestExceptions:
         ],
         ids=repr,
     )
-    def test_is_the_very_object(self, error: BaseException, shape: str) -> None:
-        """An exception reaches the caller as itself, through C++ too."""
+    def test_are_not_replaced(self, error: BaseException, shape: str) -> None:
+        """The caller gets the exception object that the store raised, via C++ too."""
         flaky = FlakyStore()
         flaky.fail("get", error)
         store = SHAPES[shape].wrapped(flaky)
@@ -200,11 +200,11 @@ class TestExceptions:
 
         assert error is caught.value
 
-    def test_leaves_store_usable(self) -> None:
-        """The call after one that failed is an ordinary one."""
+    def test_leave_store_usable(self) -> None:
+        """A call after a failed call succeeds."""
         flaky = FlakyStore()
         store = wrap(flaky)
-        flaky.fail("set", ConnectionError("gone"))
+        flaky.fail("set", ConnectionError("connection lost"))
 
         with pytest.raises(ConnectionError):
             store.set("k", "lost")
@@ -214,13 +214,13 @@ class TestExceptions:
 
 
 class TestKeywords:
-    """Keyword arguments are the inner store's to name."""
+    """Keyword arguments have the names of the inner store."""
 
     @pytest.mark.parametrize(
         "kind", [pytest.param("etcd", marks=pytest.mark.etcd)], indirect=True
     )
     def test_of_etcd_store(self, make: Make) -> None:
-        """EtcdStore takes all of its arguments by keyword, wrapped as well."""
+        """A wrapped EtcdStore accepts all of its arguments by keyword."""
         store: Any = wrap(make())
 
         store.set(value="v", key="k")
@@ -234,7 +234,7 @@ class TestKeywords:
             store.wait(keys=["missing"], override_timeout=SHORT)
 
     def test_of_python_store(self) -> None:
-        """Names that torch does not use are passed on."""
+        """Parameter names that torch does not use reach the store."""
         store: Any = wrap(Minimal())
 
         store.set(content=b"v", name="k")
@@ -250,18 +250,18 @@ class TestKeywords:
             ("clone", {}),
         ],
     )
-    def test_beyond_torch_reach_store(
+    def test_that_torch_lacks_reach_store(
         self, method: str, arguments: dict[str, Any]
     ) -> None:
-        """Options that torch's Store does not have reach the store that does."""
+        """Keyword arguments that torch's Store lacks reach the inner store."""
         inner = WithOptions()
 
         getattr(wrap(inner), method)(**arguments, reason="a test")
 
-        assert inner.seen == "a test"
+        assert inner.last_reason == "a test"
 
-    def test_of_method_of_its_own(self) -> None:
-        """A method that no Store has is there, and takes what it takes."""
+    def test_of_method_that_torch_lacks(self) -> None:
+        """A method that torch's Store lacks can be called with its arguments."""
         store: Any = wrap(WithOptions())
         store.set("k", b"v")
 

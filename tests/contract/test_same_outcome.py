@@ -1,11 +1,11 @@
-"""A wrapped store answers as the bare one does, whatever it is asked."""
+"""A wrapped store has the same results and exceptions as the bare one."""
 
 from typing import Any
 
 import pytest
 
 from contract.harness import OUTERMOST, SHAPES, Make, outcomes
-from contract.scenarios import MISTAKES, NOT_FROM_CPP, PUBLIC, SCENARIOS
+from contract.scenarios import INVALID_CALLS, NOT_FROM_CPP, PUBLIC, SCENARIOS
 
 CASES = [
     pytest.param(shape, scenario, id=f"{shape}-{scenario}")
@@ -19,8 +19,8 @@ class TestScenarios:
     """Every scenario on every kind of store, bare and wrapped."""
 
     @pytest.mark.parametrize(("shape", "scenario"), CASES)
-    def test_ends_the_same(self, make: Make, shape: str, scenario: str) -> None:
-        """Results and exceptions are the bare store's, in type, value and text."""
+    def test_has_same_outcome(self, make: Make, shape: str, scenario: str) -> None:
+        """Results and exceptions equal the bare store's in type, value and text."""
         steps = SCENARIOS[scenario]
 
         expected = outcomes(steps, SHAPES[shape].bare(make()))
@@ -28,35 +28,35 @@ class TestScenarios:
         assert outcomes(steps, SHAPES[shape].wrapped(make())) == expected
 
     @pytest.mark.parametrize("shape", OUTERMOST)
-    @pytest.mark.parametrize("method", MISTAKES)
-    def test_mistake_is_told_the_same(
+    @pytest.mark.parametrize("method", INVALID_CALLS)
+    def test_invalid_call_has_same_exception(
         self, make: Make, shape: str, method: str
     ) -> None:
-        """Arguments that a method does not take are refused in the same words."""
-        steps = MISTAKES[method]
+        """Invalid arguments raise the same exception with the same text."""
+        steps = INVALID_CALLS[method]
 
         expected = outcomes(steps, SHAPES[shape].bare(make()))
 
         assert outcomes(steps, SHAPES[shape].wrapped(make())) == expected
 
-    def test_leave_no_method_out(self) -> None:
-        """Whatever this torch's Store has, some scenario uses."""
+    def test_cover_every_method(self) -> None:
+        """At least one scenario uses each method of this torch's Store."""
         used = {step.__name__ for steps in SCENARIOS.values() for step in steps}
 
         assert set(PUBLIC) <= used
 
 
 class TestExactBytes:
-    """Equal is not enough: torch's own code calls bytes methods on what it gets."""
+    """Values are exactly bytes: torch calls bytes methods on them."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("value", [b"", bytes(range(256)), "wärt".encode()])
-    def test_come_back(self, make: Make, shape: str, value: bytes) -> None:
-        """What was set is what get and multi_get return, as bytes and nothing else."""
+    def test_are_returned(self, make: Make, shape: str, value: bytes) -> None:
+        """get() and multi_get() return the value that was set, as bytes."""
         store: Any = SHAPES[shape].wrapped(make())
         store.set("k", value)
 
-        got = [store.get("k"), *store.multi_get(["k"])]
+        values = [store.get("k"), *store.multi_get(["k"])]
 
-        assert got == [value, value]
-        assert set(map(type, got)) == {bytes}
+        assert values == [value, value]
+        assert set(map(type, values)) == {bytes}

@@ -1,4 +1,4 @@
-"""Blocking calls end when they should, and every timeout is the inner store's."""
+"""Wrapped calls time out as bare ones do, and the timeout is the inner store's."""
 
 import threading
 import time
@@ -11,91 +11,94 @@ import pytest
 from torch.distributed import PrefixStore
 
 from contract.harness import OUTERMOST, SHAPES, Make, Step, outcomes
-from contract.scenarios import MINUTE, OVERDUE, OVERDUE_BARRIER, OVERDUE_POP
+from contract.scenarios import BARRIER_TIMEOUT, MINUTE, POP_TIMEOUT, TIMEOUTS
 from support.stores import SHORT
 from tracedstore import wrap
 
-# FileStore rounds up to seconds; what is still blocked then has lost its timeout.
-GENEROUSLY = 15.0
+# FileStore rounds a timeout up to seconds. A call that is still blocked after this
+# many seconds has lost its timeout.
+DEADLINE_SECONDS = 15.0
 HOUR = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How steps ended on one store, and after how many seconds."""
+class Played:
+    """The outcomes of steps on one store, and how many seconds they took."""
 
     outcomes: list[tuple[type, Any]]
     seconds: float
 
 
-def play_at_once(steps: list[Step], stores: Mapping[str, Any]) -> dict[str, Ended]:
-    """Take the same steps on several stores at once, for waiting costs time."""
-    ended: dict[str, Ended] = {}
+def play_concurrently(
+    steps: list[Step], stores: Mapping[str, Any]
+) -> dict[str, Played]:
+    """Run the same steps on several stores at once, which saves waiting time."""
+    played: dict[str, Played] = {}
 
     def play(name: str) -> None:
         started = time.monotonic()
-        played = outcomes(steps, stores[name])
-        ended[name] = Ended(played, time.monotonic() - started)
+        results = outcomes(steps, stores[name])
+        played[name] = Played(results, time.monotonic() - started)
 
-    # Daemons, so that one which never ends fails its test and nothing else.
+    # Daemon threads, so that one which never ends fails only its own test.
     threads = [
         threading.Thread(target=play, args=(name,), daemon=True) for name in stores
     ]
-    deadline = time.monotonic() + GENEROUSLY
+    deadline = time.monotonic() + DEADLINE_SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    blocked = [name for name in stores if name not in ended]
-    assert not blocked, f"still blocked after {GENEROUSLY} s"
-    return ended
+    blocked = [name for name in stores if name not in played]
+    assert not blocked, f"still blocked after {DEADLINE_SECONDS} s"
+    return played
 
 
-class TestOverdue:
-    """What does not come in time ends alike, bare and wrapped."""
+class TestTimesOut:
+    """A call that times out has the same outcome, bare and wrapped."""
 
     def check(self, make: Make, steps: list[Step], shapes: tuple[str, ...]) -> None:
-        """Play the steps on every shape; the last one is what times out."""
+        """Run the steps on every shape; the last step times out."""
         bare = {shape: SHAPES[shape].bare(make()) for shape in shapes}
         wrapped = {shape: SHAPES[shape].wrapped(make()) for shape in shapes}
 
-        ended = play_at_once(
+        played = play_concurrently(
             steps,
             {f"bare {shape}": store for shape, store in bare.items()}
             | {f"wrapped {shape}": store for shape, store in wrapped.items()},
         )
 
         for shape in shapes:
-            expected, actual = ended[f"bare {shape}"], ended[f"wrapped {shape}"]
+            expected, actual = played[f"bare {shape}"], played[f"wrapped {shape}"]
             assert actual.outcomes == expected.outcomes
             assert issubclass(actual.outcomes[-1][0], Exception)
-            # Clocks of threads and of C++ do not agree to the millisecond.
+            # The clocks of Python and of C++ do not agree to the millisecond.
             assert actual.seconds >= 0.9 * SHORT.total_seconds()
 
-    @pytest.mark.parametrize("scenario", OVERDUE)
-    def test_ends_the_same(self, make: Make, scenario: str) -> None:
-        """The same exception and text, after the timeout and not long after it."""
-        self.check(make, OVERDUE[scenario], tuple(SHAPES))
+    @pytest.mark.parametrize("scenario", TIMEOUTS)
+    def test_with_same_exception(self, make: Make, scenario: str) -> None:
+        """The exception and its text are the same, soon after the timeout."""
+        self.check(make, TIMEOUTS[scenario], tuple(SHAPES))
 
-    def test_barrier_ends_the_same(self, make: Make) -> None:
-        """So does a barrier that is given no timeout of its own."""
-        self.check(make, OVERDUE_BARRIER, ("direct",))
+    def test_barrier_with_same_exception(self, make: Make) -> None:
+        """A barrier without an explicit timeout times out the same."""
+        self.check(make, BARRIER_TIMEOUT, ("direct",))
 
     @pytest.mark.parametrize(
         ("kind", "shapes"),
         [("tcp", OUTERMOST), ("hash", OUTERMOST), ("python", ("direct",))],
         indirect=["kind"],
     )
-    def test_pop_ends_the_same(self, make: Make, shapes: tuple[str, ...]) -> None:
-        """So does waiting for an empty queue, where there are queues."""
-        self.check(make, OVERDUE_POP, shapes)
+    def test_pop_with_same_exception(self, make: Make, shapes: tuple[str, ...]) -> None:
+        """queue_pop() on an empty queue times out the same on stores with queues."""
+        self.check(make, POP_TIMEOUT, shapes)
 
 
 class TestTimeoutSet:
-    """There is one timeout, wherever it is set and read."""
+    """The wrapper, the inner store and C++ share one timeout."""
 
     def test_before_wrapping_is_taken_over(self, make: Make) -> None:
-        """The inner store's timeout is the wrapper's, for Python and for C++."""
+        """Python and C++ read the inner store's timeout from the wrapper."""
         inner = make()
         inner.set_timeout(MINUTE)
 
@@ -104,8 +107,8 @@ class TestTimeoutSet:
 
         assert [store.timeout, above.timeout] == [MINUTE] * 2
 
-    def test_on_wrapper_reaches_all(self, make: Make) -> None:
-        """Setting it on the wrapper sets the inner store's, and what C++ reads."""
+    def test_on_wrapper_reaches_inner_store_and_cpp(self, make: Make) -> None:
+        """set_timeout() on the wrapper sets the inner store's and what C++ reads."""
         inner = make()
         store = wrap(inner)
         above: Any = PrefixStore("p", store)
@@ -114,8 +117,8 @@ class TestTimeoutSet:
 
         assert [inner.timeout, store.timeout, above.timeout] == [MINUTE] * 3
 
-    def test_on_inner_store_shows(self, make: Make) -> None:
-        """Setting it behind the wrapper's back counts, and is not undone."""
+    def test_on_inner_store_is_kept(self, make: Make) -> None:
+        """set_timeout() on the inner store takes effect; the wrapper keeps it."""
         inner = make()
         store = wrap(inner)
         store.set("k", "v")
@@ -129,7 +132,7 @@ class TestTimeoutSet:
     def test_on_prefix_store_reaches_inner_store(
         self, make: Make, prefixes: int
     ) -> None:
-        """Setting it on a PrefixStore above, in C++, holds for the next call."""
+        """set_timeout() on a PrefixStore above, in C++, applies to the next call."""
         inner = make()
         store = wrap(inner)
         above: Any = store
@@ -143,7 +146,7 @@ class TestTimeoutSet:
         assert [inner.timeout, store.timeout, above.timeout] == [MINUTE] * 3
 
     def test_last_one_wins(self, make: Make) -> None:
-        """Setting it in C++ and in Python by turns leaves the last one."""
+        """The last set_timeout() applies, whether C++ or Python called it."""
         store = wrap(make())
         above = PrefixStore("p", store)
 

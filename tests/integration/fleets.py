@@ -1,4 +1,4 @@
-"""Ranks that are real processes and meet at barriers, for the tests that watch them."""
+"""Ranks as real processes that call barriers, controlled by tests."""
 
 import itertools
 import json
@@ -8,12 +8,12 @@ from integration.harness import Child, wait_until
 from tracedstore.coordination.arrivals import read_ledger, read_traceparent
 from tracedstore.coordination.protocol import BarrierKeys
 
-# A FileStore rounds up to whole seconds.
+# Seconds. A FileStore rounds a timeout up to whole seconds.
 TIMEOUT = 1.0
 
 
 class Fleet:
-    """Processes that become ranks, and a client of the store they meet through."""
+    """Processes that run ranks, and a client of their store."""
 
     def __init__(self, child: Child, store: Any) -> None:
         self.child = child
@@ -21,24 +21,24 @@ class Fleet:
         self._reports: list[dict[str, Any]] = []
         assert child.next_report() == {"ready": True}
 
-    def tell(self, command: dict[str, Any]) -> None:
-        """Start a rank, or kill one."""
+    def send(self, command: dict[str, Any]) -> None:
+        """Send a command that starts or kills a rank."""
         self.child.write(json.dumps(command) + "\n")
 
     def report(self, kind: str, prefix: str) -> dict[str, Any]:
         """Wait for the next report of a kind from one barrier."""
-        for index, one in enumerate(self._reports):
-            if kind in one and one["prefix"] == prefix:
+        for index, report in enumerate(self._reports):
+            if kind in report and report["prefix"] == prefix:
                 return self._reports.pop(index)
         while True:
-            one = self.child.next_report()
-            if kind in one and one["prefix"] == prefix:
-                return one
-            self._reports.append(one)
+            report = self.child.next_report()
+            if kind in report and report["prefix"] == prefix:
+                return report
+            self._reports.append(report)
 
 
-class Meeting:
-    """One barrier that ranks of a fleet come to."""
+class FleetBarrier:
+    """One barrier that ranks of a fleet call."""
 
     _numbers = itertools.count()
 
@@ -49,9 +49,9 @@ class Meeting:
         self._pids: dict[int, int] = {}
 
     def start(self, *ranks: int, world_size: int = 4, **options: Any) -> None:
-        """Let ranks come to the barrier."""
+        """Start ranks that call the barrier."""
         for rank in ranks:
-            self._fleet.tell(
+            self._fleet.send(
                 {
                     "rank": rank,
                     "world_size": world_size,
@@ -67,43 +67,43 @@ class Meeting:
             self._pids[rank] = self._fleet.report("started", self.prefix)["pid"]
 
     def kill(self, rank: int) -> None:
-        """Kill a rank that came, with SIGKILL."""
-        self._fleet.tell({"kill": self._pids[rank]})
+        """Kill a started rank with SIGKILL."""
+        self._fleet.send({"kill": self._pids[rank]})
 
-    def arrived(self, count: int) -> None:
-        """Wait until so many have been counted."""
+    def wait_for_arrivals(self, count: int) -> None:
+        """Wait until this number of ranks has arrived."""
         key = f"{self.prefix}/num_members"
         wait_until(lambda: self._fleet.store.add(key, 0) >= count)
 
-    def led(self) -> None:
-        """Wait until the first one has left its trace for the others."""
+    def wait_for_leader(self) -> None:
+        """Wait until the first rank has written its trace context."""
         store, keys = self._fleet.store, BarrierKeys(self.prefix)
         wait_until(lambda: read_traceparent(store, keys, read_ledger(store, keys)))
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events that were told of this barrier."""
-        found = self._fleet.child.events(name)
-        return [event for event in found if event["barrier"] == self.prefix]
+        """Return the events of this barrier by name."""
+        events = self._fleet.child.events(name)
+        return [event for event in events if event["barrier"] == self.prefix]
 
     def results(self, *ranks: int) -> list[dict[str, Any]]:
-        """Wait until these ranks are through; give what each of them says."""
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < len(ranks):
-            ended = self._fleet.report("result", self.prefix)
-            found[ended["rank"]] = ended
-        assert sorted(found) == sorted(ranks)
-        assert all(one["timeout_kept"] for one in found.values())
-        return [found[rank] for rank in ranks]
+        """Wait until the calls of these ranks end, and return their reports."""
+        by_rank: dict[int, dict[str, Any]] = {}
+        while len(by_rank) < len(ranks):
+            report = self._fleet.report("result", self.prefix)
+            by_rank[report["rank"]] = report
+        assert sorted(by_rank) == sorted(ranks)
+        assert all(report["timeout_kept"] for report in by_rank.values())
+        return [by_rank[rank] for rank in ranks]
 
-    def completed(self, *ranks: int) -> None:
-        """All of these came through."""
-        results = [one["result"] for one in self.results(*ranks)]
+    def assert_completed(self, *ranks: int) -> None:
+        """Assert that the barrier completes for all of these ranks."""
+        results = [report["result"] for report in self.results(*ranks)]
         assert results == ["completed"] * len(ranks)
 
-    def missed(self, missing: list[int], *ranks: int) -> list[dict[str, Any]]:
-        """All of these name exactly the missing ones."""
-        results = self.results(*ranks)
-        for one in results:
-            assert (one["result"], one["missing"]) == ("timeout", missing), one
-            assert one["unidentified"] == 0
-        return results
+    def assert_timed_out(self, missing: list[int], *ranks: int) -> list[dict[str, Any]]:
+        """Assert that all of these ranks time out and report exactly the missing."""
+        reports = self.results(*ranks)
+        for report in reports:
+            assert (report["result"], report["missing"]) == ("timeout", missing), report
+            assert report["unidentified"] == 0
+        return reports

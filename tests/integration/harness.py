@@ -1,4 +1,4 @@
-"""What the tests and their child processes share: waiting, threads, processes."""
+"""Helpers for tests and their child processes: polling, threads, processes."""
 
 import json
 import os
@@ -21,17 +21,17 @@ _TESTS = Path(__file__).parent.parent
 
 
 def wait_until(condition: Callable[[], T | None], timeout: float = 15.0) -> T:
-    """Poll a condition until it holds, and give what it found."""
+    """Poll a condition until it returns a true value, and return that."""
     deadline = time.monotonic() + timeout
-    while not (found := condition()):
+    while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"did not come about within {timeout} s")
+            raise AssertionError(f"condition not met after {timeout} s")
         time.sleep(0.005)
-    return found
+    return value
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list["Future[T]"]:
-    """Do something in as many threads at once; ends when all of them ended."""
+    """Call a function in `count` threads at once; return when all have ended."""
     start = threading.Barrier(count)
 
     def run(number: int) -> T:
@@ -43,12 +43,12 @@ def in_threads(count: int, work: Callable[[int], T]) -> list["Future[T]"]:
 
 
 def results(futures: list["Future[T]"]) -> list[T]:
-    """What all of them returned; raises what one of them raised."""
+    """Return the results of all futures, or raise the first one's exception."""
     return [future.result() for future in futures]
 
 
 def in_background(work: Callable[[], T], name: str = "background") -> "Future[T]":
-    """Start something in a thread that no test has to wait for to end."""
+    """Call a function in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -61,39 +61,40 @@ def in_background(work: Callable[[], T], name: str = "background") -> "Future[T]
     return future
 
 
-def counted(
+def operation_count(
     registry: CollectorRegistry, store: str, operation: str, error_type: str = ""
 ) -> float:
-    """How many calls of an operation ended so, as Prometheus is told."""
+    """Return the exported number of calls of an operation with this error type."""
     labels = {"store": store, "operation": operation, "error_type": error_type}
     name = "tracedstore_operation_duration_seconds_count"
     return registry.get_sample_value(name, labels) or 0
 
 
-def all_counted(registry: CollectorRegistry) -> dict[str, float]:
-    """How many calls there were of each operation that had any, whatever became of it.
+def operation_counts(registry: CollectorRegistry) -> dict[str, float]:
+    """Return the exported number of calls by operation, without zeros.
 
-    Operations are named with their store, as in "hash_store.get".
+    Operations are named with their store, as in "hash_store.get". Successful and
+    failed calls are added up.
     """
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for family in registry.collect():
         for sample in family.samples:
             if sample.value and sample.name == (
                 "tracedstore_operation_duration_seconds_count"
             ):
                 name = f"{sample.labels['store']}.{sample.labels['operation']}"
-                found[name] = found.get(name, 0) + sample.value
-    return found
+                counts[name] = counts.get(name, 0) + sample.value
+    return counts
 
 
-def report(**facts: Any) -> None:
-    """Tell the test something, from a child process."""
-    sys.stdout.write(json.dumps(facts) + "\n")
+def report(**fields: Any) -> None:
+    """Write a report from a child process to its test."""
+    sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
 
 def forked(work: Callable[[], Any], timeout: float = 15.0) -> Any:
-    """Do something in a forked child, and give what it returned there."""
+    """Call a function in a forked child, and return its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -108,8 +109,8 @@ def forked(work: Callable[[], Any], timeout: float = 15.0) -> Any:
     os.close(writing)
 
     def ended() -> tuple[int] | None:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        return (status,) if found else None
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        return (status,) if ended_pid else None
 
     try:
         (status,) = wait_until(ended, timeout)
@@ -117,14 +118,14 @@ def forked(work: Callable[[], Any], timeout: float = 15.0) -> Any:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
-    with os.fdopen(reading) as answers:
-        answer = answers.read()
+    with os.fdopen(reading) as pipe:
+        result = pipe.read()
     assert status == 0, f"the forked child ended with {status}"
-    return json.loads(answer)
+    return json.loads(result)
 
 
 class Running:
-    """A command under way, whose standard error is kept.
+    """A running command, whose standard error is written to a file.
 
     Attributes:
         pid: Its process id.
@@ -142,27 +143,27 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                # A group of its own, so that what it starts ends with it.
+                # A new process group, so that its children are killed with it.
                 start_new_session=True,
             )
         self.pid = self._process.pid
 
     def exit_status(self, timeout: float = 30.0) -> int:
-        """Wait until it ends by itself."""
+        """Wait until the command ends, and return its exit status."""
         return self._process.wait(timeout)
 
     def errors(self) -> str:
-        """What it wrote to standard error so far."""
+        """Return what the command has written to standard error so far."""
         return self._errors.read_text(errors="replace")
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The events of that name among it, or all."""
+        """Return the events of a name, or all, from standard error."""
         lines = [line for line in self.errors().splitlines() if line[:1] == "{"]
         events = map(json.loads, lines)
         return [event for event in events if name in (None, event["event"])]
 
     def kill(self) -> None:
-        """End it and what it started, without warning, unless it ended by itself."""
+        """Kill the command and its children with SIGKILL unless it has ended."""
         if self._process.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
@@ -172,7 +173,7 @@ class Running:
 
 
 class Child(Running):
-    """A process that runs one of the scripts in children/ and reports in JSON."""
+    """A process that runs a script of children/ and writes reports in JSON."""
 
     def __init__(
         self, folder: Path, script: str, *args: object, env: dict[str, str]
@@ -184,20 +185,20 @@ class Child(Running):
         )
 
     def next_report(self) -> dict[str, Any]:
-        """Wait for what it reports next; how long is for pytest's timeout to say."""
+        """Wait for the next report. pytest's timeout bounds the wait."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"it ended without a report: {self.errors()}"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        assert line, f"the child ended without a report: {self.errors()}"
+        fields: dict[str, Any] = json.loads(line)
+        return fields
 
     def write(self, text: str) -> None:
-        """Tell it something."""
+        """Write to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(text)
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End its standard input."""
+        """Close its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()

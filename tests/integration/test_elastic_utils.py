@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.utils.store import barrier, get_all, synchronize
 
 import tracedstore
-from integration.harness import counted, in_threads, results
+from integration.harness import in_threads, operation_count, results
 from support.stores import tcp
 
 RANKS = 4
@@ -115,7 +115,7 @@ class TestAllRanks:
         assert results(in_threads(RANKS, exchange)) == [values] * RANKS
         label = kind.replace("client", "store")
         calls = {
-            operation: counted(registry, label, operation)
+            operation: operation_count(registry, label, operation)
             for operation in ("add", "multi_get", "wait")
         }
         assert calls == {"add": RANKS, "multi_get": RANKS, "wait": 1}
@@ -156,4 +156,4 @@ class TestMissingRank:
         # torch does not restore the timeout when a barrier fails.
         assert {store.timeout for store in stores} == {timedelta(seconds=1)}
         # All ranks timed out in one wait, rank 0 also in the wait for the TRACE key.
-        assert counted(registry, "tcp_store", "wait", "timeout") == present + 1
+        assert operation_count(registry, "tcp_store", "wait", "timeout") == present + 1

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a process, asked by clients good and bad."""
+"""The HTTP endpoint of a process, with well-behaved and misbehaving clients."""
 
 import http.client
 import json
@@ -31,31 +31,32 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 class Endpoint:
-    """The endpoint of this process, as a client sees it."""
+    """Configures the endpoint of this process, and requests its pages."""
 
     def __init__(self, registry: CollectorRegistry, events: Events) -> None:
         self._registry = registry
         self._events = events
 
     def serve(self, **settings: Any) -> int:
-        """Configure this process to serve, and give the port it says it has."""
-        chosen: dict[str, Any] = {"http_port": 0, "log_format": "json"} | settings
-        tracedstore.configure(registry=self._registry, **chosen)
-        serving = [one for one in self._events() if one["event"] == "telemetry.serving"]
+        """Configure this process to serve, and return the port that its event has."""
+        options: dict[str, Any] = {"http_port": 0, "log_format": "json"} | settings
+        tracedstore.configure(registry=self._registry, **options)
+        serving = [e for e in self._events() if e["event"] == "telemetry.serving"]
         check(serving[-1])
         self.port = int(serving[-1]["url"].split(":")[2].removesuffix("/metrics"))
         return self.port
 
     def get(self, path: str, **headers: str) -> tuple[int, str, bytes]:
-        """Ask for a page; give status, content type and body."""
+        """Request a page, and return status, content type and body."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         with closing(client):
             client.request("GET", path, headers=headers)
-            answer = client.getresponse()
-            return answer.status, answer.getheader("Content-Type", ""), answer.read()
+            response = client.getresponse()
+            content_type = response.getheader("Content-Type", "")
+            return response.status, content_type, response.read()
 
     def alive(self) -> bool:
-        """Tell whether it answers."""
+        """Return whether the endpoint responds."""
         try:
             return self.get("/healthz")[0] == 200
         except (OSError, http.client.HTTPException):
@@ -64,22 +65,22 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint(registry: CollectorRegistry, events: Events) -> Endpoint:
-    """Not serving yet."""
+    """Return an endpoint that does not serve yet."""
     return Endpoint(registry, events)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that a test can wait for."""
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set timeouts that a test can wait for."""
     monkeypatch.setattr(server, "_READ_TIMEOUT", 0.3)
     monkeypatch.setattr(server, "_REQUEST_TIMEOUT", 0.6)
 
 
 class TestPages:
-    """What is where."""
+    """The pages of the endpoint."""
 
     def test_metrics(self, endpoint: Endpoint) -> None:
-        """As text, by default."""
+        """/metrics has the text format by default."""
         endpoint.serve()
         tracedstore.wrap(dist.HashStore()).set("k", "v")
 
@@ -92,7 +93,7 @@ class TestPages:
     def test_openmetrics(
         self, registry: CollectorRegistry, provider: TracerProvider, endpoint: Endpoint
     ) -> None:
-        """With exemplars, for those that ask for it."""
+        """/metrics has OpenMetrics with exemplars if the client accepts it."""
         endpoint.serve(tracer_provider=provider, spans="all")
         tracedstore.wrap(dist.HashStore()).set("k", "v")
 
@@ -108,37 +109,37 @@ class TestPages:
         assert "trace_id" in exemplars[0].labels
 
     def test_in_flight(self, endpoint: Endpoint) -> None:
-        """What is blocked, since when, where, and which barrier lacks whom."""
+        """/inflight has blocked calls, and barriers with their missing ranks."""
         endpoint.serve()
         store = tracedstore.wrap(dist.HashStore())
 
-        def stay() -> None:
+        def block() -> None:
             tracedstore.barrier(store, 2, "step/7", 20, rank=0, warn_after=0.01)
 
         with ThreadPoolExecutor(1) as pool:
-            staying = pool.submit(stay)
-            found = wait_until(lambda: self._stalled(endpoint))
+            blocked = pool.submit(block)
+            status = wait_until(lambda: self._stalled(endpoint))
             tracedstore.barrier(store, 2, "step/7", 20, rank=1)
-            staying.result(10)
+            blocked.result(10)
 
-        # Whoever looks for the missing may be in a call as well.
-        (call,) = [one for one in found["in_flight"] if one["operation"] == "wait"]
+        # The watcher may be in a call too, in which it reads the missing ranks.
+        (call,) = [c for c in status["in_flight"] if c["operation"] == "wait"]
         assert call["key"] == "step/7/last_member"
         assert call["waited_seconds"] > 0
-        (barrier,) = found["barriers"]
+        (barrier,) = status["barriers"]
         assert (barrier["barrier"], barrier["arrived_count"]) == ("step/*", 1)
         assert list(barrier["missing"].values()) == ["1"]
-        assert found["process"]["pid"] == os.getpid()
+        assert status["process"]["pid"] == os.getpid()
 
     @staticmethod
     def _stalled(endpoint: Endpoint) -> dict[str, Any] | None:
-        found: dict[str, Any] = json.loads(endpoint.get("/inflight")[2])
-        return found if found["barriers"] and found["in_flight"] else None
+        status: dict[str, Any] = json.loads(endpoint.get("/inflight")[2])
+        return status if status["barriers"] and status["in_flight"] else None
 
     def test_discovery(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every rank in the registry that serves, as Prometheus wants it."""
+        """/sd has every registered rank that serves, in Prometheus's format."""
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "job-7")
         monkeypatch.setenv("LOCAL_RANK", "0")
         port = endpoint.serve()
@@ -161,14 +162,14 @@ class TestPages:
             }
         ]
 
-    def test_discovery_of_nobody(self, endpoint: Endpoint) -> None:
-        """An empty list, not an error: Prometheus keeps an old one on errors."""
+    def test_discovery_without_ranks(self, endpoint: Endpoint) -> None:
+        """/sd is an empty list and no error, on which Prometheus keeps the old list."""
         endpoint.serve()
 
         assert json.loads(endpoint.get("/sd")[2]) == []
 
-    def test_registered_before_it_served(self, endpoint: Endpoint) -> None:
-        """Then the rank registers anew, with its address."""
+    def test_registered_before_serving(self, endpoint: Endpoint) -> None:
+        """A rank that serves later registers again with its address."""
         store = dist.HashStore()
         tracedstore.barrier(store, 1, "b", rank=0)
         port = endpoint.serve()
@@ -176,8 +177,8 @@ class TestPages:
         (target,) = json.loads(endpoint.get("/sd")[2])
         assert target["targets"] == [f"127.0.0.1:{port}"]
 
-    def test_a_page_that_is_not_there(self, endpoint: Endpoint) -> None:
-        """Says which are."""
+    def test_unknown_page(self, endpoint: Endpoint) -> None:
+        """The 404 response lists the pages."""
         endpoint.serve()
 
         status, _, body = endpoint.get("/metricz")
@@ -193,10 +194,10 @@ class TestPages:
 
 
 class TestPorts:
-    """Where it listens."""
+    """The port that the endpoint listens on."""
 
-    def test_off_until_asked_for(self, registry: CollectorRegistry) -> None:
-        """Nothing listens by default."""
+    def test_off_by_default(self, registry: CollectorRegistry) -> None:
+        """The endpoint is off by default."""
         before = threading.active_count()
         tracedstore.configure(registry=registry)
 
@@ -205,32 +206,32 @@ class TestPorts:
     def test_base_and_local_rank(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each rank of a host has a port of its own."""
+        """The port is the base port plus the local rank."""
         base = _free_port()
         monkeypatch.setenv("LOCAL_RANK", "2")
 
         assert base + 2 <= endpoint.serve(http_port=base) < base + 128
 
-    def test_taken(self, endpoint: Endpoint) -> None:
-        """The next free one, then."""
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            asked: int = taken.getsockname()[1]
+    def test_port_in_use(self, endpoint: Endpoint) -> None:
+        """If the port is in use, the next free one is used."""
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port: int = other.getsockname()[1]
 
-            assert asked < endpoint.serve(http_port=asked) < asked + 128
+            assert port < endpoint.serve(http_port=port) < port + 128
             assert endpoint.alive()
 
-    def test_no_such_address(self, registry: CollectorRegistry, events: Events) -> None:
-        """Is told, and the job goes on without."""
+    def test_invalid_address(self, registry: CollectorRegistry, events: Events) -> None:
+        """An address that cannot be bound emits an event; the job continues."""
         tracedstore.configure(
             registry=registry, http_port=0, http_host="203.0.113.1", log_format="json"
         )
         tracedstore.wrap(dist.HashStore()).set("k", "v")
 
-        (event,) = [one for one in events() if one["event"] == "telemetry.disabled"]
+        (event,) = [e for e in events() if e["event"] == "telemetry.disabled"]
         assert event["observer"] == "endpoint"
 
-    def test_again_and_off(self, endpoint: Endpoint) -> None:
-        """configure() keeps the port, shutdown() gives it back."""
+    def test_configure_again_and_shutdown(self, endpoint: Endpoint) -> None:
+        """configure() keeps the port, and shutdown() frees it."""
         port = endpoint.serve()
         assert endpoint.serve(http_port=port) == port
         assert endpoint.alive()
@@ -239,8 +240,8 @@ class TestPorts:
 
         assert not endpoint.alive()
 
-    def test_a_forked_child_lets_go(self, endpoint: Endpoint) -> None:
-        """The port is the parent's; a child that outlives it does not keep it."""
+    def test_forked_child_closes_socket(self, endpoint: Endpoint) -> None:
+        """A forked child does not keep the port of its parent open."""
         port = endpoint.serve()
         reader, writer = os.pipe()
         pid = os.fork()
@@ -259,30 +260,32 @@ class TestPorts:
 
 
 class TestAccess:
-    """Who may have what."""
+    """Authentication."""
 
     @pytest.mark.parametrize(
-        ("given", "status"),
+        ("authorization", "status"),
         [
             ("Bearer hunter2", 200),
-            ("Basic " + b64encode(b"me:secret").decode(), 200),
+            ("Basic " + b64encode(b"user:secret").decode(), 200),
             ("", 401),
             ("Bearer hunter3", 401),
             ("Bearer", 401),
-            ("Basic " + b64encode(b"me:wrong").decode(), 401),
+            ("Basic " + b64encode(b"user:wrong").decode(), 401),
             ("Bearer \xe9", 401),
         ],
     )
-    def test_credentials(self, endpoint: Endpoint, given: str, status: int) -> None:
-        """Token or password; whether the process lives is nobody's secret."""
-        endpoint.serve(http_token="hunter2", http_basic_auth="me:secret")
+    def test_credentials(
+        self, endpoint: Endpoint, authorization: str, status: int
+    ) -> None:
+        """/metrics needs the token or the password; /healthz is public."""
+        endpoint.serve(http_token="hunter2", http_basic_auth="user:secret")
 
-        assert endpoint.get("/metrics", Authorization=given)[0] == status
+        assert endpoint.get("/metrics", Authorization=authorization)[0] == status
         assert endpoint.get("/healthz")[0] == 200
 
     @pytest.mark.parametrize("name", ["http_key", "http_client_ca"])
-    def test_tls_needs_a_certificate(self, name: str) -> None:
-        """What makes no sense alone is refused."""
+    def test_tls_needs_certificate(self, name: str) -> None:
+        """A key or a client CA without a certificate is rejected."""
         settings: dict[str, Any] = {name: "some.pem", "http_port": 0}
 
         with pytest.raises(tracedstore.ConfigurationError, match="HTTP_CERT; set that"):
@@ -290,18 +293,18 @@ class TestAccess:
 
 
 class TestTLS:
-    """HTTPS, and clients that have to show who they are."""
+    """HTTPS and client certificates."""
 
     @pytest.fixture
     def authority(self, tmp_path: Path) -> Authority:
-        """Who signs certificates."""
+        """Return a certificate authority."""
         return Authority(tmp_path, "authority")
 
     @staticmethod
-    def _serve(endpoint: Endpoint, authority: Authority, **more: Any) -> None:
+    def _serve(endpoint: Endpoint, authority: Authority, **options: Any) -> None:
         pair = authority.sign("server")
         settings: dict[str, Any] = {"http_cert": pair.certificate, "http_key": pair.key}
-        endpoint.serve(**settings, **more)
+        endpoint.serve(**settings, **options)
 
     @staticmethod
     def _get(
@@ -310,15 +313,15 @@ class TestTLS:
         context = ssl.create_default_context(cafile=str(authority.certificate))
         if client is not None:
             context.load_cert_chain(client.certificate, client.key)
-        asking = http.client.HTTPSConnection(
+        connection = http.client.HTTPSConnection(
             "127.0.0.1", endpoint.port, timeout=20, context=context
         )
-        with closing(asking):
-            asking.request("GET", "/metrics")
-            return asking.getresponse().status
+        with closing(connection):
+            connection.request("GET", "/metrics")
+            return connection.getresponse().status
 
     def test_served(self, endpoint: Endpoint, authority: Authority) -> None:
-        """And discovery says so."""
+        """Pages are served over HTTPS, and discovery has the https scheme."""
         self._serve(endpoint, authority)
         store = dist.HashStore()
         tracedstore.barrier(store, 1, "b", rank=0)
@@ -327,36 +330,32 @@ class TestTLS:
         (target,) = targets()
         assert target["labels"]["__scheme__"] == "https"
 
-    def test_plain_http_is_refused(
-        self, endpoint: Endpoint, authority: Authority
-    ) -> None:
-        """Nobody gets metrics past TLS."""
+    def test_plain_http_fails(self, endpoint: Endpoint, authority: Authority) -> None:
+        """A plain HTTP request gets no response."""
         self._serve(endpoint, authority)
 
         with pytest.raises((OSError, http.client.HTTPException)):
             endpoint.get("/metrics")
 
-    def test_clients_certificates(
+    def test_client_certificates(
         self, endpoint: Endpoint, authority: Authority, tmp_path: Path
     ) -> None:
-        """The right one is let in; none, a stranger's and an expired one are not."""
+        """Only a valid client certificate of the configured CA is accepted."""
         self._serve(endpoint, authority, http_client_ca=authority.certificate)
-        stranger = Authority(tmp_path, "stranger").sign("client-of-a-stranger")
-        refused = (None, stranger, authority.sign("expired", expired=True))
+        other_ca = Authority(tmp_path, "other-authority").sign("client-of-other")
+        rejected = (None, other_ca, authority.sign("expired", expired=True))
 
         assert self._get(endpoint, authority, authority.sign("client")) == 200
-        for client in refused:
+        for client in rejected:
             with pytest.raises((OSError, http.client.HTTPException)):
                 self._get(endpoint, authority, client)
 
-    def test_files_that_cannot_be_used(
-        self, authority: Authority, tmp_path: Path
-    ) -> None:
-        """One sentence at once, which names the setting and the file."""
+    def test_invalid_files(self, authority: Authority, tmp_path: Path) -> None:
+        """configure() raises ConfigurationError for files it cannot use."""
         pair, other = authority.sign("server"), authority.sign("other")
         junk = tmp_path / "junk.pem"
         junk.write_text("junk")
-        bad: list[dict[str, Any]] = [
+        invalid: list[dict[str, Any]] = [
             {"http_cert": "no-such-file.pem"},
             {"http_cert": junk},
             {"http_cert": pair.certificate, "http_key": other.key},
@@ -367,24 +366,24 @@ class TestTLS:
             },
         ]
 
-        for settings in bad:
+        for settings in invalid:
             with pytest.raises(tracedstore.ConfigurationError, match="cannot be used"):
                 tracedstore.configure(http_port=0, **settings)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("short_timeouts")
 class TestAbuse:
-    """Clients that are slow, stuck or hostile cost the job nothing."""
+    """Slow, blocked or hostile clients do not affect the job."""
 
     @pytest.fixture
     def served(self, endpoint: Endpoint) -> Iterator[Endpoint]:
-        """Serving."""
+        """Return an endpoint that serves."""
         endpoint.serve()
         yield endpoint
-        wait_until(lambda: len(_requests()) == 0)
+        wait_until(lambda: len(_request_threads()) == 0)
 
     def test_slow_loris(self, served: Endpoint) -> None:
-        """Who sends a byte now and then is cut off all the same."""
+        """A client that sends one byte at a time is disconnected."""
         stopped = threading.Event()
 
         def trickle() -> None:
@@ -395,19 +394,19 @@ class TestAbuse:
                         client.sendall(b"x")
                 except OSError:
                     return
-            raise AssertionError("it was let go on")
+            raise AssertionError("the client was not disconnected")
 
         with ThreadPoolExecutor(8) as pool:
-            trickling = [pool.submit(trickle) for _ in range(8)]
+            clients = [pool.submit(trickle) for _ in range(8)]
             try:
                 wait_until(served.alive)
-                for one in trickling:
-                    one.result(20)
+                for client in clients:
+                    client.result(20)
             finally:
                 stopped.set()
 
-    def test_says_nothing(self, served: Endpoint) -> None:
-        """Who connects and says nothing is cut off as well."""
+    def test_silent_clients(self, served: Endpoint) -> None:
+        """Clients that connect and send nothing are disconnected."""
         with ExitStack() as stack:
             for _ in range(8):
                 stack.enter_context(
@@ -417,7 +416,7 @@ class TestAbuse:
             assert wait_until(served.alive)
 
     def test_endless_headers(self, served: Endpoint) -> None:
-        """Are not read to their end."""
+        """Endless headers are not read to their end."""
         endless = b"X" * 100_000_000
         with (
             socket.create_connection(("127.0.0.1", served.port)) as client,
@@ -432,91 +431,91 @@ class TestAbuse:
         [b"\0" * 100, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"],
         ids=["zeros", "no path", "post", "tls"],
     )
-    def test_nonsense(
+    def test_invalid_requests(
         self, served: Endpoint, sent: bytes, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Is answered with an error or not at all, and nothing is printed."""
+        """Invalid requests get an error or no response, and nothing is printed."""
         with socket.create_connection(("127.0.0.1", served.port)) as client:
             client.settimeout(20)
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)
-            answer = client.recv(100)
+            reply = client.recv(100)
 
-        assert answer == b"" or b" 4" in answer or b" 5" in answer or b"<" in answer
+        assert reply == b"" or b" 4" in reply or b" 5" in reply or b"<" in reply
         assert served.alive()
         assert "Traceback" not in capsys.readouterr().err
 
-    def test_a_thousand_connections(self, served: Endpoint) -> None:
-        """Have eight threads among them, and the store is as quick as ever."""
+    def test_thousand_connections(self, served: Endpoint) -> None:
+        """1000 connections use at most eight threads, and store calls succeed."""
         store = tracedstore.wrap(dist.HashStore())
         with ExitStack() as stack:
             for _ in range(1000):
                 client = stack.enter_context(socket.socket())
                 client.setblocking(False)
                 client.connect_ex(("127.0.0.1", served.port))
-            most = 0
+            max_threads = 0
             for _ in range(1000):
                 store.set("k", "v")
-                most = max(most, len(_requests()))
+                max_threads = max(max_threads, len(_request_threads()))
 
-        assert most <= 8
+        assert max_threads <= 8
         assert wait_until(served.alive)
 
-    def test_a_store_that_hangs(
+    def test_store_hangs(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Holds up discovery, and nothing else."""
+        """A hanging store delays discovery and no other page."""
         from tracedstore.export import pages
 
         monkeypatch.setattr(pages, "_RENDER_TIMEOUT", 0.05)
         endpoint.serve()
-        close_connection, asked = threading.Event(), threading.Event()
+        release, entered = threading.Event(), threading.Event()
         store = FlakyStore()
         tracedstore.barrier(store, 1, "b", rank=0)
 
         def hang() -> None:
-            asked.set()
-            close_connection.wait(20)
+            entered.set()
+            release.wait(20)
 
         store.before("check", hang)
         with ThreadPoolExecutor(1) as pool:
-            hanging = pool.submit(endpoint.get, "/sd")
-            assert asked.wait(10)
+            first = pool.submit(endpoint.get, "/sd")
+            assert entered.wait(10)
 
             assert endpoint.get("/sd")[0] == 503
             assert endpoint.get("/metrics")[0] == 200
-            close_connection.set()
-            assert hanging.result(10)[0] == 200
+            release.set()
+            assert first.result(10)[0] == 200
 
-    def test_a_store_that_is_gone(
+    def test_store_does_not_respond(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Is given up on; and is not asked again while it is still being asked."""
+        """Reading a hanging store times out, and is not repeated while it runs."""
         from tracedstore.export import discovery, pages
 
         monkeypatch.setattr(discovery, "_READ_TIMEOUT", 0.05)
         monkeypatch.setattr(pages, "_TARGETS_MAX_AGE", 0.0)
-        close_connection = threading.Event()
-        gone, there = FlakyStore(), dist.HashStore()
+        release = threading.Event()
+        hanging, working = FlakyStore(), dist.HashStore()
         endpoint.serve()
-        tracedstore.barrier(gone, 1, "b", rank=0)
-        tracedstore.barrier(there, 1, "b", rank=0)
-        gone.before("check", lambda: _wait(close_connection), times=9)
+        tracedstore.barrier(hanging, 1, "b", rank=0)
+        tracedstore.barrier(working, 1, "b", rank=0)
+        hanging.before("check", lambda: _wait(release), times=9)
         try:
             for _ in range(3):
                 assert len(json.loads(endpoint.get("/sd")[2])) == 1
-            looking = [one.name for one in threading.enumerate()]
-            assert looking.count("tracedstore-bounded") == 1
+            threads = [thread.name for thread in threading.enumerate()]
+            assert threads.count("tracedstore-bounded") == 1
         finally:
-            close_connection.set()
+            release.set()
 
 
 def _wait(event: threading.Event) -> None:
     event.wait(20)
 
 
-def _requests() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.endswith("http-request")]
+def _request_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.endswith("http-request")]
 
 
 def _free_port() -> int:
@@ -525,12 +524,12 @@ def _free_port() -> int:
         return port
 
 
-def test_two_jobs_do_not_mix(endpoint: Endpoint) -> None:
-    """Each store has a registry of its own, and so has each job."""
+def test_jobs_are_separate(endpoint: Endpoint) -> None:
+    """/sd has no ranks from the registry of another job's store."""
     endpoint.serve()
-    mine, other = tracedstore.wrap(dist.HashStore()), tracedstore.wrap(dist.HashStore())
+    this, other = tracedstore.wrap(dist.HashStore()), tracedstore.wrap(dist.HashStore())
     other.set("tracedstore/RANKS/0", '{"rank": 0, "host": "elsewhere"}')
-    tracedstore.barrier(mine, 1, "b", rank=0)
+    tracedstore.barrier(this, 1, "b", rank=0)
 
     (target,) = json.loads(endpoint.get("/sd")[2])
     assert target["labels"]["host"] == socket.gethostname()

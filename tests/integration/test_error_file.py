@@ -1,4 +1,4 @@
-"""What becomes of a BarrierTimeout in a worker of torchrun."""
+"""A BarrierTimeout in the error file of a torchrun worker."""
 
 import json
 import os
@@ -15,10 +15,10 @@ TESTS = Path(__file__).parents[1]
 
 
 class TestErrorFile:
-    """torchelastic's error file is what schedulers show of a job that failed."""
+    """Schedulers show torchelastic's error file for a failed job."""
 
-    def test_readable(self, tmp_path: Path) -> None:
-        """It says who was missing and where, and so does torchrun's own summary."""
+    def test_has_missing_ranks(self, tmp_path: Path) -> None:
+        """The file and torchrun's summary have the missing rank and its host."""
         error_file = tmp_path / "error.json"
 
         done = subprocess.run(
@@ -41,17 +41,17 @@ class TestErrorFile:
 
         assert done.returncode == 1, done.stderr
         message = json.loads(error_file.read_text("utf-8"))["message"]
-        said = message["message"]
-        assert said.startswith(
+        text = message["message"]
+        assert text.startswith(
             "BarrierTimeout: Timed out waiting on barrier on rank 0, for key prefix:"
             " checkpoint/7 (world_size=2, missing_ranks=[1 on "
         )
-        assert said.endswith(
+        assert text.endswith(
             f"timeout=1.0): missing 1 of 2: {socket.gethostname()} (rank 1)"
         )
-        # No "During handling of the above exception" with the store's own words.
+        # No "During handling of the above exception" with the store's exception.
         calls = message["extraInfo"]["py_callstack"]
         assert calls.count("Traceback") == 1
-        assert said.removeprefix("BarrierTimeout: ") in calls
+        assert text.removeprefix("BarrierTimeout: ") in calls
         assert "rank      : 0 (local_rank: 0)" in done.stderr
-        assert said in done.stderr
+        assert text in done.stderr

@@ -14,7 +14,13 @@ from torch.distributed import Store
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
-from integration.harness import counted, in_background, in_threads, results, wait_until
+from integration.harness import (
+    in_background,
+    in_threads,
+    operation_count,
+    results,
+    wait_until,
+)
 from support.etcd import EtcdServer
 from support.stores import SHORT
 from tracedstore import names
@@ -77,7 +83,7 @@ class TestContendedAdd:
         results(in_threads(8, add))
 
         assert make_store().get("n") == b"160"
-        assert counted(registry, "etcd_store", "add") == 160
+        assert operation_count(registry, "etcd_store", "add") == 160
         counts = cas(registry)
         # One call created the key, without a compare-and-set.
         assert counts["won"] == 159
@@ -202,5 +208,5 @@ class TestKilled:
         assert raised == [etcd.EtcdConnectionFailed] * 2 * (1 + len(LATER_CALLS))
         for operation in ("get", *LATER_CALLS):
             error_type = "etcd.EtcdConnectionFailed"
-            assert counted(registry, "etcd_store", operation, error_type) == 1
+            assert operation_count(registry, "etcd_store", operation, error_type) == 1
         assert tracedstore.in_flight() == []

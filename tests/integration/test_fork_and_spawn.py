@@ -1,4 +1,4 @@
-"""A process with traced stores starts others, by fork and by spawn."""
+"""Processes with traced stores that start others by fork and by spawn."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def port(tcp_server: Child) -> int:
-    """Where a TCPStore's server is."""
+    """Return the port of a TCPStore's server."""
     number: int = tcp_server.next_report()["port"]
     return number
 
 
 def run(start_child: StartChild, script: str, *args: object) -> dict[str, Any]:
-    """Run a script to its end, and give what it reported."""
+    """Run a script to its end, and return its report."""
     child = start_child(script, *args)
     reported = child.next_report()
     assert child.exit_status() == 0, child.errors()
@@ -26,16 +26,16 @@ def run(start_child: StartChild, script: str, *args: object) -> dict[str, Any]:
 
 
 class TestFork:
-    """A forked child has the parent's stores, and none of its calls or threads."""
+    """A forked child has the stores of its parent, but not its calls or threads."""
 
-    def test_with_a_running_watch(self, start_child: StartChild, port: int) -> None:
-        """Parent and child each count their own calls and watch their own stalls."""
-        reported = run(start_child, "forking", "with_a_running_watch", port)
+    def test_with_running_watcher(self, start_child: StartChild, port: int) -> None:
+        """Parent and child each count their own calls and report their own stalls."""
+        reported = run(start_child, "forking", "with_running_watcher", port)
 
         child, parent = reported["child"], reported["parent"]
-        assert child["at_first"] == {}
+        assert child["counted_before"] == {}
         assert child["threads"] == ["MainThread"]
-        assert child["inherited"] == child["read"] == "parent's"
+        assert child["inherited"] == child["read"] == "parent"
         assert child["in_flight"] == parent["in_flight"] == 1
         assert child["counted"] == {
             "hash_store.get": 1,
@@ -52,7 +52,7 @@ class TestFork:
     def test_while_another_thread_waits(
         self, start_child: StartChild, port: int
     ) -> None:
-        """What other threads of the parent are in is not in flight in the child."""
+        """Calls of other threads of the parent are not in flight in the child."""
         reported = run(start_child, "forking", "while_another_thread_waits", port)
 
         child, parent = reported["child"], reported["parent"]
@@ -68,25 +68,25 @@ class TestFork:
         }
 
     def test_while_another_thread_logs(self, start_child: StartChild) -> None:
-        """A thread stuck in an event in the parent does not block the child's calls."""
+        """A parent's thread that blocks in logging does not block the child."""
         reported = run(start_child, "forking", "while_another_thread_logs")
 
-        assert reported == {"was_stuck": True, "child": True, "parent": True}
+        assert reported == {"was_blocked": True, "child": True, "parent": True}
 
 
 class TestSpawn:
-    """A spawned child starts from nothing."""
+    """A spawned child inherits nothing."""
 
-    def test_own_store(self, start_child: StartChild, port: int) -> None:
-        """It wraps its own store; a traced store cannot be handed to it."""
+    def test_new_store(self, start_child: StartChild, port: int) -> None:
+        """The child wraps a new store; a traced store cannot be passed to it."""
         reported = run(start_child, "spawning", port)
 
-        assert reported["child"]["read"] == "parent's"
+        assert reported["child"]["read"] == "parent"
         assert reported["child"]["counted"] == {"tcp_store.get": 1, "tcp_store.set": 1}
         assert reported["exit_status"] == 0
-        assert reported["read"] == "child's"
+        assert reported["read"] == "child"
         assert reported["counted"] == {"tcp_store.get": 1, "tcp_store.set": 1}
-        assert reported["refusal"] == (
+        assert reported["pickle_error"] == (
             "cannot pickle a TracedStore: a store is a live connection; create and"
             " wrap one in each process instead"
         )

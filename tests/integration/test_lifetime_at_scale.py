@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import HashStore
 
 import tracedstore
-from integration.harness import counted, in_threads, results, wait_until
+from integration.harness import in_threads, operation_count, results, wait_until
 from support.stores import tcp
 from tracedstore import TracedStore, wrap
 from tracedstore import store as store_module
@@ -149,5 +149,5 @@ class TestThreads:
             thread.start()
             thread.join()
 
-        assert counted(registry, "hash_store", "add") == 2_000
+        assert operation_count(registry, "hash_store", "add") == 2_000
         assert len(RECORDER.counters) < 200

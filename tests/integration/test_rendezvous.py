@@ -28,7 +28,7 @@ from integration.harness import (
 from support.certificates import Authority, Pair
 from support.etcd import EtcdServer, free_port
 from support.events import Events, check
-from support.rendezvous import fresh_run, handler
+from support.rendezvous import handler, new_run_id
 from tracedstore import TracedStore, names
 from tracedstore.core.recorder import RECORDER
 
@@ -80,7 +80,7 @@ class TestMixedNodes:
         tracedstore.shutdown(timeout=1)
         monkeypatch.setenv("TRACEDSTORE_SLOW_AFTER", "10ms")
         node = handler(
-            f"traced-{backend}", endpoints[backend], fresh_run(), nodes=(1, 1)
+            f"traced-{backend}", endpoints[backend], new_run_id(), nodes=(1, 1)
         )
 
         info = node.next_rendezvous()
@@ -93,7 +93,7 @@ class TestMixedNodes:
     @pytest.mark.parametrize("kind", ["c10d", "c10d-file", "etcd-v2"])
     def test_join(self, kind: str, endpoints: dict[str, str], tmp_path: Path) -> None:
         """The nodes get different ranks, one world size and one store."""
-        run_id, backend = fresh_run(), kind.removesuffix("-file")
+        run_id, backend = new_run_id(), kind.removesuffix("-file")
         endpoints["c10d-file"] = str(tmp_path / "rendezvous")
         config = {"store_type": "file"} if kind == "c10d-file" else {}
         names_ = [backend, f"traced-{backend}", f"traced-{backend}"]
@@ -123,7 +123,7 @@ class TestMixedNodes:
 
     def test_queues(self, endpoints: dict[str, str]) -> None:
         """The traced store has queues and a listing, above its prefix."""
-        node = handler("traced-c10d", endpoints["c10d"], fresh_run(), nodes=(1, 1))
+        node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))
         store: Any = node.next_rendezvous().store
         store.queue_push("queue", "item")
 
@@ -135,7 +135,7 @@ class TestMixedNodes:
         """It is closed in the next round."""
         from tracedstore import store as store_module
 
-        node = handler("traced-c10d", endpoints["c10d"], fresh_run(), nodes=(1, 1))
+        node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))
         for _ in range(3):
             node.next_rendezvous()
 
@@ -170,7 +170,7 @@ class TestTimeout:
         self, backend: str, endpoints: dict[str, str], events: Events
     ) -> None:
         """The exception and one event name the nodes that joined and left."""
-        run_id, endpoint = fresh_run(), endpoints[backend]
+        run_id, endpoint = new_run_id(), endpoints[backend]
         plain = handler(
             backend, endpoint, run_id, nodes=(3, 4), addr="early", join_timeout="2"
         )
@@ -207,7 +207,7 @@ class TestTimeout:
 
     def test_no_room(self, endpoints: dict[str, str], events: Events) -> None:
         """A node that joins a running job times out on the wait list."""
-        run_id, endpoint = fresh_run(), endpoints["c10d"]
+        run_id, endpoint = new_run_id(), endpoints["c10d"]
         config = {"nodes": (1, 2), "last_call_timeout": "1"}
         running = handler("c10d", endpoint, run_id, addr="127.0.0.1", **config)
         running.next_rendezvous()
@@ -225,7 +225,7 @@ class TestTimeout:
 
     def test_closed(self, endpoints: dict[str, str], events: Events) -> None:
         """A node cannot join a closed rendezvous."""
-        run_id, endpoint = fresh_run(), endpoints["c10d"]
+        run_id, endpoint = new_run_id(), endpoints["c10d"]
         first = handler("c10d", endpoint, run_id, nodes=(1, 1))
         first.next_rendezvous()
         first.shutdown()
@@ -238,7 +238,7 @@ class TestTimeout:
 
     def test_corrupt(self, endpoints: dict[str, str], events: Events) -> None:
         """Another program has written to the key of the state."""
-        run_id, endpoint = fresh_run(), endpoints["c10d"]
+        run_id, endpoint = new_run_id(), endpoints["c10d"]
         node: Any = handler("traced-c10d", endpoint, run_id, nodes=(1, 1))
         node._traced_backend._store.set(f"torch.rendezvous.{run_id}", "x")
 
@@ -348,7 +348,7 @@ class TestConnectionLost:
         """After a restart of etcd during a rendezvous, nodes that retry join."""
         server = EtcdServer(tmp_path)
         server.start()
-        endpoint, run_id = f"127.0.0.1:{server.port}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{server.port}", new_run_id()
         try:
             waits = handler("traced-etcd-v2", endpoint, run_id, addr="127.0.0.1")
             joining = in_background(waits.next_rendezvous)
@@ -429,7 +429,7 @@ class TestTLS:
     ) -> None:
         """Traced and plain nodes join."""
         config = self.config(authority, authority.sign("client"))
-        run_id, endpoint = fresh_run(), f"127.0.0.1:{tls_server.port}"
+        run_id, endpoint = new_run_id(), f"127.0.0.1:{tls_server.port}"
         nodes = [
             handler(name, endpoint, run_id, **config)
             for name in ("etcd-v2", "traced-etcd-v2")
@@ -489,7 +489,7 @@ class TestAgents:
         self, request: pytest.FixtureRequest, endpoints: dict[str, str]
     ) -> Iterator[list[Any]]:
         """The stores of two agents of one rendezvous, by rank."""
-        run_id = fresh_run()
+        run_id = new_run_id()
         nodes = [
             handler(f"traced-{request.param}", endpoints[request.param], run_id, addr=a)
             for a in AGENTS
@@ -536,7 +536,7 @@ class TestAgents:
     ) -> None:
         """The event is emitted while the agent waits, and the wait continues."""
         tracedstore.configure(registry=registry, stall_after=0.5)
-        run_id, endpoint = fresh_run(), endpoints["c10d"]
+        run_id, endpoint = new_run_id(), endpoints["c10d"]
         nodes = [handler("traced-c10d", endpoint, run_id, addr=a) for a in AGENTS]
         first, second = sorted(join_all(nodes), key=lambda info: info.rank)
         keys = [f"torchelastic/role_info/{n}" for n in range(2)]

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import tracedstore
 from integration.children.fleet import connect
 from integration.conftest import StartChild
-from integration.fleets import Fleet, Meeting
+from integration.fleets import Fleet, FleetBarrier
 from integration.harness import in_threads, results, wait_until
 from support.otlp import otlp
 from support.pages import Page, browse, console_messages
@@ -190,7 +190,7 @@ class TestKilled:
         server = start_child("tcp_server")
         port = str(server.next_report()["port"])
         child = start_child("fleet", "tcp", port)
-        meeting = Meeting(Fleet(child, connect("tcp", port)), "tcp")
+        meeting = FleetBarrier(Fleet(child, connect("tcp", port)), "tcp")
         meeting.start(0, 1, world_size=3, timeout=50.0, warn_after=0.2)
         wait_until(lambda: len(meeting.events("barrier.waiting")) > 1)
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import Store
 
 import tracedstore
-from integration.harness import all_counted
+from integration.harness import operation_counts
 from support.stores import file, tcp
 from tracedstore.coordination.arrivals import Arrivals, read_arrivals, record_arrival
 from tracedstore.coordination.protocol import BarrierKeys
@@ -74,12 +74,12 @@ class TestQuestions:
         registry: CollectorRegistry, store: Any, keys: BarrierKeys, world_size: int
     ) -> dict[str, float]:
         """Look, and count the calls it took."""
-        before = all_counted(registry)
+        before = operation_counts(registry)
         arrivals = read_arrivals(tracedstore.wrap(store), keys, world_size)
         assert arrivals.unseen_ranks == (0, world_size // 3, world_size - 1)
         return {
             name: count - before.get(name, 0)
-            for name, count in all_counted(registry).items()
+            for name, count in operation_counts(registry).items()
             if count != before.get(name, 0)
         }
 

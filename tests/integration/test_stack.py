@@ -1,7 +1,7 @@
-"""From a rank that is stuck to a page that names it, through the real programs.
+"""From a blocked rank to the alert with its number, through the real programs.
 
-The job is the one of docker-compose.yml, with the committed dashboards, rules and
-configurations; only addresses and durations are those of a test.
+The job, dashboards, rules and configurations are those of docker-compose.yml. Only
+addresses and durations differ.
 """
 
 import re
@@ -46,7 +46,7 @@ PROMQL = list(queries("prometheus"))
 
 @dataclass
 class Stack:
-    """All of it."""
+    """The running programs."""
 
     job: Program
     prometheus: Prometheus
@@ -57,7 +57,7 @@ class Stack:
 
 
 def prometheus_config(folder: Path, sd: str, agent: str, alertmanager: str) -> Path:
-    """Take the scrape configuration of compose, at this machine's addresses."""
+    """Write compose's Prometheus configuration with local addresses."""
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     jobs["training"]["http_sd_configs"][0] |= {"url": sd, "refresh_interval": "500ms"}
@@ -83,14 +83,14 @@ def prometheus_config(folder: Path, sd: str, agent: str, alertmanager: str) -> P
 
 
 def rules(folder: Path) -> Path:
-    """Take the committed rules, and be quick about them."""
+    """Write the committed rules with a `for` of one second."""
     text = re.sub(r"for: \d+m", "for: 1s", RULES.read_text("utf-8"))
     (folder / "rules.yaml").write_text(text)
     return folder / "rules.yaml"
 
 
 def start_job(folder: Path, etcd: EtcdServer, otlp: str) -> Program:
-    """Run the job of compose, with torchrun."""
+    """Start compose's job with torchrun."""
     torchrun = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run")
     return Program(
         folder,
@@ -119,63 +119,63 @@ def start_job(folder: Path, etcd: EtcdServer, otlp: str) -> Program:
 def stack(
     tmp_path_factory: pytest.TempPathFactory, etcd_server: EtcdServer
 ) -> Iterator[Stack]:
-    """The job, and those who watch it, until its barrier is stalled."""
+    """Start the job and the monitoring programs."""
     folder = tmp_path_factory.mktemp("stack")
     started = time.time()
-    with ExitStack() as ending:
+    with ExitStack() as cleanup:
         webhook, otlp = Webhook(), OtlpReceiver()
-        ending.callback(webhook.stop)
-        ending.callback(otlp.stop)
+        cleanup.callback(webhook.stop)
+        cleanup.callback(otlp.stop)
         job = start_job(folder, etcd_server, otlp.url)
-        ending.callback(job.stop)
+        cleanup.callback(job.stop)
         alertmanager = Alertmanager(folder, alertmanager_config(folder, webhook.url))
-        ending.callback(alertmanager.stop)
-        served = wait_until(lambda: all_serving(job), timeout=40)
-        sd = next(one["url"] for one in served if "rank" in one)
-        agent = next(one["url"] for one in served if "rank" not in one)
+        cleanup.callback(alertmanager.stop)
+        serving = wait_until(lambda: all_serving(job), timeout=40)
+        sd = next(event["url"] for event in serving if "rank" in event)
+        agent = next(event["url"] for event in serving if "rank" not in event)
         sd = sd.replace("/metrics", "/sd")
         config = prometheus_config(
             folder, sd, urlsplit(agent).netloc, urlsplit(alertmanager.url).netloc
         )
         prometheus = Prometheus(folder, config)
-        ending.callback(prometheus.stop)
+        cleanup.callback(prometheus.stop)
         wait_until(prometheus.ready)
         wait_until(alertmanager.ready)
-        # The ranks are in the list once they have come to their first barrier.
-        listed = wait_until(lambda: listing(sd), timeout=20)
+        # Discovery has a rank after its first barrier.
+        discovered = wait_until(lambda: all_discovered(sd), timeout=20)
         store = f"tcp://{wait_until(lambda: server(job))}"
         command = ["sd", "--store", store, "--output", str(folder / "targets.json")]
         assert main(command) == 0
-        host = listed[0]["labels"]["host"]
+        host = discovered[0]["labels"]["host"]
         yield Stack(job, prometheus, webhook, otlp, host, started)
 
 
 def all_serving(job: Program) -> list[dict[str, Any]] | None:
-    """Give what the agent and all ranks said about where they serve."""
+    """Return the telemetry.serving events of the agent and all ranks, or None."""
     job.check()
-    found = job.events(names.TELEMETRY_SERVING)
-    return found if len(found) == RANKS + 1 else None
+    events = job.events(names.TELEMETRY_SERVING)
+    return events if len(events) == RANKS + 1 else None
 
 
 def server(job: Program) -> str | None:
-    """Give the address of the ranks' store, which their events name."""
-    failed = [one for one in job.events(names.OPERATION_FAILED) if "rank" in one]
+    """Return the address of the ranks' store from their events, or None."""
+    failed = [e for e in job.events(names.OPERATION_FAILED) if "rank" in e]
     return str(failed[0]["server"]) if failed else None
 
 
-def listing(sd: str) -> list[dict[str, Any]] | None:
-    """Ask one rank where all of them are."""
-    found: list[dict[str, Any]] = get(sd)
-    return found if len(found) == RANKS else None
+def all_discovered(sd: str) -> list[dict[str, Any]] | None:
+    """Return the targets that one rank serves, once it serves all ranks."""
+    targets: list[dict[str, Any]] = get(sd)
+    return targets if len(targets) == RANKS else None
 
 
 class TestDiscovery:
-    """Prometheus finds the ranks."""
+    """Prometheus discovers the ranks."""
 
     @pytest.mark.parametrize("job", ["training", "training-files"])
     def test_targets(self, stack: Stack, job: str) -> None:
-        """Through a rank's own list, and through a file; each with its labels."""
-        found = wait_until(
+        """Targets from a rank's /sd page and from a file have all labels."""
+        active = wait_until(
             lambda: (
                 targets
                 if len(targets := stack.prometheus.targets(job)) == RANKS
@@ -184,25 +184,26 @@ class TestDiscovery:
         )
 
         labels = sorted(
-            (one["labels"]["rank"], one["labels"]["local_rank"]) for one in found
+            (target["labels"]["rank"], target["labels"]["local_rank"])
+            for target in active
         )
         assert labels == [(str(rank), str(rank)) for rank in range(RANKS)]
-        assert {one["labels"]["run_id"] for one in found} == {RUN}
-        assert {one["labels"]["host"] for one in found} == {stack.host}
+        assert {target["labels"]["run_id"] for target in active} == {RUN}
+        assert {target["labels"]["host"] for target in active} == {stack.host}
 
     def test_metrics_are_well_formed(self, stack: Stack) -> None:
-        """Those of the agent and of all ranks, as promtool sees them."""
-        for served in stack.job.events(names.TELEMETRY_SERVING):
-            with urllib.request.urlopen(served["url"], timeout=10) as page:
+        """Promtool accepts the metrics of the agent and of all ranks."""
+        for event in stack.job.events(names.TELEMETRY_SERVING):
+            with urllib.request.urlopen(event["url"], timeout=10) as page:
                 done = run("promtool", "check", "metrics", given=page.read().decode())
-            assert (done.returncode, done.stderr) == (0, ""), served
+            assert (done.returncode, done.stderr) == (0, ""), event
 
 
 class TestAlerts:
-    """The one that is stuck is named to whoever is on call."""
+    """Alerts and events have the blocked rank."""
 
-    def test_page(self, stack: Stack) -> None:
-        """One page for the barrier, with the rank and its host."""
+    def test_notification(self, stack: Stack) -> None:
+        """One notification for the barrier has the rank and its host."""
         page = stack.webhook.wait_for("TracedstoreBarrierStalled")
 
         assert page["groupLabels"] == {"run_id": RUN, "barrier": "checkpoint/*"}
@@ -225,9 +226,9 @@ class TestAlerts:
             runbook = alert["annotations"]["runbook_url"]
             assert runbook == "docs/runbook.md#tracedstorebarrierstalled"
 
-    def test_the_job_says_the_same(self, stack: Stack) -> None:
-        """In its log, for sites that alert on that."""
-        told = wait_until(
+    def test_event(self, stack: Stack) -> None:
+        """The job's log has the same rank, for sites that alert on logs."""
+        events = wait_until(
             lambda: [
                 event
                 for event in stack.job.events(names.BARRIER_WAITING)
@@ -235,47 +236,47 @@ class TestAlerts:
             ]
         )
 
-        assert told[-1]["missing_ranks"] == [MISSING]
+        assert events[-1]["missing_ranks"] == [MISSING]
 
     def test_straggler(self, stack: Stack) -> None:
-        """Who came last to the steps, on the dashboard."""
-        (query,) = [one for one in PROMQL if one.panel == "Last arrivals by rank"]
+        """The dashboard shows the rank that arrives last at the steps."""
+        (query,) = [q for q in PROMQL if q.panel == "Last arrivals by rank"]
 
-        def times() -> dict[str, float] | None:
-            found = answer(stack, query)
-            counts = {one["metric"]["rank"]: float(one["value"][1]) for one in found}
+        def last_arrivals() -> dict[str, float] | None:
+            series = run_query(stack, query)
+            counts = {s["metric"]["rank"]: float(s["value"][1]) for s in series}
             return counts if sum(counts.values()) >= 5 else None
 
-        counts = wait_until(times)
+        counts = wait_until(last_arrivals)
 
         assert max(counts, key=counts.__getitem__) == str(STRAGGLER), counts
 
 
-def answer(stack: Stack, query: Query) -> list[dict[str, Any]]:
-    """Ask as the panel does, of one of the two jobs that have the ranks."""
+def run_query(stack: Stack, query: Query) -> list[dict[str, Any]]:
+    """Run a panel's query on one of the two Prometheus jobs that scrape the ranks."""
     text = query.text.replace('job=~"$job"', 'job=~"training|agents"')
     return stack.prometheus.query(filled(text, window="60s"))
 
 
 class TestDashboards:
-    """Every panel has something to show."""
+    """Every panel has data."""
 
     @pytest.mark.parametrize(
         "query", PROMQL, ids=lambda query: f"{query.panel} {query.target['refId']}"
     )
     def test_query(self, stack: Stack, query: Query) -> None:
-        """It returns data, with the labels that its legend shows."""
-        found = wait_until(lambda: answer(stack, query))
+        """A query returns data with the labels of its legend."""
+        series = wait_until(lambda: run_query(stack, query))
 
         legend = set(re.findall(r"\{\{(\w+)\}\}", query.target.get("legendFormat", "")))
-        labels = {label for one in found for label in one["metric"]}
+        labels = {label for each in series for label in each["metric"]}
         assert legend <= labels, query
 
     def test_missing(self, stack: Stack) -> None:
-        """The table has the one that is missing, by rank and by host."""
-        (query,) = [one for one in PROMQL if one.panel == "Who is missing"]
+        """The table has rank and host of the missing rank."""
+        (query,) = [q for q in PROMQL if q.panel == "Who is missing"]
 
-        (row,) = wait_until(lambda: answer(stack, query))
+        (row,) = wait_until(lambda: run_query(stack, query))
 
         assert row["metric"] == {
             "run_id": RUN,
@@ -286,16 +287,16 @@ class TestDashboards:
 
 
 class TestExemplars:
-    """A dot on a panel opens a trace that is there."""
+    """Exemplars on panels link to traces that exist."""
 
     def test_traces_were_exported(self, stack: Stack) -> None:
-        """Every exemplar that Prometheus has is a span that the ranks exported."""
+        """Every exemplar in Prometheus has the ids of an exported span."""
         series = f"{names.OPERATION_DURATION.name}_bucket"
 
-        def found() -> list[dict[str, str]]:
+        def stored() -> list[dict[str, str]]:
             return stack.prometheus.exemplars(series, stack.started, time.time())
 
-        exemplars = wait_until(found)
+        exemplars = wait_until(stored)
 
         def not_exported() -> list[dict[str, str]]:
             spans = stack.otlp.spans
@@ -305,5 +306,5 @@ class TestExemplars:
                 if labels["span_id"] not in spans.get(labels["trace_id"], ())
             ]
 
-        # A batch of spans may be on its way.
+        # The exporter may not have sent a batch of spans yet.
         wait_until(lambda: not not_exported(), timeout=10)

@@ -30,7 +30,7 @@ import tracedstore
 from integration.harness import in_background, wait_until
 from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
-from support.rendezvous import a_state
+from support.rendezvous import pickled_state
 from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import ProcessIdentity
@@ -168,7 +168,7 @@ class TestBarriers:
         through(come(url, "step/0", 0, 1, world_size=2))
         # Plain torch's way of arriving, so that nobody writes while this is compared.
         store.add("step/1/num_members", 1)
-        store.set("torch.rendezvous.j", b64encode(a_state({"node1": 0.0})))
+        store.set("torch.rendezvous.j", b64encode(pickled_state({"node1": 0.0})))
         before = contents(url)
 
         assert ask(url).code == 2
@@ -285,7 +285,7 @@ class TestBarriers:
             told += f', "run_id": "{run_id}", "started": 1.0}}'
             under.set(f"{rank_registry.REGISTRY}/0", told)
             under.add("step/num_members", 1)
-            store.set(f"torch.rendezvous.{run_id}", b64encode(a_state()))
+            store.set(f"torch.rendezvous.{run_id}", b64encode(pickled_state()))
 
         out = ask(url, "--run-id", "mine").out
 
@@ -352,7 +352,7 @@ class TestRendezvous:
         ("state", "code", "lines"),
         [
             (
-                lambda: a_state({"node1": 0, "node2": 0}, complete=True, round=3),
+                lambda: pickled_state({"node1": 0, "node2": 0}, complete=True, round=3),
                 0,
                 [
                     "rendezvous job-7: round 3, complete",
@@ -360,7 +360,7 @@ class TestRendezvous:
                 ],
             ),
             (
-                lambda: a_state(
+                lambda: pickled_state(
                     {"node1": 0, "node2": 100}, {"node3": 0}, complete=True
                 ),
                 2,
@@ -370,12 +370,12 @@ class TestRendezvous:
                 ],
             ),
             (
-                lambda: a_state({"node1": 0}),
+                lambda: pickled_state({"node1": 0}),
                 2,
                 ["rendezvous job-7: round 0, not complete"],
             ),
             (
-                lambda: a_state({"node1": 100}, complete=True, closed=True),
+                lambda: pickled_state({"node1": 100}, complete=True, closed=True),
                 0,
                 ["rendezvous job-7: round 0, complete, closed"],
             ),
@@ -409,7 +409,7 @@ class TestRendezvous:
         client: Any = etcd_server.client()
         store: Store = EtcdStore(client, "/torch/elastic/store")
         store.set("k", "v")
-        state = b64encode(a_state({"node1": 0.0}, complete=True)).decode()
+        state = b64encode(pickled_state({"node1": 0.0}, complete=True)).decode()
         client.set("/torch/elastic/rendezvous/job-8", state)
         url = f"etcd://127.0.0.1:{etcd_server.port}/torch/elastic/store"
         try:

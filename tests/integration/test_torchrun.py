@@ -11,7 +11,7 @@ import pytest
 from integration.harness import Child, wait_until
 from support.etcd import EtcdServer, free_port
 from support.events import check
-from support.rendezvous import fresh_run
+from support.rendezvous import new_run_id
 from support.torchrun import TRAIN, Agent
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(120)]
@@ -68,7 +68,7 @@ class TestTwoAgents:
         self, start_agent: StartAgent, tmp_path: Path
     ) -> None:
         """All workers are restarted and join a second round."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         stop = tmp_path / "stop"
         options = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1"]
         options += [str(TRAIN), "--steps", "100000", "--pause", "0.05"]
@@ -125,7 +125,7 @@ class TestTwoAgents:
 
     def test_etcd(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
         """The rendezvous and the agents' store are in etcd."""
-        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", new_run_id()
         options = ["--nnodes", "2", "--nproc-per-node", "2", str(TRAIN)]
         agents = [
             start_agent("traced-etcd-v2", endpoint, run_id, *options) for _ in range(2)
@@ -143,7 +143,7 @@ class TestTwoAgents:
 
     def test_scale_up(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """A plain agent joins a traced one that runs already."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         stop = tmp_path / "stop"
         options = ["--nnodes", "1:2", "--nproc-per-node", "1"]
         options += ["--rdzv-conf", "last_call_timeout=1"]
@@ -174,7 +174,7 @@ class TestMissingAgent:
         """The event and the exception name the agents that joined."""
         # A separate server: an agent's would end with the first agent to give up.
         endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
-        run_id = fresh_run()
+        run_id = new_run_id()
         options = ["--nnodes", "3", "--nproc-per-node", "1"]
         options += ["--rdzv-conf", "join_timeout=6,is_host=0,warn_after=2"]
         agents = [
@@ -224,7 +224,7 @@ class TestMissingAgent:
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:
         """An agent that waits in the exit barrier names the missing one."""
-        endpoint, run_id = f"127.0.0.1:{free_port()}", fresh_run()
+        endpoint, run_id = f"127.0.0.1:{free_port()}", new_run_id()
         script = tmp_path / "one_continues.py"
         script.write_text(
             "import os, time\n"

@@ -1,4 +1,4 @@
-"""The spans of barriers: one trace over all ranks, in one process for once."""
+"""The spans of barriers: one trace for all ranks, which are threads of one process."""
 
 import socket
 import threading
@@ -27,58 +27,58 @@ PREFIX = "tracedstore.barrier."
 def traced(
     registry: CollectorRegistry, provider: TracerProvider
 ) -> tracedstore.TracedStore:
-    """A traced store, whose telemetry goes to the fixtures of the test."""
+    """Return a traced store that emits to the test's registry and provider."""
     tracedstore.configure(registry=registry, tracer_provider=provider, spans="all")
     return tracedstore.wrap(dist.HashStore())
 
 
 def barrier(store: Any, rank: int, world_size: int = 2, **options: Any) -> None:
-    """Visit a barrier, or miss somebody and say nothing."""
+    """Call a barrier with the timeouts of these tests."""
     options = {"barrier_timeout": 20.0, "trace_timeout": 0.2} | options
     tracedstore.barrier(store, world_size, "step/7", rank=rank, **options)
 
 
-def of_barriers(spans: InMemorySpanExporter) -> list[ReadableSpan]:
-    """The spans of barriers, in the order of their ranks."""
-    found = [
-        one for one in spans.get_finished_spans() if one.name.startswith("barrier")
+def barrier_spans(spans: InMemorySpanExporter) -> list[ReadableSpan]:
+    """Return the spans of barriers, sorted by rank."""
+    matches = [
+        span for span in spans.get_finished_spans() if span.name.startswith("barrier")
     ]
     return sorted(
-        found, key=lambda one: int(str((one.attributes or {})["tracedstore.rank"]))
+        matches, key=lambda span: int(str((span.attributes or {})["tracedstore.rank"]))
     )
 
 
-def meet(store: Any, world_size: int) -> None:
-    """Let all ranks meet at once."""
+def run_barrier(store: Any, world_size: int) -> None:
+    """Call the barrier from all ranks at once."""
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(lambda rank: barrier(store, rank, world_size), range(world_size)))
 
 
 class TestOneTrace:
-    """However they come."""
+    """All ranks of a barrier share one trace, in whatever order they arrive."""
 
     @pytest.mark.parametrize("world_size", [1, 2, 8])
-    def test_all_at_once(
+    def test_ranks_arrive_at_once(
         self, traced: Any, spans: InMemorySpanExporter, world_size: int
     ) -> None:
-        """One trace and one root, though the last may not see what the first left."""
-        meet(traced, world_size)
+        """The trace has one root, even if the last rank cannot read the first's."""
+        run_barrier(traced, world_size)
 
-        found = of_barriers(spans)
-        assert len(found) == world_size
-        assert len({one.context.trace_id for one in found}) == 1
-        roots = [one for one in found if one.parent is None]
+        by_rank = barrier_spans(spans)
+        assert len(by_rank) == world_size
+        assert len({span.context.trace_id for span in by_rank}) == 1
+        roots = [span for span in by_rank if span.parent is None]
         assert len(roots) == 1
-        parents = {one.parent.span_id for one in found if one.parent}
+        parents = {span.parent.span_id for span in by_rank if span.parent}
         assert parents <= {roots[0].context.span_id}
 
-    def test_the_last_does_not_see_the_first(
+    def test_last_rank_has_no_trace_of_first(
         self,
         traced: Any,
         spans: InMemorySpanExporter,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Then all belong to the last one, the first one too."""
+        """Without the first rank's trace context, the last rank's span is the root."""
         arrived = threading.Event()
         monkeypatch.setattr(
             barrier_module, "publish_traceparent", lambda *_: arrived.set()
@@ -89,29 +89,29 @@ class TestOneTrace:
             barrier(traced, 1)
             first.result(10)
 
-        of_first, of_last = of_barriers(spans)
-        assert of_last.parent is None
-        assert of_first.parent is not None
-        assert of_first.parent.span_id == of_last.context.span_id
+        first_span, last_span = barrier_spans(spans)
+        assert last_span.parent is None
+        assert first_span.parent is not None
+        assert first_span.parent.span_id == last_span.context.span_id
 
-    def test_calls_of_a_barrier_have_no_spans_of_their_own(
+    def test_store_calls_of_barrier_have_no_spans(
         self, traced: Any, spans: InMemorySpanExporter
     ) -> None:
-        """They would be in traces of their own; other calls have theirs."""
-        meet(traced, 2)
+        """Spans of these calls would start new traces; other calls have spans."""
+        run_barrier(traced, 2)
         traced.set("k", "v")
 
-        assert [one.name for one in spans.get_finished_spans()][2:] == ["set k"]
+        assert [span.name for span in spans.get_finished_spans()][2:] == ["set k"]
 
 
-class TestWhatIsInIt:
-    """Attributes, times and status."""
+class TestContent:
+    """Attributes, times and status of a barrier's span."""
 
     def test_completed(self, traced: Any, spans: InMemorySpanExporter) -> None:
-        """Who, which, how, and who was last."""
+        """The span has the rank, the barrier, the result and the last rank."""
         barrier(traced, 0, 1)
 
-        (span,) = of_barriers(spans)
+        (span,) = barrier_spans(spans)
         assert span.name == "barrier step/*"
         attributes = dict(span.attributes or {})
         assert attributes.pop(PREFIX + "arrival_seconds")
@@ -129,11 +129,11 @@ class TestWhatIsInIt:
     def test_timeout(
         self, traced: Any, spans: InMemorySpanExporter, events: Events
     ) -> None:
-        """An error, with those that are missing; as long as the wait was."""
+        """The span is an error, lists the missing ranks and covers the wait."""
         with pytest.raises(tracedstore.BarrierTimeout) as raised:
             barrier(traced, 1, 100, barrier_timeout=0.2)
 
-        (span,) = of_barriers(spans)
+        (span,) = barrier_spans(spans)
         attributes = span.attributes or {}
         assert attributes["error.type"] == "timeout"
         assert attributes[PREFIX + "missing_count"] == 99
@@ -145,41 +145,41 @@ class TestWhatIsInIt:
         assert span.start_time is not None
         assert span.end_time is not None
         assert 0.2 <= (span.end_time - span.start_time) / 1e9 <= raised.value.waited + 5
-        (event,) = [one for one in events() if one["event"] == "barrier.timeout"]
+        (event,) = [e for e in events() if e["event"] == "barrier.timeout"]
         assert event["span_id"] == f"{span.context.span_id:016x}"
 
     def test_failed(self, traced: Any, spans: InMemorySpanExporter) -> None:
-        """The store's own error, by its name."""
+        """error.type is the class of the store's exception."""
         store = FlakyStore()
         store.fail("add", OSError("gone"))
         with pytest.raises(OSError, match="gone"):
             barrier(store, 0)
 
-        (span,) = of_barriers(spans)
+        (span,) = barrier_spans(spans)
         attributes = span.attributes or {}
         assert attributes["error.type"] == "OSError"
         assert attributes[PREFIX + "result"] == "failed"
         assert PREFIX + "arrival_order" not in attributes
 
-    def test_a_warning_has_the_ids(
+    def test_warning_has_span_ids(
         self, traced: Any, spans: InMemorySpanExporter, events: Events
     ) -> None:
-        """Of the span that comes out at the end."""
+        """barrier.waiting has the ids of the span that is exported at the end."""
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(barrier, traced, 0, warn_after=0.01)
-            warned: list[dict[str, Any]] = []
-            while not warned:
-                warned = [e for e in events() if e["event"] == "barrier.waiting"]
+            warnings: list[dict[str, Any]] = []
+            while not warnings:
+                warnings = [e for e in events() if e["event"] == "barrier.waiting"]
             barrier(traced, 1)
             first.result(10)
 
-        of_first, _ = of_barriers(spans)
-        assert warned[0]["span_id"] == f"{of_first.context.span_id:016x}"
-        assert warned[0]["trace_id"] == f"{of_first.context.trace_id:032x}"
+        first_span, _ = barrier_spans(spans)
+        assert warnings[0]["span_id"] == f"{first_span.context.span_id:016x}"
+        assert warnings[0]["trace_id"] == f"{first_span.context.trace_id:032x}"
 
 
 class TestNoSpans:
-    """Where nobody takes them, the barrier is the same."""
+    """The barrier works the same where no spans are exported."""
 
     def test_switched_off(
         self,
@@ -187,55 +187,55 @@ class TestNoSpans:
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """With TRACEDSTORE_SPANS=off."""
+        """spans="off" exports no spans."""
         tracedstore.configure(registry=registry, tracer_provider=provider, spans="off")
-        meet(dist.HashStore(), 2)
+        run_barrier(dist.HashStore(), 2)
 
         assert not spans.get_finished_spans()
 
     def test_not_sampled(
         self, registry: CollectorRegistry, spans: InMemorySpanExporter, events: Events
     ) -> None:
-        """The first one's sampler decides, and events name no trace."""
+        """The first rank's sampler decides; events have no trace id."""
         provider = TracerProvider(sampler=ALWAYS_OFF)
         tracedstore.configure(registry=registry, tracer_provider=provider)
         with pytest.raises(tracedstore.BarrierTimeout):
             barrier(dist.HashStore(), 0, barrier_timeout=0.1)
 
-        (event,) = [one for one in events() if one["event"] == "barrier.timeout"]
+        (event,) = [e for e in events() if e["event"] == "barrier.timeout"]
         assert "trace_id" not in event
 
-    def test_an_exporter_that_hangs(self, registry: CollectorRegistry) -> None:
-        """Costs a second, not the job."""
-        close_connection = threading.Event()
+    def test_exporter_hangs(self, registry: CollectorRegistry) -> None:
+        """A hanging exporter delays the barrier by a second and does not block it."""
+        release = threading.Event()
         provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(_Hanging(close_connection)))
+        provider.add_span_processor(BatchSpanProcessor(_HangingExporter(release)))
         tracedstore.configure(registry=registry, tracer_provider=provider)
         started = time.monotonic()
         with pytest.raises(tracedstore.BarrierTimeout):
             barrier(dist.HashStore(), 0, barrier_timeout=0.1)
-        took = time.monotonic() - started
-        close_connection.set()
+        elapsed = time.monotonic() - started
+        release.set()
         provider.shutdown()
 
-        assert took < 10  # the exporter would take 30
+        assert elapsed < 10  # the exporter would take 30
 
 
-class _Hanging(SpanExporter):
-    def __init__(self, close_connection: threading.Event) -> None:
-        self._let_go = close_connection
+class _HangingExporter(SpanExporter):
+    def __init__(self, release: threading.Event) -> None:
+        self._release = release
 
     def export(self, spans: Sequence[ReadableSpan]) -> Any:
-        self._let_go.wait(30)
+        self._release.wait(30)
 
     def shutdown(self) -> None:
         pass
 
 
-def test_a_clock_that_jumps_back(
+def test_wall_clock_set_back(
     registry: CollectorRegistry, provider: TracerProvider, spans: InMemorySpanExporter
 ) -> None:
-    """A span ends after it began, whatever the time of day does."""
+    """A span ends after its start, even if the wall clock is set back meanwhile."""
     clock = FakeClock()
     tracedstore.configure(
         registry=registry, tracer_provider=provider, clock=clock.clock
@@ -248,7 +248,7 @@ def test_a_clock_that_jumps_back(
         barrier(store, 1)
         first.result(10)
 
-    for span in of_barriers(spans):
+    for span in barrier_spans(spans):
         assert span.start_time is not None
         assert span.end_time is not None
         assert span.end_time >= span.start_time

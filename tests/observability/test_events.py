@@ -1,4 +1,4 @@
-"""The structured log lines people alert on, read back and held against their schema."""
+"""The structured log events, parsed and validated against their schema."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ from tracedstore.testing import FakeClock, FlakyStore
 
 
 def provoke_all(clock: FakeClock) -> None:
-    """Make every event of a store happen once."""
+    """Cause every event of a store once."""
     flaky = FlakyStore()
     store = tracedstore.wrap(flaky)
     flaky.before("set", lambda: clock.advance(1))
@@ -34,17 +34,17 @@ def provoke_all(clock: FakeClock) -> None:
 
 
 class TestSchema:
-    """What is written is what the schema says."""
+    """Events conform to the schema."""
 
     def test_schema_is_valid_and_complete(self) -> None:
-        """It is a schema, and has a branch for every event name."""
+        """The schema is valid and has a branch for every event name."""
         Draft202012Validator.check_schema(SCHEMA)
         assert {branch["title"] for branch in SCHEMA["oneOf"]} == set(names.EVENT_NAMES)
         assert SCHEMA["properties"]["event"]["enum"] == list(names.EVENT_NAMES)
         assert set(LEVELS) == set(names.EVENT_NAMES)
 
     def test_schema_can_fail(self) -> None:
-        """A line that lacks a field, or has the wrong type, is refused."""
+        """The schema rejects a missing field and a wrong type."""
         event = {"event": "telemetry.disabled", "host": "h", "pid": 1}
         assert not Draft202012Validator(SCHEMA).is_valid(event)
         event |= {"observer": "spans", "error_type": "ValueError", "error": 3}
@@ -56,7 +56,7 @@ class TestSchema:
         events: Events,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Slow, failed and contended, with the job's identity."""
+        """Slow, failed and contended calls emit events with the job's identity."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("WORLD_SIZE", "8")
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "job-7")
@@ -81,10 +81,10 @@ class TestSchema:
     def test_telemetry_disabled(
         self, registry: CollectorRegistry, events: Events
     ) -> None:
-        """An observer that breaks is named."""
+        """The event has the observer that failed, its error and the location."""
 
         class Broken:
-            name = "mine"
+            name = "custom"
 
             def observe(self, operation: tracedstore.Operation) -> None:
                 raise OSError("disk full")
@@ -96,17 +96,17 @@ class TestSchema:
 
         (event,) = events()
         check(event)
-        assert (event["observer"], event["error"]) == ("mine", "disk full")
+        assert (event["observer"], event["error"]) == ("custom", "disk full")
         assert re.fullmatch(r"core/observer\.py:[0-9]+ notify", event["error_location"])
 
-    def test_with_a_span(
+    def test_with_span(
         self,
         registry: CollectorRegistry,
         provider: TracerProvider,
         spans: InMemorySpanExporter,
         events: Events,
     ) -> None:
-        """The line carries the ids of the call's own span."""
+        """The event has the ids of the call's span."""
         tracedstore.configure(registry=registry, tracer_provider=provider)
         store = tracedstore.wrap(HashStore())
         with pytest.raises(RuntimeError):
@@ -118,13 +118,13 @@ class TestSchema:
         assert event["trace_id"] == f"{span.context.trace_id:032x}"
         assert event["span_id"] == f"{span.context.span_id:016x}"
 
-    def test_without_a_span_of_its_own(
+    def test_without_span(
         self,
         registry: CollectorRegistry,
         provider: TracerProvider,
         events: Events,
     ) -> None:
-        """Then the caller's current span is the one to look at."""
+        """The event of a call without a span has the id of the caller's span."""
         tracedstore.configure(registry=registry, spans="off")
         store = tracedstore.wrap(HashStore())
         with (
@@ -137,12 +137,12 @@ class TestSchema:
 
 
 class TestWhichCalls:
-    """Waiting is what a blocking call is for."""
+    """Blocking calls have a higher threshold than the others."""
 
-    def test_a_wait_is_not_slow(
+    def test_wait_is_not_slow(
         self, registry: CollectorRegistry, events: Events
     ) -> None:
-        """A get that waited a while says nothing; one over stall_after does."""
+        """A blocking call emits a slow event only after stall_after."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock)
         flaky = FlakyStore()
@@ -159,10 +159,10 @@ class TestWhichCalls:
 
 
 class TestRepeats:
-    """The same trouble at the same place is told once in ten seconds."""
+    """The same failure of the same key family emits one event in ten seconds."""
 
-    def test_held_back(self, registry: CollectorRegistry, events: Events) -> None:
-        """With the number of those that were held back."""
+    def test_suppressed(self, registry: CollectorRegistry, events: Events) -> None:
+        """The next event has the number of suppressed ones."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock)
         flaky = FlakyStore()
@@ -180,17 +180,17 @@ class TestRepeats:
         fail("worker/3", 1)
         fail("other", 1)
 
-        told = [(event["key"], event["suppressed_count"]) for event in events()]
-        assert told == [("worker/1", 0), ("worker/3", 99), ("other", 0)]
+        emitted = [(event["key"], event["suppressed_count"]) for event in events()]
+        assert emitted == [("worker/1", 0), ("worker/3", 99), ("other", 0)]
 
 
-class TestWhere:
-    """Where the lines go."""
+class TestDestination:
+    """Where events are written."""
 
-    def test_standard_output_is_the_jobs(
+    def test_standard_error(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Without a structlog configuration they go to standard error."""
+        """Without a structlog configuration events are written to standard error."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock)
 
@@ -203,7 +203,7 @@ class TestWhere:
     def test_console(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """For people, when asked for."""
+        """log_format="console" writes key=value text."""
         clock = FakeClock()
         tracedstore.configure(
             registry=registry, clock=clock.clock, log_format="console"
@@ -216,7 +216,7 @@ class TestWhere:
     def test_off(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """No events at all, when asked for."""
+        """log_format="off" writes no events."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
 
@@ -224,10 +224,10 @@ class TestWhere:
 
         assert capsys.readouterr().err == ""
 
-    def test_the_applications_own_structlog(
+    def test_structlog_of_application(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Its processors and its sink are used, even if configured afterwards."""
+        """The application's processors and sink are used, even if configured later."""
         clock, sink = FakeClock(), io.StringIO()
         tracedstore.configure(registry=registry, clock=clock.clock)
         structlog.configure(
@@ -243,10 +243,10 @@ class TestWhere:
         assert sink.getvalue().startswith("event='store.operation.slow'")
         assert capsys.readouterr().err == ""
 
-    def test_through_the_standard_library(
+    def test_standard_library(
         self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A structlog that hands on to logging gets a logger named tracedstore."""
+        """Structlog over logging uses a logger named tracedstore."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock)
         structlog.configure(

@@ -1,4 +1,4 @@
-"""What Prometheus gets to see."""
+"""The metrics in the Prometheus and OpenMetrics exposition."""
 
 import os
 import shutil
@@ -24,12 +24,12 @@ from tracedstore.core.counters import OPERATION_BOUNDS, WAIT_BOUNDS
 from tracedstore.core.recorder import RECORDER
 from tracedstore.testing import FakeClock, FlakyStore
 
-# Where `make setup` puts the programs that tests run.
+# `make setup` installs the programs that tests run here.
 TOOLS = Path(__file__).parents[2] / ".tools/bin"
 
 
 def check_with_promtool(exposition: bytes) -> str:
-    """Lint an exposition with Prometheus's own tool; give what it complains of."""
+    """Lint an exposition with promtool, and return its output."""
     promtool = shutil.which("promtool", path=f"{TOOLS}:{os.environ['PATH']}")
     assert promtool is not None, "promtool is missing: run `make setup`"
     done = subprocess.run(
@@ -46,10 +46,10 @@ class TestExposition:
     """The text that Prometheus scrapes."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_promtool_is_content(
+    def test_passes_promtool(
         self, kind: str, registry: CollectorRegistry, tmp_path: Path
     ) -> None:
-        """Names, help, types and units are as Prometheus wants them."""
+        """Promtool accepts all names, help texts, types and units."""
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(KINDS[kind](tmp_path))
         store.set("key", "value")
@@ -57,16 +57,16 @@ class TestExposition:
 
         assert check_with_promtool(generate_latest(registry)) == ""
 
-    def test_promtool_would_complain(self) -> None:
-        """The check can fail: a metric without help is refused."""
+    def test_promtool_can_fail(self) -> None:
+        """Promtool rejects a metric without help."""
         assert "no help text" in check_with_promtool(b"# TYPE x counter\nx 1\n")
 
     def test_every_metric_is_exported(self, registry: CollectorRegistry) -> None:
-        """What names.py declares is there, with these labels and no others."""
+        """Every metric of names.py is exported with exactly its labels."""
         tracedstore.configure(registry=registry, log_format="off")
         flaky = FlakyStore()
         store = tracedstore.wrap(flaky)
-        # The start of the oldest call is there only during a call.
+        # The gauge of the oldest call is exported only during a call.
         exported: dict[str, Any] = {}
 
         def scrape() -> None:
@@ -82,8 +82,8 @@ class TestExposition:
             for sample in family.samples:
                 assert set(sample.labels) - {"le"} == set(metric.labels), sample
 
-    def test_zeros_from_the_start(self, registry: CollectorRegistry) -> None:
-        """A rate needs the zero before the one, so every known label set has it."""
+    def test_known_series_start_at_zero(self, registry: CollectorRegistry) -> None:
+        """Known label sets are exported with 0, which rate() needs before a 1."""
         tracedstore.configure(registry=registry)
         tracedstore.wrap(HashStore())
         call = {"store": "hash_store", "operation": "get"}
@@ -104,13 +104,13 @@ class TestExposition:
             value = registry.get_sample_value(f"tracedstore_{name}", labels)
             assert value == 0, name
 
-    def test_retries_have_their_zero_where_they_can_be_seen(
+    def test_etcd_retries_start_at_zero(
         self,
         registry: CollectorRegistry,
         etcd_store: Callable[[Path], Store],
         tmp_path: Path,
     ) -> None:
-        """EtcdStore.add repeats a compare-and-set inside one call."""
+        """EtcdStore.add retries compare-and-set, so its retries are exported as 0."""
         tracedstore.configure(registry=registry)
         tracedstore.wrap(etcd_store(tmp_path))
 
@@ -119,7 +119,7 @@ class TestExposition:
         assert retries == 0
 
     def test_histograms(self, registry: CollectorRegistry) -> None:
-        """A call falls into the right bucket of both views, bounds included."""
+        """Both histograms count a call in the right bucket, bounds included."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
         flaky = FlakyStore()
@@ -154,15 +154,15 @@ class TestExposition:
 
 
 class TestExemplars:
-    """A bucket leads to a trace."""
+    """Exemplars of histogram buckets."""
 
-    def test_openmetrics_carries_the_trace_id(
+    def test_openmetrics_has_trace_id(
         self,
         registry: CollectorRegistry,
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """The exemplar's trace_id is that of a span that was exported."""
+        """The exemplar has the trace_id of an exported span."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, log_format="off"
         )
@@ -186,7 +186,7 @@ class TestExemplars:
     def test_plain_text_has_none(
         self, registry: CollectorRegistry, provider: TracerProvider
     ) -> None:
-        """The older format cannot carry them, and stays clean."""
+        """The text format, which cannot have exemplars, omits them."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, log_format="off"
         )
@@ -198,10 +198,10 @@ class TestExemplars:
 
 
 class TestBounds:
-    """Nothing that a job does makes the exposition grow without end."""
+    """The number of series is limited, whatever the job does."""
 
     def test_kinds_and_errors(self, registry: CollectorRegistry) -> None:
-        """A hundred classes of stores and of errors are sixteen of each, and other."""
+        """100 store and error classes are exported as 16 of each and `other`."""
         tracedstore.configure(registry=registry, log_format="off", spans="off")
         for number in range(100):
             error = type(f"Error{number}", (Exception,), {})
@@ -220,12 +220,12 @@ class TestBounds:
         errors = {labels["error_type"] for labels in label_sets}
         assert len(stores) == 17
         assert "other" in stores
-        # One of the sixteen is `timeout`, which is exported from the start.
+        # `timeout` is one of the 16, because it is exported from the start.
         assert errors >= {"", "timeout", "other"}
         assert len(errors) == 18
 
     def test_in_flight_of_other_kinds(self, registry: CollectorRegistry) -> None:
-        """A kind that is `other` is so in every metric."""
+        """The in-flight gauge uses `other` for the kinds that histograms do."""
         tracedstore.configure(registry=registry, log_format="off", spans="off")
         for number in range(16):
             tracedstore.wrap(type(f"Store{number}", (FlakyStore,), {})())
@@ -246,10 +246,10 @@ class TestBounds:
 
 
 class TestRegistry:
-    """Where the collector is registered."""
+    """The registry that has the collector."""
 
-    def test_default_registry_at_the_first_wrap(self) -> None:
-        """A job that serves its metrics already has ours at once."""
+    def test_default_registry_at_first_wrap(self) -> None:
+        """The first wrap() registers the collector in the default registry."""
         tracedstore.wrap(HashStore()).set("key", "value")
 
         assert b"tracedstore_build_info" in generate_latest(REGISTRY)
@@ -257,7 +257,7 @@ class TestRegistry:
         assert b"tracedstore_build_info" not in generate_latest(REGISTRY)
 
     def test_moves(self, registry: CollectorRegistry) -> None:
-        """configure() with another registry takes it out of the first."""
+        """configure() with another registry unregisters from the first."""
         tracedstore.wrap(HashStore())
         tracedstore.configure(registry=registry)
 
@@ -265,7 +265,7 @@ class TestRegistry:
         assert b"tracedstore_build_info" in generate_latest(registry)
 
     def test_counts_survive_configure(self, registry: CollectorRegistry) -> None:
-        """What was counted before is not lost."""
+        """configure() keeps the counts of earlier calls."""
         store = tracedstore.wrap(HashStore())
         store.set("key", "value")
         tracedstore.configure(registry=registry)
@@ -277,17 +277,17 @@ class TestRegistry:
         )
         assert count == 2
 
-    def test_a_name_that_is_taken(self) -> None:
-        """A clash in the registry costs the metrics, not the job."""
+    def test_duplicate_metric_name(self) -> None:
+        """A name collision in the registry disables metrics and not the job."""
 
-        class Taken(Collector):
+        class Duplicate(Collector):
             def collect(self) -> Iterator[Any]:
                 from prometheus_client.core import GaugeMetricFamily
 
-                yield GaugeMetricFamily("tracedstore_build_info", "mine", value=1)
+                yield GaugeMetricFamily("tracedstore_build_info", "other", value=1)
 
         registry = CollectorRegistry(auto_describe=True)
-        registry.register(Taken())
+        registry.register(Duplicate())
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(HashStore())
 

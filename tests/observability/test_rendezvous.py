@@ -1,4 +1,4 @@
-"""What Prometheus, OpenTelemetry and the log get to see of a rendezvous."""
+"""Metrics, spans and events of a rendezvous backend."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ import tracedstore
 from integration.harness import in_background, in_threads, results, wait_until
 from support.etcd import EtcdServer
 from support.events import Events, check
-from support.rendezvous import BACKENDS, Rendezvous, a_state
+from support.rendezvous import BACKENDS, Rendezvous, pickled_state
 from tracedstore import names
 from tracedstore.rendezvous import TracedRendezvousBackend
 from tracedstore.testing import FakeClock, FlakyStore
@@ -34,26 +34,26 @@ WRITERS, WRITES_EACH = 8, 10
 def rendezvous(
     request: pytest.FixtureRequest, tmp_path: Path, etcd_server: EtcdServer
 ) -> Rendezvous:
-    """A rendezvous on each of torch's backends."""
+    """Return a rendezvous on each of torch's backends."""
     return Rendezvous(request.param, tmp_path, etcd_server)
 
 
 def value(registry: CollectorRegistry, metric: names.Metric, *labels: str) -> float:
-    """What a metric says."""
-    found = registry.get_sample_value(
+    """Return the value of a metric, which must have a sample with these labels."""
+    sample_value = registry.get_sample_value(
         metric.name, dict(zip(metric.labels, labels, strict=True))
     )
-    assert found is not None, f"{metric.name}{labels} is not there"
-    return found
+    assert sample_value is not None, f"{metric.name}{labels} is missing"
+    return sample_value
 
 
 def kind_of(backend: RendezvousBackend) -> str:
-    """What the ``store`` label says."""
+    """Return the value of the ``store`` label."""
     return "rendezvous_" + backend.name.replace("-", "_")
 
 
 class TestWrites:
-    """Every write is accepted, in conflict, or failed."""
+    """Every write is counted as accepted, conflict or failed."""
 
     def test_eight_writers(
         self,
@@ -62,33 +62,33 @@ class TestWrites:
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """What each of them saw, all that was counted, and what stands there agree."""
+        """Results of the writers, metrics, spans and the final state agree."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, spans="all", log_format="off"
         )
         plain = rendezvous.connect()
         plain.set_state(b"0")
-        everybody_read = threading.Barrier(WRITERS)
+        all_have_read = threading.Barrier(WRITERS)
 
         def write(number: int) -> tuple[int, int]:
             backend = TracedRendezvousBackend(rendezvous.connect())
             accepted = conflicts = 0
-            found: Any = backend.get_state()
-            # All of them have the same token, which is good for one of them.
-            everybody_read.wait(15)
+            current: Any = backend.get_state()
+            # All writers have the same token, with which only one write succeeds.
+            all_have_read.wait(15)
             while accepted < WRITES_EACH:
-                state, token, *_ = found
+                state, token, *_ = current
                 count = int(state.split(b" ")[0])
-                # Its own bytes each time: C10d takes equal bytes for its own.
-                mine = f"{count + 1} by {number}".encode()
-                found = backend.set_state(mine, token)
-                won = found[2]
+                # Unique bytes per write: C10d treats equal bytes as its own write.
+                desired = f"{count + 1} by {number}".encode()
+                current = backend.set_state(desired, token)
+                won = current[2]
                 accepted, conflicts = accepted + won, conflicts + (not won)
             return accepted, conflicts
 
-        told = results(in_threads(WRITERS, write))
+        counts = results(in_threads(WRITERS, write))
 
-        accepted, conflicts = (sum(column) for column in zip(*told, strict=True))
+        accepted, conflicts = (sum(column) for column in zip(*counts, strict=True))
         final: Any = plain.get_state()
         assert final[0].startswith(b"%d by" % (WRITERS * WRITES_EACH))
         assert accepted == WRITERS * WRITES_EACH
@@ -109,10 +109,10 @@ class TestWrites:
         ]
         assert (swapped.count(True), swapped.count(False)) == (accepted, conflicts)
 
-    def test_refused_without_a_state(
+    def test_conflict_without_state(
         self, registry: CollectorRegistry, rendezvous: Rendezvous
     ) -> None:
-        """A write that is refused, with nothing there to show, is a conflict too."""
+        """A rejected write is a conflict even if the backend has no state."""
         tracedstore.configure(registry=registry, log_format="off")
         backend = TracedRendezvousBackend(rendezvous.connect())
 
@@ -121,7 +121,7 @@ class TestWrites:
         assert value(registry, names.RENDEZVOUS_WRITES, backend.name, "conflict") == 1
 
     def test_failed(self, registry: CollectorRegistry, events: Events) -> None:
-        """One that raised is counted as that, and told of."""
+        """A write that raises counts as failed and emits an event."""
         tracedstore.configure(registry=registry)
         flaky = FlakyStore()
         backend = TracedRendezvousBackend(C10dRendezvousBackend(flaky, "run"))
@@ -143,28 +143,28 @@ class TestWrites:
     def test_conflicts_in_a_row(
         self, registry: CollectorRegistry, events: Events
     ) -> None:
-        """Told when they do not end, at most once in ten seconds, per writer."""
+        """Repeated conflicts emit an event at most every ten seconds per writer."""
         clock = FakeClock()
         tracedstore.configure(registry=registry, clock=clock.clock)
         backend = TracedRendezvousBackend(C10dRendezvousBackend(FlakyStore(), "run"))
-        found: Any = backend.set_state(b"state")
+        written: Any = backend.set_state(b"state")
 
         def lose(times: int) -> None:
             for _ in range(times):
-                backend.set_state(b"mine", "stale")
+                backend.set_state(b"other", "stale")
 
         lose(4)
         assert events() == []
         lose(10)
         clock.advance(10)
         lose(1)
-        backend.set_state(b"won", found[1])
+        backend.set_state(b"won", written[1])
         lose(4)
 
-        told = [
+        emitted = [
             (e["event"], e["losses_in_a_row"], e["suppressed_count"]) for e in events()
         ]
-        assert told == [
+        assert emitted == [
             (names.RENDEZVOUS_CONFLICT, 5, 0),
             (names.RENDEZVOUS_CONFLICT, 15, 9),
         ]
@@ -174,12 +174,12 @@ class TestWrites:
 
 
 class TestState:
-    """What stands in the state, as gauges and on the spans."""
+    """The rendezvous state in gauges and span attributes."""
 
     @pytest.fixture
     def state(self) -> bytes:
-        """Two that joined, and one that waits."""
-        return a_state(
+        """Return a state with two participants and one node in the wait list."""
+        return pickled_state(
             joined={"node-a": 3, "node-b": 40},
             waiting={"node-c": 1},
             round=7,
@@ -189,7 +189,7 @@ class TestState:
     def test_gauges(
         self, registry: CollectorRegistry, rendezvous: Rendezvous, state: bytes
     ) -> None:
-        """As it was last read or written, by this node or by another one."""
+        """Gauges have the state last read or written, whichever node wrote it."""
         tracedstore.configure(registry=registry, log_format="off")
         backend = TracedRendezvousBackend(rendezvous.connect())
         name = backend.name
@@ -207,8 +207,8 @@ class TestState:
         oldest = value(registry, names.RENDEZVOUS_OLDEST_HEARTBEAT, name)
         assert 40 <= time.time() - oldest < 100
 
-        found: Any = backend.get_state()
-        backend.set_state(a_state(round=8), found[1])
+        current: Any = backend.get_state()
+        backend.set_state(pickled_state(round=8), current[1])
 
         assert value(registry, names.RENDEZVOUS_PARTICIPANTS, name) == 0
         assert value(registry, names.RENDEZVOUS_COMPLETE, name) == 0
@@ -224,7 +224,7 @@ class TestState:
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """With each node's silence; and never a byte of the state."""
+        """Spans have each node's heartbeat age and never the bytes of the state."""
         tracedstore.configure(
             registry=registry, tracer_provider=provider, log_format="off"
         )
@@ -234,29 +234,29 @@ class TestState:
 
         empty, written = spans.get_finished_spans()
         assert names.RENDEZVOUS_STATE_ROUND not in (empty.attributes or {})
-        said: dict[str, Any] = dict(written.attributes or {})
-        assert said["db.operation.name"] == "set_state"
-        assert said["db.namespace"].endswith(rendezvous.run_id)
-        assert said[names.RENDEZVOUS_STATE_PARTICIPANTS] == 2
-        assert said[names.RENDEZVOUS_STATE_WAIT_LIST] == 1
-        assert said[names.RENDEZVOUS_STATE_ROUND] == 7
-        assert said[names.RENDEZVOUS_STATE_COMPLETE] is True
-        assert said[names.VALUE_SIZE] == len(state)
-        assert said[names.RENDEZVOUS_NODES] == (
+        attributes: dict[str, Any] = dict(written.attributes or {})
+        assert attributes["db.operation.name"] == "set_state"
+        assert attributes["db.namespace"].endswith(rendezvous.run_id)
+        assert attributes[names.RENDEZVOUS_STATE_PARTICIPANTS] == 2
+        assert attributes[names.RENDEZVOUS_STATE_WAIT_LIST] == 1
+        assert attributes[names.RENDEZVOUS_STATE_ROUND] == 7
+        assert attributes[names.RENDEZVOUS_STATE_COMPLETE] is True
+        assert attributes[names.VALUE_SIZE] == len(state)
+        assert attributes[names.RENDEZVOUS_NODES] == (
             "node-a (pid 100)",
             "node-b (pid 101)",
             "node-c (pid 200)",
         )
-        a, b, c = said[names.RENDEZVOUS_SILENT_SECONDS]
+        a, b, c = attributes[names.RENDEZVOUS_SILENT_SECONDS]
         assert 1 <= c < 3 <= a < 40 <= b < 100
-        assert set(said) <= {
+        assert set(attributes) <= {
             *names.ATTRIBUTES,
             *("db.system.name", "db.operation.name", "db.namespace"),
             *("server.address", "server.port"),
         }
 
     def test_many_backends(self, registry: CollectorRegistry) -> None:
-        """A backend's name is a label, so there is an end to them."""
+        """The number of backend names is limited, because the name is a label."""
         tracedstore.configure(registry=registry, log_format="off")
 
         class Named(C10dRendezvousBackend):
@@ -264,7 +264,7 @@ class TestState:
 
             @property
             def name(self) -> str:
-                return f"mine-{self.number}"
+                return f"custom-{self.number}"
 
         for number in range(20):
             inner = Named(FlakyStore(), "run")
@@ -279,16 +279,16 @@ class TestState:
 
 
 class TestInFlight:
-    """A call that hangs is seen while it does."""
+    """A blocked call is visible while it is blocked."""
 
     @pytest.mark.parametrize("call", ["get_state", "set_state"])
-    def test_hanging(self, registry: CollectorRegistry, call: str) -> None:
-        """In the table and in the gauge."""
+    def test_blocked_call(self, registry: CollectorRegistry, call: str) -> None:
+        """in_flight() and the gauge have the call until it returns."""
         tracedstore.configure(registry=registry, log_format="off")
-        flaky, go_on = FlakyStore(), threading.Event()
+        flaky, release = FlakyStore(), threading.Event()
 
         def wait() -> None:
-            assert go_on.wait(15)
+            assert release.wait(15)
 
         backend = TracedRendezvousBackend(C10dRendezvousBackend(flaky, "run"))
         for method in ("get", "compare_set"):
@@ -298,10 +298,10 @@ class TestInFlight:
             "set_state": lambda: backend.set_state(b"state"),
         }
         done = in_background(calls[call])
-        (found,) = wait_until(tracedstore.in_flight)
+        (blocked,) = wait_until(tracedstore.in_flight)
 
-        assert (found.operation, found.store) == (call, "rendezvous_c10d")
+        assert (blocked.operation, blocked.store) == (call, "rendezvous_c10d")
         assert value(registry, names.IN_FLIGHT, "rendezvous_c10d", call) == 1
-        go_on.set()
+        release.set()
         done.result(15)
         assert tracedstore.in_flight() == []

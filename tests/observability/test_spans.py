@@ -1,4 +1,4 @@
-"""What a trace shows of a call, read back from a real SDK."""
+"""The spans of store calls, exported by a real OpenTelemetry SDK."""
 
 import socket
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Configure = Callable[..., None]
 
 @pytest.fixture
 def configure(provider: TracerProvider, registry: CollectorRegistry) -> Configure:
-    """Configure with the test's provider and registry, and no log."""
+    """Configure with the test's provider and registry, and without events."""
 
     def configure(**settings: Any) -> None:
         tracedstore.configure(
@@ -39,7 +39,7 @@ def configure(provider: TracerProvider, registry: CollectorRegistry) -> Configur
 
 
 def only(spans: InMemorySpanExporter) -> ReadableSpan:
-    """The one span there is."""
+    """Return the only finished span."""
     (span,) = spans.get_finished_spans()
     return span
 
@@ -50,7 +50,7 @@ class TestContent:
     def test_tcp_store(
         self, configure: Configure, spans: InMemorySpanExporter, tmp_path: Path
     ) -> None:
-        """A store with a server has its address; the key's family is the name."""
+        """The span has the server's address, and the key family in its name."""
         configure()
         bare = tcp(tmp_path)
         tracedstore.wrap(bare).set("worker/3", "four")
@@ -76,7 +76,7 @@ class TestContent:
     def test_hash_store_is_internal(
         self, configure: Configure, spans: InMemorySpanExporter
     ) -> None:
-        """Nothing leaves the process, so it is no client span."""
+        """A HashStore call stays in the process, so its span is not a client span."""
         configure()
         tracedstore.wrap(HashStore()).num_keys()
 
@@ -84,7 +84,7 @@ class TestContent:
         assert (span.name, span.kind) == ("num_keys", SpanKind.INTERNAL)
 
     def test_many_keys(self, configure: Configure, spans: InMemorySpanExporter) -> None:
-        """The first sixteen keys and how many there are; no family, no summary."""
+        """The span has the first 16 keys and their number, but no query summary."""
         configure()
         store = tracedstore.wrap(HashStore())
 
@@ -96,10 +96,10 @@ class TestContent:
         assert len(attributes["tracedstore.keys"]) == 16  # type: ignore[arg-type]
         assert "db.query.summary" not in attributes
 
-    def test_under_a_prefix_store(
+    def test_below_prefix_store(
         self, configure: Configure, spans: InMemorySpanExporter
     ) -> None:
-        """A call from torch's C++ is a span like any other, with the whole key."""
+        """A call from torch's C++ has a span with the full key."""
         configure()
         PrefixStore("default_pg", tracedstore.wrap(HashStore())).set("0//cpu", "x")
 
@@ -111,7 +111,7 @@ class TestContent:
         spans: InMemorySpanExporter,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """What torchrun puts into the environment is on every span."""
+        """Every span has the rank and job that torchrun sets in the environment."""
         for name, value in {
             "RANK": "3",
             "LOCAL_RANK": "1",
@@ -128,10 +128,8 @@ class TestContent:
         assert attributes["tracedstore.world_size"] == 8
         assert attributes["tracedstore.run_id"] == "job-7"
 
-    def test_dated_back(
-        self, provider: TracerProvider, spans: InMemorySpanExporter
-    ) -> None:
-        """The span is made after the call, and covers it."""
+    def test_times(self, provider: TracerProvider, spans: InMemorySpanExporter) -> None:
+        """The span is created after the call and has the call's start and end."""
         clock = FakeClock(wall=1_000.0)
         tracedstore.configure(
             tracer_provider=provider, clock=clock.clock, log_format="off"
@@ -143,13 +141,13 @@ class TestContent:
         span = only(spans)
         assert (span.start_time, span.end_time) == (1_000 * 10**9, 1_002_500_000_000)
 
-    def test_child_of_the_callers_span(
+    def test_parent(
         self,
         configure: Configure,
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """A call made inside a span shows there."""
+        """The caller's current span is the parent."""
         configure()
         store = tracedstore.wrap(HashStore())
 
@@ -162,10 +160,10 @@ class TestContent:
 
 
 class TestErrors:
-    """What is an error, and what is not."""
+    """Which outcomes set the error status."""
 
     def test_timeout(self, configure: Configure, spans: InMemorySpanExporter) -> None:
-        """Status, description and error.type; the exception is not recorded twice."""
+        """The span has status, description and error.type, and no exception event."""
         configure(spans="notable")
         store = tracedstore.wrap(HashStore())
         with pytest.raises(RuntimeError):
@@ -177,10 +175,10 @@ class TestErrors:
         assert (span.attributes or {})["error.type"] == "timeout"
         assert not span.events
 
-    def test_no_value_in_it(
+    def test_has_no_values(
         self, configure: Configure, spans: InMemorySpanExporter
     ) -> None:
-        """Pybind quotes the arguments in its TypeError; the span does not."""
+        """pybind11 quotes the arguments in its TypeError; the span omits them."""
         configure(spans="notable")
         store: Any = tracedstore.wrap(HashStore())
         with pytest.raises(TypeError, match="secret"):
@@ -188,10 +186,10 @@ class TestErrors:
 
         assert "secret" not in only(spans).to_json()
 
-    def test_a_lost_swap_is_none(
+    def test_lost_compare_set_is_no_error(
         self, configure: Configure, spans: InMemorySpanExporter
     ) -> None:
-        """Somebody else was faster: that is what compare-and-set is for."""
+        """A compare_set that lost to another writer is an expected outcome."""
         configure()
         store = tracedstore.wrap(HashStore())
         store.compare_set("key", "expected", "desired")
@@ -204,10 +202,10 @@ class TestErrors:
 
 
 class TestWhichCalls:
-    """Which calls get a span."""
+    """Which calls have a span."""
 
     def suppressed(self, registry: CollectorRegistry, reason: str) -> float | None:
-        """The metric that counts those without."""
+        """Return how many calls had no span for this reason."""
         return registry.get_sample_value(
             "tracedstore_spans_suppressed_total", {"reason": reason}
         )
@@ -218,7 +216,7 @@ class TestWhichCalls:
         spans: InMemorySpanExporter,
         registry: CollectorRegistry,
     ) -> None:
-        """A newcomer sees everything, a storm costs nothing, and nothing is hidden."""
+        """The first 200 calls have spans; the others are counted as suppressed."""
         configure(clock=FakeClock().clock)
         store = tracedstore.wrap(HashStore())
         for _ in range(1000):
@@ -230,7 +228,7 @@ class TestWhichCalls:
     def test_notable_calls_need_no_budget(
         self, configure: Configure, spans: InMemorySpanExporter
     ) -> None:
-        """Failed calls get a span, budget or not."""
+        """Failed calls have a span even without a budget."""
         configure(span_rate=0)
         flaky = FlakyStore()
         flaky.fail("get", OSError("gone"), times=50)
@@ -252,7 +250,7 @@ class TestWhichCalls:
         mode: str,
         expected: int,
     ) -> None:
-        """TRACEDSTORE_SPANS says otherwise."""
+        """spans="all" exports every call and spans="off" none."""
         configure(spans=mode)
         flaky = FlakyStore()
         flaky.fail("set", OSError("gone"))
@@ -265,13 +263,13 @@ class TestWhichCalls:
         assert len(spans.get_finished_spans()) == expected
         assert self.suppressed(registry, "budget") == 0
 
-    def test_suppressed_by_the_caller(
+    def test_suppressed_by_caller(
         self,
         configure: Configure,
         spans: InMemorySpanExporter,
         registry: CollectorRegistry,
     ) -> None:
-        """OpenTelemetry's suppression key is honoured, and counted."""
+        """OpenTelemetry's suppression key suppresses the span, which is counted."""
         configure()
         store = tracedstore.wrap(HashStore())
         token = attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, value=True))
@@ -284,7 +282,7 @@ class TestWhichCalls:
         assert self.suppressed(registry, "suppressed") == 1
 
     def test_no_provider(self, registry: CollectorRegistry) -> None:
-        """Without one nothing is made, and nothing counts as suppressed."""
+        """Without a provider no span is created and none counts as suppressed."""
         assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(HashStore())
@@ -295,7 +293,7 @@ class TestWhichCalls:
 
 
 class TestEtcd:
-    """What happens inside one call of an EtcdStore."""
+    """Requests inside one call of an EtcdStore."""
 
     def test_attributes(
         self,
@@ -304,7 +302,7 @@ class TestEtcd:
         etcd_store: Callable[[Path], Store],
         tmp_path: Path,
     ) -> None:
-        """Requests, watch time-outs and retries of one call are on its span."""
+        """The span of a call has its requests, watch timeouts and retries."""
         configure(spans="all")
         bare: Any = etcd_store(tmp_path)
         store = tracedstore.wrap(bare)
@@ -318,7 +316,8 @@ class TestEtcd:
         attributes = [dict(span.attributes or {}) for span in (created, added, missed)]
         assert attributes[0]["db.system.name"] == "etcd"
         assert attributes[0]["db.namespace"] == bare.prefix
-        # Created at once; then create-if-absent, read, compare-and-set.
+        # The first add creates the key with one request. The second one sends
+        # create-if-absent, read and compare-and-set.
         assert attributes[0]["tracedstore.etcd.requests"] == 1
         assert attributes[1]["tracedstore.etcd.requests"] == 3
         assert attributes[1]["tracedstore.cas.retries"] == 0

@@ -1,4 +1,4 @@
-"""The dashboards and rules as they are committed, with their queries."""
+"""The committed dashboards and rules, with their queries."""
 
 import json
 import re
@@ -28,39 +28,39 @@ class Query:
     target: dict[str, Any]
 
     def __str__(self) -> str:
-        """Say which."""
+        """Return the dashboard, the panel and the query text."""
         return f"{self.dashboard}: {self.panel}: {self.text}"
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read a dashboard."""
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return found
+    dashboard: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return dashboard
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give its panels, without the rows between them."""
+    """Return the panels of a dashboard without its rows."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def queries(kind: str | None = None) -> Iterator[Query]:
-    """Give the queries of all panels, or those of one kind of source."""
+    """Yield the queries of all panels, or of one kind of data source."""
     for path in FILES:
         for panel in panels(load(path)):
             for target in panel["targets"]:
-                found = target["datasource"]["type"]
-                if kind in (None, found):
+                source = target["datasource"]["type"]
+                if kind in (None, source):
                     text = target.get("expr") or target["query"]
-                    yield Query(path.stem, panel["title"], found, text, target)
+                    yield Query(path.stem, panel["title"], source, text, target)
 
 
 def rules(path: Path) -> list[dict[str, Any]]:
-    """Give the rules of a file."""
+    """Return the rules of a file."""
     groups = yaml.safe_load(path.read_text("utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def filled(text: str, *, window: str = "5m", chosen: str = ".*") -> str:
-    """Put values where a query has variables."""
+    """Replace the variables of a query by values."""
     text = text.replace("$__rate_interval", window).replace("$__range", window)
     return re.sub(r"\$[a-z_]+", chosen, text)

@@ -1,4 +1,4 @@
-"""Hold events against their schema."""
+"""Validation of events against their schema."""
 
 import json
 from collections.abc import Callable
@@ -16,20 +16,20 @@ Events = Callable[[], list[dict[str, Any]]]
 
 
 def documented_fields(event: str) -> set[str]:
-    """Every field that the schema has for an event."""
+    """Return every field that the schema has for an event."""
 
     def fields(schema: dict[str, Any]) -> set[str]:
-        found = set(schema.get("properties", {}))
+        names = set(schema.get("properties", {}))
         for reference in schema.get("allOf", []):
-            found |= fields(SCHEMA["$defs"][reference["$ref"].split("/")[-1]])
-        return found
+            names |= fields(SCHEMA["$defs"][reference["$ref"].split("/")[-1]])
+        return names
 
-    (own,) = [branch for branch in SCHEMA["oneOf"] if branch["title"] == event]
-    return set(SCHEMA["properties"]) | fields(own)
+    (branch,) = [branch for branch in SCHEMA["oneOf"] if branch["title"] == event]
+    return set(SCHEMA["properties"]) | fields(branch)
 
 
 def check(event: dict[str, Any]) -> None:
-    """Hold one event against the schema, which also has to name all its fields."""
+    """Validate one event against the schema, which must also have all its fields."""
     Draft202012Validator(SCHEMA).validate(event)
     assert set(event) <= documented_fields(event["event"])
     assert event["level"] == LEVELS[event["event"]]

@@ -1,4 +1,4 @@
-"""Rendezvous backends of torch's, on real servers, made the same way for all tests."""
+"""torch's rendezvous backends on real servers, and states for them."""
 
 import itertools
 import pickle
@@ -27,13 +27,13 @@ from support.stores import tcp
 
 _runs = itertools.count()
 
-# Connects one more node to a rendezvous.
+# Connects another node to a rendezvous.
 Connect = Callable[[], RendezvousBackend]
 BACKENDS = ("c10d-tcp", "c10d-file", "etcd-v2")
 
 
-def fresh_run() -> str:
-    """A run id that no other test uses."""
+def new_run_id() -> str:
+    """Return a run id that no other test uses."""
     return f"run-{next(_runs)}"
 
 
@@ -41,27 +41,27 @@ class Rendezvous:
     """One rendezvous that any number of backends connect to.
 
     Attributes:
-        run_id: Which.
-        kind: Which of `BACKENDS`.
+        run_id: Its run id.
+        kind: One of `BACKENDS`.
     """
 
     def __init__(self, kind: str, folder: Path, etcd: EtcdServer) -> None:
         self.kind = kind
-        self.run_id = fresh_run()
+        self.run_id = new_run_id()
         self._folder = folder
         self._etcd = etcd
         self._server = tcp(folder) if kind == "c10d-tcp" else None
         self._client = etcd.client()
 
     def connect(self) -> RendezvousBackend:
-        """Connect one more node."""
+        """Return a backend of another node."""
         if self.kind == "etcd-v2":
             client = self._etcd.client()
             return EtcdRendezvousBackend(client, self.run_id, key_prefix="/rdzv")
         return C10dRendezvousBackend(self._store(), self.run_id)
 
     def corrupt(self) -> None:
-        """Write what no backend has written."""
+        """Write a state that no backend can read."""
         if self.kind == "etcd-v2":
             self._client.set(f"/rdzv/{self.run_id}", "x")
         else:
@@ -73,24 +73,28 @@ class Rendezvous:
         return dist.FileStore(str(self._folder / f"{self.run_id}.store"), -1)
 
 
-def a_state(
+def pickled_state(
     joined: dict[str, float] | None = None,
     waiting: dict[str, float] | None = None,
-    **facts: Any,
+    **fields: Any,
 ) -> bytes:
-    """Make a state as torch does, of nodes and how long each has been silent."""
+    """Return torch's pickled state.
+
+    `joined` and `waiting` map each node's address to the age of its last heartbeat
+    in seconds; `fields` are set on the state.
+    """
     state = dynamic._RendezvousState()
-    for name, value in facts.items():
+    for name, value in fields.items():
         setattr(state, name, value)
     now = datetime.now(UTC)
-    for rank, (addr, silent) in enumerate((joined or {}).items()):
+    for rank, (addr, heartbeat_age) in enumerate((joined or {}).items()):
         node = dynamic._NodeDesc(addr, 100 + rank, 0)
         state.participants[node] = rank
-        state.last_heartbeats[node] = now - timedelta(seconds=silent)
-    for addr, silent in (waiting or {}).items():
+        state.last_heartbeats[node] = now - timedelta(seconds=heartbeat_age)
+    for addr, heartbeat_age in (waiting or {}).items():
         node = dynamic._NodeDesc(addr, 200, 0)
         state.wait_list.add(node)
-        state.last_heartbeats[node] = now - timedelta(seconds=silent)
+        state.last_heartbeats[node] = now - timedelta(seconds=heartbeat_age)
     return pickle.dumps(state)
 
 
@@ -103,7 +107,7 @@ def handler(
     addr: Any = None,
     **config: Any,
 ) -> RendezvousHandler:
-    """Make a handler by its name, as torchrun does."""
+    """Return a handler by its backend's name, as torchrun creates it."""
     params = RendezvousParameters(
         backend, endpoint, run_id, nodes[0], nodes[1], local_addr=addr, **config
     )

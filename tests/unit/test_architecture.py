@@ -1,4 +1,4 @@
-"""The rooms of the package, and which doors there are between them."""
+"""Rules for the package's modules: allowed imports, size, names and public API."""
 
 import ast
 import subprocess
@@ -11,8 +11,8 @@ import tracedstore
 
 ROOT = Path(tracedstore.__file__).parent
 
-# Each room, and the rooms below it that it may import. What is not listed may not.
-BELOW = {
+# The subpackages and top-level modules, each with those that it may import.
+ALLOWED_IMPORTS = {
     "names": set[str](),
     "core": {"names"},
     "signals": {"names", "core"},
@@ -64,8 +64,8 @@ BELOW = {
     },
     "__init__": {"auto", "_public"},
 }
-# Which modules may import these, because each of them is a choice to be kept small.
-ONLY_IN = {
+# The only modules that may import these libraries. Each list is kept short.
+ALLOWED_USERS = {
     "etcd": {
         "etcd/counting_client.py",
         "attach/store_connection.py",
@@ -84,24 +84,25 @@ ONLY_IN = {
         "export/setup.py",
     },
     "structlog": {"signals/events.py"},
-    # Private to torch, and in need of packages that nothing else here needs.
+    # Private to torch, and needs packages that nothing else here needs.
     "torch.distributed.debug": {
         "auto/debug_page/install.py",
         "auto/debug_page/handler.py",
     },
     "opentelemetry.instrumentation": {"auto/otel.py"},
 }
-# What every Python process below tracedstore-run or opentelemetry-instrument loads.
-LIGHT = ("auto/patches.py", "auto/command.py", "auto/otel.py", "__init__.py")
+# Modules that every Python process under tracedstore-run or
+# opentelemetry-instrument loads.
+LIGHT_MODULES = ("auto/patches.py", "auto/command.py", "auto/otel.py", "__init__.py")
 
 
 _NO_EXTRA = "import sys; sys.modules['opentelemetry.instrumentation'] = None\n"
 
 
-def run_alone(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a Python of its own."""
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new Python process."""
     return subprocess.run(
-        # Without the extra, whose own import is not light.
+        # The instrument extra is hidden, because importing it loads many modules.
         [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
         capture_output=True,
         text=True,
@@ -111,24 +112,24 @@ def run_alone(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def imports(module: Path) -> set[str]:
-    """Every module that a file imports, wherever in it."""
-    found = set()
+    """Return every module that a file imports, at any level of the file."""
+    modules = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             assert getattr(node, "level", 0) == 0, f"{module}: relative import"
-            found |= imports_of(node)
-    return found
+            modules |= imports_of(node)
+    return modules
 
 
 def imports_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
-    """Every module, or name in a module, that a statement imports."""
+    """Return every module, or name in a module, that a statement imports."""
     if isinstance(statement, ast.Import):
         return {name.name for name in statement.names}
     return {f"{statement.module}.{name.name}" for name in statement.names}
 
 
-def room(path: Path) -> str:
-    """The first part of a module's path below the package."""
+def package_of(path: Path) -> str:
+    """Return the subpackage or top-level module of a file."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
@@ -139,38 +140,38 @@ MODULES = sorted(ROOT.rglob("*.py"))
     "module", MODULES, ids=lambda path: str(path.relative_to(ROOT))
 )
 class TestModules:
-    """What every module keeps to."""
+    """Rules for every module."""
 
     def test_imports_point_downwards(self, module: Path) -> None:
-        """A room knows its own and those below it."""
-        own = room(module)
-        if own == "_version":
+        """A module imports only its own package and the allowed ones below."""
+        package = package_of(module)
+        if package == "_version":
             return
-        allowed = BELOW[own] | {own, "_version"}
+        allowed = ALLOWED_IMPORTS[package] | {package, "_version"}
 
         for name in imports(module):
             if name.startswith("tracedstore."):
                 assert name.split(".")[1] in allowed, f"{module} imports {name}"
 
-    def test_signals_do_not_know_each_other(self, module: Path) -> None:
-        """Each is an observer of its own; `names` is what they share."""
-        if room(module) != "signals":
+    def test_signals_do_not_import_each_other(self, module: Path) -> None:
+        """The signals are independent observers that share only `names`."""
+        if package_of(module) != "signals":
             return
         for name in imports(module):
             if name.startswith("tracedstore.signals"):
                 assert name == "tracedstore.names", f"{module} imports {name}"
 
-    def test_heavy_imports_stay_where_they_are(self, module: Path) -> None:
-        """A library is used from as few modules as can be."""
+    def test_libraries_are_imported_in_few_modules(self, module: Path) -> None:
+        """Each of these libraries is imported only in its allowed modules."""
         path = str(module.relative_to(ROOT))
         for name in imports(module):
-            for library, users in ONLY_IN.items():
+            for library, users in ALLOWED_USERS.items():
                 if name == library or name.startswith(library + "."):
                     assert path in users, f"{path} imports {name}"
 
-    def test_light_modules_load_nothing(self, module: Path) -> None:
-        """At their top they import the standard library, and each other."""
-        if str(module.relative_to(ROOT)) not in LIGHT:
+    def test_light_modules_import_little(self, module: Path) -> None:
+        """At module level they import only the standard library and each other."""
+        if str(module.relative_to(ROOT)) not in LIGHT_MODULES:
             return
         for node in ast.parse(module.read_text()).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -182,11 +183,11 @@ class TestModules:
                     ), f"{module} imports {name}"
 
     def test_size(self, module: Path) -> None:
-        """A module past 400 lines holds two ideas."""
+        """A module has at most 400 lines."""
         assert len(module.read_text().splitlines()) <= 400
 
     def test_names_are_spelled_once(self, module: Path) -> None:
-        """Metric, attribute and event names stand in names.py alone."""
+        """Only names.py has the names of metrics, attributes and events."""
         from tracedstore import names
 
         if module.name == "names.py":
@@ -199,10 +200,10 @@ class TestModules:
 
 
 class TestPublicSurface:
-    """What users import."""
+    """The names that users import."""
 
-    def test_all_is_what_is_there(self) -> None:
-        """Sorted, complete, and everything in it is documented."""
+    def test_all(self) -> None:
+        """__all__ is sorted and complete, and every name is documented."""
         modules = {"coordination", "core", "etcd", "export", "names", "signals"}
         modules |= {"auto", "cli", "demo", "rendezvous", "report", "store", "testing"}
         modules |= {"attach", "barrier_patch", "elastic"}
@@ -214,11 +215,11 @@ class TestPublicSurface:
             if name != "__version__":
                 assert getattr(tracedstore, name).__doc__, name
 
-    def test_torch_comes_with_the_first_name(self) -> None:
-        """Neither importing the package nor its light modules loads torch."""
+    def test_torch_is_loaded_with_first_name(self) -> None:
+        """Importing the package and its light modules does not load torch."""
         light = [
             "tracedstore." + path.removesuffix(".py").replace("/", ".")
-            for path in LIGHT
+            for path in LIGHT_MODULES
             if path != "__init__.py"
         ]
         script = (
@@ -231,32 +232,35 @@ class TestPublicSurface:
             "print(hasattr(tracedstore, 'no_such_name'))\n"
         )
 
-        done = run_alone(script)
+        done = run_script(script)
 
         assert done.stdout.splitlines() == ["set()", "set()", "wrap True", "False"], (
             done.stderr
         )
 
-    def test_a_report_needs_no_torch(self) -> None:
-        """Logs are read where no job runs: of coordination, only words for ranks."""
-        words = ("ranges.", "decoders.default_name")
+    def test_report_needs_no_torch(self) -> None:
+        """`report` does not load torch, because logs are read on other machines.
+
+        Of `coordination` it imports only the formatting of ranks.
+        """
+        allowed = ("ranges.", "decoders.default_name")
         for module in (ROOT / "report").glob("*.py"):
             for name in imports(module):
                 if name.startswith("tracedstore.coordination"):
-                    below = name.removeprefix("tracedstore.coordination.")
-                    assert below.startswith(words), f"{module} imports {name}"
+                    local_name = name.removeprefix("tracedstore.coordination.")
+                    assert local_name.startswith(allowed), f"{module} imports {name}"
         script = (
             "import sys, tracedstore.cli.report\n"
             "heavy = {'torch', 'structlog', 'prometheus_client', 'opentelemetry'}\n"
             "print(heavy & set(sys.modules))\n"
         )
 
-        done = run_alone(script)
+        done = run_script(script)
 
         assert done.stdout == "set()\n", done.stderr
 
-    def test_doctest_of_the_helpers(self) -> None:
-        """The example in tracedstore.testing runs."""
+    def test_doctest_of_testing(self) -> None:
+        """The example in tracedstore.testing runs without failures."""
         import doctest
 
         from tracedstore import testing

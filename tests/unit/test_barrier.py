@@ -1,4 +1,4 @@
-"""The barrier, in threads over one HashStore, and what it tells."""
+"""tracedstore.barrier() in threads over one HashStore, and its telemetry."""
 
 import inspect
 import pickle
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from prometheus_client import CollectorRegistry
-from torch.distributed.elastic.utils import store as torchs
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from support.events import Events, check
@@ -33,84 +33,89 @@ def _configured(registry: CollectorRegistry) -> None:
 
 @pytest.fixture
 def store() -> tracedstore.TracedStore:
-    """A store that all threads share, which has a timeout of its own."""
+    """Return a store for all threads, with a timeout other than the default."""
     store = tracedstore.wrap(dist.HashStore())
     store.set_timeout(timedelta(seconds=9))
     return store
 
 
-def meet(store: Any, *ranks: int, world_size: int = 4, **options: Any) -> list[Any]:
-    """Let ranks meet, each in a thread; give what each of them met with, or None."""
+def run_barrier(
+    store: Any, *ranks: int, world_size: int = 4, **options: Any
+) -> list[Any]:
+    """Call the barrier in a thread per rank; return each one's exception or None."""
 
-    def visit(rank: int) -> None:
+    def call(rank: int) -> None:
         arguments = {"barrier_timeout": 0.2, "trace_timeout": 0.2} | options
         tracedstore.barrier(store, world_size, "barrier/7", rank=rank, **arguments)
 
     with ThreadPoolExecutor(max(1, len(ranks))) as pool:
-        visits: list[Future[None]] = [pool.submit(visit, rank) for rank in ranks]
-    return [one.exception() for one in visits]
+        calls: list[Future[None]] = [pool.submit(call, rank) for rank in ranks]
+    return [future.exception() for future in calls]
 
 
 class TestDropIn:
-    """It stands where torch's stands."""
+    """The signature is compatible with torch's barrier."""
 
     def test_same_parameters(self) -> None:
-        """By name, by position, with the same defaults; ours follow by keyword only."""
+        """Names, order and defaults are torch's; added parameters are keyword-only."""
         ours = inspect.signature(tracedstore.barrier).parameters.values()
-        theirs = inspect.signature(torchs.barrier).parameters.values()
+        theirs = inspect.signature(torch_store.barrier).parameters.values()
 
         assert [(p.name, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY] == [
             (p.name, p.default) for p in theirs
         ]
 
-    def test_a_decoder_needs_a_rank(self, store: Any) -> None:
-        """As with torch's."""
+    def test_decoder_needs_rank(self, store: Any) -> None:
+        """A decoder without a rank raises torch's AssertionError."""
         with pytest.raises(AssertionError, match="Tracing requires rank information"):
             tracedstore.barrier(store, 2, "b", rank_tracing_decoder=str)
 
 
-class TestMatrix:
-    """Who comes, who does not, and who is named."""
+class TestMissingRanks:
+    """The missing ranks by which ranks arrive."""
 
     def test_all_arrive(self, store: Any) -> None:
-        """All of them come through, and the store's timeout is what it was."""
-        assert meet(store, 0, 1, 2, 3, barrier_timeout=20) == [None] * 4
+        """The barrier completes for all ranks and restores the store's timeout."""
+        assert run_barrier(store, 0, 1, 2, 3, barrier_timeout=20) == [None] * 4
         assert store.timeout == timedelta(seconds=9)
 
-    def test_a_world_of_one(self, store: Any) -> None:
-        """Who is alone waits for nobody."""
-        assert meet(store, 0, world_size=1) == [None]
+    def test_world_size_one(self, store: Any) -> None:
+        """A single rank completes at once."""
+        assert run_barrier(store, 0, world_size=1) == [None]
 
     @pytest.mark.parametrize("missing", [[2], [0], [0, 1], [1, 2, 3]])
-    def test_some_never(self, store: Any, missing: list[int]) -> None:
-        """Every survivor names exactly the missing ones."""
-        came = [rank for rank in range(4) if rank not in missing]
+    def test_some_never_arrive(self, store: Any, missing: list[int]) -> None:
+        """Every arrived rank reports exactly the missing ones."""
+        arrived = [rank for rank in range(4) if rank not in missing]
 
-        for error in meet(store, *came):
+        for error in run_barrier(store, *arrived):
             assert isinstance(error, BarrierTimeout)
             assert error.missing_ranks == tuple(missing)
-            assert error.arrived_ranks == tuple(came)
+            assert error.arrived_ranks == tuple(arrived)
             assert (error.world_size, error.timeout) == (4, 0.2)
             assert error.waited >= 0.2
         assert store.timeout == timedelta(seconds=9)
 
     def test_died_while_waiting(self, store: Any) -> None:
-        """Who arrived and gave up early did arrive."""
-        meet(store, 2, barrier_timeout=0.001)
+        """A rank that arrived and stopped waiting counts as arrived."""
+        run_barrier(store, 2, barrier_timeout=0.001)
 
-        assert [error.missing_ranks for error in meet(store, 0, 1)] == [(3,), (3,)]
+        assert [error.missing_ranks for error in run_barrier(store, 0, 1)] == [
+            (3,),
+            (3,),
+        ]
 
     def test_restarted(self, store: Any) -> None:
-        """Who comes twice is one, and both the error and its text say so."""
-        meet(store, 2, world_size=5, barrier_timeout=0.001)
+        """A rank that arrives twice counts once; error and text report it."""
+        run_barrier(store, 2, world_size=5, barrier_timeout=0.001)
 
-        for error in meet(store, 0, 2, world_size=5):
+        for error in run_barrier(store, 0, 2, world_size=5):
             assert error.missing_ranks == (1, 3, 4)
             assert error.duplicate_ranks == (2,)
             assert "the key prefix was used before" in str(error)
 
     def test_without_ranks(self, store: Any) -> None:
-        """Callers that say no rank are counted, and nobody is accused."""
+        """Callers without a rank are counted, and no rank is reported as missing."""
         with pytest.raises(BarrierTimeout) as raised:
             tracedstore.barrier(store, 3, "b", 0.1, trace_timeout=0)
 
@@ -128,7 +133,7 @@ class TestStoppedWhileArriving:
         record_arrival(store, BarrierKeys("barrier/7"), stopped)
         ranks = [rank for rank in range(4) if rank != stopped]
 
-        errors = meet(
+        errors = run_barrier(
             store, *ranks, barrier_timeout=0.5, trace_timeout=5, warn_after=0.1
         )
 
@@ -141,11 +146,13 @@ class TestStoppedWhileArriving:
 
 
 class TestException:
-    """What is caught."""
+    """The BarrierTimeout that a caller catches."""
 
-    def test_is_torchs(self, store: Any) -> None:
-        """Code that catches torch's error catches ours, and reads what it read."""
-        (error,) = meet(store, 1, world_size=2, rank_tracing_decoder=lambda n: f"h{n}")
+    def test_is_compatible_with_torch(self, store: Any) -> None:
+        """It is a DistStoreError whose text starts with that of torch's error."""
+        (error,) = run_barrier(
+            store, 1, world_size=2, rank_tracing_decoder=lambda n: f"h{n}"
+        )
 
         assert isinstance(error, dist.DistStoreError)
         assert str(error).startswith(
@@ -154,8 +161,8 @@ class TestException:
         )
 
     def test_pickles(self, store: Any) -> None:
-        """Torch's error files and multiprocessing pass exceptions on."""
-        (error,) = meet(store, 1, world_size=2)
+        """It can be pickled, which torch's error files and multiprocessing need."""
+        (error,) = run_barrier(store, 1, world_size=2)
 
         copy = pickle.loads(pickle.dumps(error))
 
@@ -168,15 +175,15 @@ class TestException:
 
 
 class TestEvents:
-    """What is told."""
+    """The events of a barrier."""
 
     def test_timeout(self, store: Any, events: Events) -> None:
-        """One line a survivor, that says who, where, and since when."""
-        meet(store, 1, 3)
+        """Each waiting rank emits one event with the missing ranks."""
+        run_barrier(store, 1, 3)
 
-        told = [event for event in events() if event["event"] == "barrier.timeout"]
-        assert sorted(event["rank"] for event in told) == [1, 3]
-        for event in told:
+        timeouts = [event for event in events() if event["event"] == "barrier.timeout"]
+        assert sorted(event["rank"] for event in timeouts) == [1, 3]
+        for event in timeouts:
             check(event)
             assert event["missing_ranks"] == [0, 2]
             assert event["missing"] == "missing 2 of 4: ranks 0,2"
@@ -186,66 +193,70 @@ class TestEvents:
             )
 
     def test_waiting(self, store: Any, events: Events) -> None:
-        """The first to come warn, long before the timeout."""
-        meet(store, 1, 3, barrier_timeout=1, warn_after=0.1)
+        """Waiting ranks emit a warning before the timeout."""
+        run_barrier(store, 1, 3, barrier_timeout=1, warn_after=0.1)
 
-        told = [event for event in events() if event["event"] == "barrier.waiting"]
-        assert told
-        for event in told:
+        warnings = [event for event in events() if event["event"] == "barrier.waiting"]
+        assert warnings
+        for event in warnings:
             check(event)
             assert event["missing_ranks"] == [0, 2]
             assert event["waited_seconds"] < 1
 
     def test_stale_key(self, store: Any, events: Events) -> None:
-        """A prefix that was used before lets everybody through, and is told."""
-        meet(store, 0, 1, world_size=2, barrier_timeout=20)
-        assert meet(store, 0, world_size=2) == [None]
+        """A key prefix that was used before completes at once and emits an event."""
+        run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)
+        assert run_barrier(store, 0, world_size=2) == [None]
 
         (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
         check(event)
         assert (event["arrived_count"], event["duplicate_ranks"]) == (3, [0])
 
     @pytest.mark.parametrize("kind", ["ledger", "no ledger"])
-    def test_one_counted_for_another(
+    def test_restarted_rank_counted_twice(
         self, store: Any, events: Events, tmp_path: Path, kind: str
     ) -> None:
-        """The last one tells that the barrier let go though somebody is missing."""
+        """The last rank reports that the barrier completed without a missing rank."""
         if kind == "no ledger":
             store = dist.FileStore(str(tmp_path / "store"), -1)
-        meet(store, 0, world_size=3)  # and is restarted
-        assert meet(store, 0, 2, world_size=3, barrier_timeout=20) == [None, None]
+        run_barrier(store, 0, world_size=3)  # rank 0 restarts after this
+        assert run_barrier(store, 0, 2, world_size=3, barrier_timeout=20) == [
+            None,
+            None,
+        ]
 
         (event,) = [e for e in events() if e["event"] == "barrier.stale_key"]
         check(event)
         assert (event["arrived_count"], event["duplicate_ranks"]) == (3, [0])
 
-    def test_the_store_fails(self, events: Events) -> None:
-        """The store's own error comes through, plus an event that says so."""
+    def test_store_fails(self, events: Events) -> None:
+        """The caller gets the store's exception, and an event reports it."""
         flaky = FlakyStore()
         error = dist.DistNetworkError("connection lost")
         flaky.fail("wait", error)
 
-        assert meet(tracedstore.wrap(flaky), 0) == [error]
+        assert run_barrier(tracedstore.wrap(flaky), 0) == [error]
         (event,) = [e for e in events() if e["event"] == "barrier.failed"]
         check(event)
-        assert event["error"] == "connection lost"
+        # The store is the test's own, not torch's.
+        assert event["error"] == ""
 
     def test_disabled(self, store: Any, events: Events) -> None:
-        """Where nothing is to be recorded nothing is told; the error names names."""
+        """disabled=True emits no events; the error still has the missing ranks."""
         tracedstore.configure(disabled=True, registry=CollectorRegistry())
 
-        (error,) = meet(store, 1, world_size=2)
+        (error,) = run_barrier(store, 1, world_size=2)
 
         assert error.missing_ranks == (0,)
         assert events() == []
 
-    def test_completed_for_those_who_want_details(self, store: Any) -> None:
-        """At debug level, through the application's own log."""
+    def test_completed(self, store: Any) -> None:
+        """barrier.completed is emitted at debug level to the application's log."""
         import structlog
 
         with structlog.testing.capture_logs() as captured:
             structlog.configure(processors=structlog.get_config()["processors"])
-            meet(store, 0, 1, world_size=2, barrier_timeout=20)
+            run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)
             assert setup._event_writer.flush(20)
 
         completed = [e for e in captured if e["event"] == "barrier.completed"]
@@ -255,18 +266,18 @@ class TestEvents:
 
 
 class TestMetrics:
-    """What Prometheus sees."""
+    """The metrics of a barrier."""
 
     def test_durations_and_stragglers(
         self, store: Any, registry: CollectorRegistry
     ) -> None:
-        """How barriers ended, and that this process came last once."""
-        meet(store, 0, 1, world_size=2, barrier_timeout=20)
-        tracedstore_family = {"barrier": "barrier/*"}
+        """Durations are counted by result, and last arrivals once per barrier."""
+        run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)
+        family_labels = {"barrier": "barrier/*"}
 
         def sample(name: str, **labels: str) -> float | None:
             return registry.get_sample_value(
-                f"tracedstore_barrier_{name}", tracedstore_family | labels
+                f"tracedstore_barrier_{name}", family_labels | labels
             )
 
         assert sample("duration_seconds_count", result="completed") == 2
@@ -279,14 +290,14 @@ class TestMetrics:
         registry: CollectorRegistry,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The missing ranks and hosts while the barrier waits, and none afterwards."""
-        seen: list[tuple[Any, ...]] = []
+        """Gauges have missing ranks and hosts only while the barrier waits."""
+        observed: list[tuple[Any, ...]] = []
         emit = TELEMETRY.emit
 
         def observe(event: str, **fields: Any) -> None:
             emit(event, **fields)
             if event == "barrier.waiting":
-                seen.append(gauges())
+                observed.append(gauges())
 
         def gauges() -> tuple[Any, ...]:
             family = {"barrier": "barrier/*"}
@@ -298,7 +309,7 @@ class TestMetrics:
             )
 
         monkeypatch.setattr(TELEMETRY, "emit", observe)
-        meet(
+        run_barrier(
             store,
             0,
             1,
@@ -308,13 +319,13 @@ class TestMetrics:
             rank_tracing_decoder=lambda rank: f"h{rank}",
         )
 
-        assert seen[0] == (3, 1, 1)
+        assert observed[0] == (3, 1, 1)
         assert gauges() == (None, None, None)
 
-    def test_gauges_of_a_barrier_that_completed(
+    def test_gauges_of_completed_barrier(
         self, store: Any, registry: CollectorRegistry, events: Events
     ) -> None:
-        """A warning that is read while the barrier completes sets no gauge."""
+        """A warning in preparation when the barrier completes sets no gauge."""
         reading, completed = threading.Event(), threading.Event()
 
         def decoder(rank: int) -> str:
@@ -340,10 +351,8 @@ class TestMetrics:
             assert registry.get_sample_value(gauge, {"barrier": "b"}) is None
         assert "barrier.waiting" not in {event["event"] for event in events()}
 
-    def test_gauges_of_an_interrupted_barrier(
-        self, registry: CollectorRegistry
-    ) -> None:
-        """A barrier call that KeyboardInterrupt ends is no longer stalled."""
+    def test_gauges_of_interrupted_barrier(self, registry: CollectorRegistry) -> None:
+        """KeyboardInterrupt ends the barrier call, which is then not stalled."""
         store = FlakyStore()
         store.fail("wait", KeyboardInterrupt())
 
@@ -355,10 +364,8 @@ class TestMetrics:
         duration = "tracedstore_barrier_duration_seconds_count"
         assert registry.get_sample_value(duration, labels) == 1
 
-    def test_durations_use_the_configured_clock(
-        self, registry: CollectorRegistry
-    ) -> None:
-        """The time of a barrier is the recorder's, like that of a call."""
+    def test_durations_use_configured_clock(self, registry: CollectorRegistry) -> None:
+        """The duration of a barrier is read from the recorder's clock."""
         clock, store = FakeClock(), FlakyStore()
         tracedstore.configure(registry=registry, clock=clock.clock, log_format="off")
         store.before("add", lambda: clock.advance(5))
@@ -370,36 +377,34 @@ class TestMetrics:
         assert registry.get_sample_value(duration, labels) == 5
 
 
-class TestBadWeather:
-    """What the barrier can do without may fail."""
+class TestOptionalSteps:
+    """Failures of steps that the barrier does not need."""
 
-    def test_a_decoder_that_raises(self, store: Any) -> None:
-        """It costs that name only."""
+    def test_decoder_raises(self, store: Any) -> None:
+        """A missing rank that the decoder fails for is named by its number."""
 
         def decoder(rank: int) -> str:
             if rank == 0:
                 raise ZeroDivisionError
             return f"h{rank}"
 
-        for error in meet(store, 2, 3, rank_tracing_decoder=decoder):
+        for error in run_barrier(store, 2, 3, rank_tracing_decoder=decoder):
             assert error.missing_names == ("rank 0", "h1")
 
     @pytest.mark.parametrize("method", ["append", "check", "has_extended_api"])
-    def test_a_store_that_cannot(
-        self, registry: CollectorRegistry, method: str
-    ) -> None:
-        """Without signatures the barrier still is a barrier."""
+    def test_store_lacks_method(self, registry: CollectorRegistry, method: str) -> None:
+        """The barrier works on a store that lacks a method for recording arrivals."""
         flaky = FlakyStore()
         flaky.fail(method, NotImplementedError(), times=100)
 
-        (error,) = meet(flaky, 0, world_size=2)
+        (error,) = run_barrier(flaky, 0, world_size=2)
 
         assert isinstance(error, BarrierTimeout)
         assert error.missing_ranks in ((), (1,))
-        assert meet(flaky, 1, world_size=2) == [None]
+        assert run_barrier(flaky, 1, world_size=2) == [None]
 
-    def test_registry_entries_that_are_none(self, store: Any) -> None:
-        """Whatever stands there, names are found for those that wrote theirs."""
+    def test_invalid_registry_entries(self, store: Any) -> None:
+        """Invalid entries are skipped, and valid ones are returned."""
         from tracedstore.coordination import rank_registry
 
         store.append(rank_registry.REGISTRY, 'not json\n{"rank": "x"}\n[]\n\xff\n')
@@ -409,11 +414,11 @@ class TestBadWeather:
 
 
 class TestRegistry:
-    """Ranks say who they are, once."""
+    """Every rank registers its host and process once."""
 
     @pytest.mark.parametrize("make", [dist.HashStore, FlakyStore])
     def test_once(self, make: Callable[[], Any]) -> None:
-        """Host, process and world; a second time nothing is written."""
+        """The entry has host, pid and world size; a second call writes nothing."""
         import os
         import socket
 

@@ -1,4 +1,4 @@
-"""The span budget is a rate with a burst."""
+"""The span budget: a rate limit with a burst."""
 
 from tracedstore.core.budget import Budget, Unlimited, nothing
 
@@ -15,27 +15,27 @@ def _admitted(budget: Budget, times: list[int]) -> int:
 
 
 class TestBudget:
-    """What is let through."""
+    """Which calls the budget admits."""
 
     def test_burst_at_once(self) -> None:
-        """As many as the burst, at one moment, and not one more."""
+        """At one moment exactly the burst is admitted."""
         assert _admitted(Budget(rate=20, burst=200), [0] * 1000) == 200
 
     def test_rate_in_the_long_run(self) -> None:
-        """A call every millisecond for ten seconds: the burst and the rate."""
+        """A call every millisecond for ten seconds admits the burst and the rate."""
         every_millisecond = list(range(0, 10 * _SECOND, _SECOND // 1000))
 
         assert abs(_admitted(Budget(20, 200), every_millisecond) - 400) <= 1
 
     def test_recovers(self) -> None:
-        """After a quiet time the whole burst is there again."""
+        """After a time without calls the whole burst is available again."""
         budget = Budget(rate=20, burst=200)
         _admitted(budget, [0] * 1000)
 
         assert _admitted(budget, [11 * _SECOND] * 1000) == 200
 
     def test_pause(self) -> None:
-        """While paused nothing is let through, and the burst is not used up."""
+        """A paused budget admits nothing and keeps its burst."""
         budget = Budget(rate=20, burst=200)
         budget.counting = True
         budget.pause(until=_SECOND)
@@ -44,7 +44,7 @@ class TestBudget:
         assert not budget.counting
         assert _admitted(budget, [_SECOND] * 1000) == 200
 
-    def test_nothing_and_everything(self) -> None:
-        """Off is off, and all is all."""
+    def test_nothing_and_unlimited(self) -> None:
+        """nothing() admits no call and Unlimited every call."""
         assert _admitted(nothing(), [0, _SECOND, 10**18]) == 0
         assert _admitted(Unlimited(), [0] * 1000) == 1000

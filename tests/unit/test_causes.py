@@ -134,6 +134,8 @@ class TestProbe:
 
     def test_only_after_a_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """If the cause is known, diagnose does not connect."""
-        monkeypatch.setattr(causes, "probe_endpoint", lambda *_: pytest.fail("connected"))
+        monkeypatch.setattr(
+            causes, "probe_endpoint", lambda *_: pytest.fail("connected")
+        )
         refused = ConnectionRefusedError()
         assert diagnose(refused, ("127.0.0.1", 1)).cause == "refused"

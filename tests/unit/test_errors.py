@@ -1,4 +1,4 @@
-"""What exceptions are called in telemetry."""
+"""Type, message and location of exceptions in telemetry."""
 
 import re
 from pathlib import Path
@@ -13,11 +13,11 @@ from tracedstore.export.settings import Settings
 
 
 class TestErrorType:
-    """Every store's timeout is `timeout`; anything else is its class."""
+    """The type is `timeout` for every store's timeout, otherwise the class."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_real_timeouts(self, kind: str, tmp_path: Path) -> None:
-        """What a real store raises when a wait runs out."""
+        """The exception of a real store's timeout has the type `timeout`."""
         store: Store = KINDS[kind](tmp_path)
 
         with pytest.raises(Exception) as raised:  # noqa: PT011 - differs by store
@@ -39,7 +39,7 @@ class TestErrorType:
         ],
     )
     def test_names(self, error: BaseException, expected: str) -> None:
-        """The text counts only where it begins like a timeout's."""
+        """A text counts as a timeout only if it starts like one."""
         assert error_type(error) == expected
 
 
@@ -47,22 +47,22 @@ class TestErrorMessage:
     """A message is one line, bounded, and never quotes a value."""
 
     def test_first_line_only(self) -> None:
-        """Torch appends a C++ stack to some of its messages."""
+        """Only the first line is kept: torch appends C++ stacks to some messages."""
         assert error_message(RuntimeError("lost\nframe #0: ...")) == "lost"
 
     def test_bounded(self) -> None:
-        """A message of any length takes 256 characters."""
+        """A long message is cut to 256 characters."""
         assert len(error_message(RuntimeError("x" * 10_000))) == 256
 
-    def test_pybind_quotes_the_arguments(self) -> None:
-        """The TypeError of a wrong call has the value in it, which is not told."""
+    def test_omits_arguments_quoted_by_pybind(self) -> None:
+        """The TypeError of a wrong call contains the value, so it has no message."""
         with pytest.raises(TypeError, match="secret") as raised:
             dist.HashStore().set(1, "secret")  # type: ignore[arg-type]
 
         assert error_message(raised.value) == ""
 
-    def test_an_exception_that_cannot_be_shown(self) -> None:
-        """A broken __str__ is not our business to raise."""
+    def test_str_raises(self) -> None:
+        """An exception whose __str__ raises has an empty message."""
 
         class BrokenError(RuntimeError):
             def __str__(self) -> str:
@@ -72,10 +72,10 @@ class TestErrorMessage:
 
 
 class TestErrorLocation:
-    """Where in this package an exception was raised."""
+    """The location in this package where an exception was raised."""
 
     def test_innermost_frame(self) -> None:
-        """File, line and function, also where a library raised it."""
+        """The location has file, line and function, even if a library raised."""
         with pytest.raises(ValueError, match="a text") as raised:
             Settings.load({"http_host": ""}, {})
         location = error_location(raised.value)
@@ -83,5 +83,5 @@ class TestErrorLocation:
         assert re.fullmatch(r"export/settings\.py:[0-9]+ load", location)
 
     def test_raised_elsewhere(self) -> None:
-        """An exception that never passed through this package has none."""
+        """An exception without a frame of this package has no location."""
         assert error_location(ValueError()) == ""

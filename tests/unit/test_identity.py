@@ -1,4 +1,4 @@
-"""What a store and a process are called."""
+"""The identity of a store and of a process in telemetry."""
 
 import socket
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tracedstore.core.identity import ProcessIdentity, bottom_of, identify
 
 
 class TestStoreIdentity:
-    """A store is named by its class, and placed by what it says of itself."""
+    """The identity has the store's kind, from its class, and its server."""
 
     @pytest.mark.parametrize(
         ("kind", "expected"),
@@ -26,7 +26,7 @@ class TestStoreIdentity:
         ],
     )
     def test_kinds(self, kind: str, expected: str, tmp_path: Path) -> None:
-        """Snake case, and OpenTelemetry's name has its owner in front."""
+        """The kind is the class in snake case; the system has a `pytorch.` prefix."""
         identity = identify(KINDS[kind](tmp_path))
 
         assert identity.kind == expected
@@ -34,13 +34,13 @@ class TestStoreIdentity:
         assert identity.in_process == (kind == "hash")
 
     def test_below_prefix_stores(self, tmp_path: Path) -> None:
-        """A PrefixStore is not a kind: what is below it is."""
+        """bottom_of() returns the store below all PrefixStores."""
         store = tcp(tmp_path)
 
         assert bottom_of(PrefixStore("a", PrefixStore("b", store))) is store
 
     def test_server(self, tmp_path: Path) -> None:
-        """host:port, a path, or nothing."""
+        """The server is host:port, a path or empty."""
         store = tcp(tmp_path)
         file: Any = KINDS["file"](tmp_path)
 
@@ -49,7 +49,7 @@ class TestStoreIdentity:
         assert identify(KINDS["hash"](tmp_path)).server == ""
 
     def test_etcd(self, etcd_store: Callable[[Path], Store], tmp_path: Path) -> None:
-        """Etcd is a product of its own name; the prefix is the namespace."""
+        """The system of an EtcdStore is `etcd` and its namespace the prefix."""
         store: Any = etcd_store(tmp_path)
         identity = identify(store)
 
@@ -57,8 +57,8 @@ class TestStoreIdentity:
         assert identity.namespace == store.prefix
         assert identity.server == f"127.0.0.1:{store.client.port}"
 
-    def test_a_store_that_says_strange_things(self) -> None:
-        """Attributes of another type are a user's own business."""
+    def test_attributes_of_other_types(self) -> None:
+        """A user's store whose host and port have other types has no server."""
 
         class MyHTTPStore(Store):
             host = 3
@@ -70,10 +70,10 @@ class TestStoreIdentity:
 
 
 class TestProcessIdentity:
-    """What the environment says of the process."""
+    """The identity of the process, from the environment."""
 
     def test_torchrun(self) -> None:
-        """The variables torchrun sets."""
+        """The identity has the variables that torchrun sets."""
         identity = ProcessIdentity.from_environment(
             {
                 "TORCHELASTIC_RUN_ID": "job",
@@ -86,8 +86,8 @@ class TestProcessIdentity:
         assert identity == ProcessIdentity("job", 5, 1, 8)
         assert identity.fields()["host"] == socket.gethostname()
 
-    def test_nothing_known(self) -> None:
-        """What is not known is left out; what is malformed is not ours to judge."""
+    def test_unknown(self) -> None:
+        """Missing and malformed variables are omitted."""
         identity = ProcessIdentity.from_environment({"RANK": "x", "WORLD_SIZE": ""})
 
         assert identity == ProcessIdentity()

@@ -1,4 +1,4 @@
-"""Calls in flight, and the reports of those that stall."""
+"""Calls in flight, and the events of stalled calls."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class EventLog(NullTelemetry):
 
 
 class Blocked:
-    """Calls that stay blocked until they are released, on a clock that stands still."""
+    """Calls that stay blocked until they are released, on a fake clock."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.clock = FakeClock()
@@ -47,7 +47,7 @@ class Blocked:
 
     @contextmanager
     def call(self, *keys: str, name: str = "waiter") -> Iterator[None]:
-        """Be in a wait for these keys, in another thread."""
+        """Block in wait() for these keys in another thread."""
         entered, release = threading.Event(), threading.Event()
 
         def block() -> None:
@@ -56,7 +56,7 @@ class Blocked:
 
         self.flaky.set("unused", "")
         for key in keys:
-            self.flaky.set(key, "there")
+            self.flaky.set(key, "value")
         self.flaky.before("wait", block)
         thread = threading.Thread(target=self.store.wait, args=(list(keys),), name=name)
         thread.start()
@@ -70,7 +70,7 @@ class Blocked:
 
 @pytest.fixture
 def blocked(registry: CollectorRegistry) -> Blocked:
-    """One in each test."""
+    """Return the blocked calls of one test."""
     return Blocked(registry)
 
 
@@ -78,7 +78,7 @@ class TestInFlight:
     """The table of calls in flight."""
 
     def test_fields(self, blocked: Blocked) -> None:
-        """Operation, store, key, since when, and in which thread."""
+        """A call has operation, store, key, start time and thread."""
         with blocked.call("worker/1", "worker/2"):
             blocked.clock.advance(5)
             (call,) = tracedstore.in_flight()
@@ -97,7 +97,7 @@ class TestInFlight:
         assert tracedstore.in_flight() == []
 
     def test_gauges(self, blocked: Blocked, registry: CollectorRegistry) -> None:
-        """The number, and the start of the oldest, which is absent without a call."""
+        """Gauges have the number of calls, and the oldest start while there is one."""
         labels = {"store": "flaky_store", "operation": "wait"}
 
         def gauges() -> tuple[float | None, float | None]:
@@ -117,10 +117,10 @@ class TestInFlight:
 
 
 class TestStallReporter:
-    """A call that stays in flight is reported while it does."""
+    """A stalled call is reported while it is in flight."""
 
     def test_doubling(self, blocked: Blocked) -> None:
-        """After 30 s, then each time the wait has doubled; not in between."""
+        """A call is reported after 30 s and then each time its wait has doubled."""
         waited = []
         with blocked.call("worker/1"):
             for _ in range(250):
@@ -142,19 +142,19 @@ class TestStallReporter:
             "stalled_calls": 1,
         }
 
-    def test_sleeps_until_something_can_be_due(self, blocked: Blocked) -> None:
-        """It runs no more often than necessary."""
+    def test_returns_delay_until_next_report(self, blocked: Blocked) -> None:
+        """The reporter runs again when the next call can be due, not earlier."""
         assert blocked.stalls.report() == 30
         with blocked.call("key"):
             blocked.clock.advance(12)
             assert blocked.stalls.report() == 18
             blocked.clock.advance(18)
-            # The next one of this call is in 30 s, and so is any new call's first.
+            # The next report of this call is due in 30 s, as is a new call's first.
             assert blocked.stalls.report() == 30
             assert len(blocked.events) == 1
 
-    def test_each_call_has_its_own_time(self, blocked: Blocked) -> None:
-        """A later call is not mistaken for an earlier one."""
+    def test_calls_are_distinguished(self, blocked: Blocked) -> None:
+        """A later call of the same thread is reported as a new one."""
         for _ in range(2):
             with blocked.call("key"):
                 blocked.clock.advance(31)
@@ -162,8 +162,8 @@ class TestStallReporter:
 
         assert [event["waited_seconds"] for event in blocked.events] == [31, 31]
 
-    def test_does_not_drown_the_log(self, blocked: Blocked) -> None:
-        """Of many calls that stall together sixteen are reported, with their number."""
+    def test_limits_events(self, blocked: Blocked) -> None:
+        """At most 16 stalled calls are reported at once, with their total number."""
         with ExitStack() as calls:
             for number in range(20):
                 calls.enter_context(blocked.call(f"key/{number}"))
@@ -192,10 +192,10 @@ class TestStallReporter:
 
         assert RECORDER.failures.counts()["inflight"] >= 1
 
-    def test_starts_with_the_first_call(
+    def test_thread_starts_with_first_call(
         self, registry: CollectorRegistry, events: Any
     ) -> None:
-        """No thread runs before; then a real stall is reported."""
+        """No thread runs before the first call, and then a real stall is reported."""
 
         def watching() -> bool:
             return any(
@@ -219,7 +219,7 @@ class TestStallReporter:
 
 
 def wait_for_event(events: Any, reported: threading.Event) -> None:
-    """Stay in a call until its stall is in the log, at most 20 s."""
+    """Block until the stall event is in the log, at most 20 s."""
     for _ in range(2000):
         if any(event["event"] == "store.operation.stalled" for event in events()):
             reported.set()

@@ -1,4 +1,4 @@
-"""Keys become printable, and fold into families."""
+"""Printable keys and key families."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from tracedstore.core.keys import KeyFamilies, fold, printable, shown
 
 
 class TestFold:
-    """The variable parts of a key are folded away."""
+    """fold() replaces the variable parts of a key by `*`."""
 
     @pytest.mark.parametrize(
         ("key", "family"),
@@ -25,62 +25,62 @@ class TestFold:
         ],
     )
     def test_folds(self, key: str, family: str) -> None:
-        """Numbers, uuids and hashes are variable; words are not."""
+        """Numbers, UUIDs and hashes are variable; other text is not."""
         assert family == fold(key)
 
     @given(st.text(), st.integers(min_value=0), st.integers(min_value=0))
-    def test_numbers_never_matter(self, text: str, one: int, other: int) -> None:
-        """Keys that differ in a number only are of one family."""
+    def test_numbers_do_not_matter(self, text: str, one: int, other: int) -> None:
+        """Keys that differ only in a number have the same family."""
         assert fold(f"{text}/{one}/x") == fold(f"{text}/{other}/x")
 
 
 class TestPrintable:
-    """A key in a log line is text, short, and never undecodable."""
+    """A printable key is valid UTF-8 and has a bounded length."""
 
     @given(st.one_of(st.binary(), st.text(), st.integers(), st.none()))
     def test_always_encodable_and_bounded(self, key: object) -> None:
-        """Whatever a caller passes can be written to a UTF-8 log."""
+        """The text of any argument can be encoded and has at most 256 characters."""
         text = printable(key)
 
         assert len(text) <= 256
         text.encode("utf-8")
 
-    def test_non_utf8_shows_its_bytes(self) -> None:
-        """Bytes that are no text are escaped, not dropped."""
+    def test_undecodable_bytes_are_escaped(self) -> None:
+        """Bytes that are not UTF-8 are escaped, not dropped."""
         assert printable(b"a\xff") == "a\\xff"
 
-    def test_what_is_no_key_is_not_shown(self) -> None:
-        """An argument of another type might be a value: only its type is told."""
+    def test_other_types_are_not_shown(self) -> None:
+        """Only the type of another argument is shown, as it may be a value."""
         assert printable(["secret"]) == "<list>"
 
     def test_long_keys_are_cut(self) -> None:
-        """A key of ten million characters takes 256 in a log line."""
+        """A key of ten million characters is cut to 256."""
         text = printable("k" * 10_000_000)
 
         assert len(text) == 256
         assert text.endswith("…")
 
-    def test_only_the_first_keys_are_shown(self) -> None:
-        """A call with many keys shows sixteen."""
+    def test_only_first_keys_are_shown(self) -> None:
+        """At most 16 keys of a call are shown."""
         assert len(shown(str(n) for n in range(100))) == 16
 
 
 class TestKeyFamilies:
-    """A process has a bounded number of families."""
+    """The number of key families is limited."""
 
     def test_bounded(self) -> None:
-        """Beyond 64 families everything is `other`, and the first ones stay."""
+        """After 64 families new ones are `other`; the first 64 stay."""
         families = KeyFamilies()
         letters = "abcdefghijklmnopqrstuvwxyz"
 
-        found = {families.of(a + b) for a in letters for b in letters}
+        labels = {families.of(a + b) for a in letters for b in letters}
 
-        assert len(found) == 65
-        assert "other" in found
+        assert len(labels) == 65
+        assert "other" in labels
         assert families.of("aa") == "aa"
 
     def test_shared_family(self) -> None:
-        """Keys share a family or they do not."""
+        """of_all() returns the common family of keys, or empty text without one."""
         families = KeyFamilies()
 
         assert families.of_all(["w/1", "w/2"]) == "w/*"

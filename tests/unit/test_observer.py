@@ -12,7 +12,7 @@ from tracedstore.testing import OperationLog
 
 
 class Raising:
-    """An observer that fails."""
+    """An observer that raises."""
 
     name = "raising"
 
@@ -20,15 +20,15 @@ class Raising:
         self.observed = 0
 
     def observe(self, operation: tracedstore.Operation) -> None:
-        """Fail."""
+        """Count the call and raise."""
         self.observed += 1
         raise ZeroDivisionError
 
 
 class TestObservers:
-    """Observers do not harm each other, nor the job."""
+    """An observer that raises does not affect other observers or the job."""
 
-    def test_one_that_raises_is_removed(self) -> None:
+    def test_raising_observer_is_removed(self) -> None:
         """The observers before and after it get every operation."""
         before, raising, after = OperationLog(), Raising(), OperationLog()
         tracedstore.configure(
@@ -46,7 +46,7 @@ class TestObservers:
         ) == (5, 1, 5)
 
     def test_configure_adds_it_again(self) -> None:
-        """An observer that was removed observes again after `configure`."""
+        """A removed observer is called again after configure()."""
         raising = Raising()
         for expected in (1, 2):
             tracedstore.configure(observers=[raising], slow_after=0, log_format="off")
@@ -78,7 +78,7 @@ class TestFailures:
     """Failures are counted, and the first of each part is reported."""
 
     def test_reported_once_and_counted_each_time(self) -> None:
-        """A storm of failures is one report."""
+        """Repeated failures of one part are reported once and all counted."""
         telemetry = Reporting()
         failures = Failures(telemetry)
 
@@ -90,7 +90,7 @@ class TestFailures:
         assert failures.counts() == {"spans": 3, "events": 1}
 
     def test_rearmed(self) -> None:
-        """A part that is set up anew is reported again; its count stays."""
+        """rearm() makes the next failure of a part reported again; counts stay."""
         telemetry = Reporting()
         failures = Failures(telemetry)
         failures.add("spans", ValueError())
@@ -105,7 +105,7 @@ class TestFailures:
         assert failures.counts() == {"spans": 2, "events": 1}
 
     def test_last_resort(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Where reporting itself fails, the standard library's logging is left."""
+        """If reporting fails, the failure is logged with the standard library."""
         failures = Failures(Broken())
 
         with caplog.at_level(logging.ERROR, "tracedstore"):
@@ -113,8 +113,8 @@ class TestFailures:
 
         assert "telemetry.disabled: spans raised OSError('disk full')" in caplog.text
 
-    def test_even_logging_may_fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Then nothing is reported, and nothing is raised."""
+    def test_logging_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """If logging fails too, nothing is reported and nothing is raised."""
         logger = logging.getLogger("tracedstore")
 
         class BrokenHandler(logging.Handler):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
-from support.rendezvous import a_state
+from support.rendezvous import pickled_state
 from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, parse_state
 
 
@@ -20,7 +20,7 @@ def make_state(
     *joined: str, waiting: tuple[str, ...] = (), **fields: Any
 ) -> RendezvousState:
     """Return a state with these nodes, whose heartbeats are recent."""
-    state = a_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **fields)
+    state = pickled_state(dict.fromkeys(joined, 0), dict.fromkeys(waiting, 0), **fields)
     parsed = parse_state(state)
     assert parsed is not None
     return parsed
@@ -113,7 +113,7 @@ class TestParse:
     @given(st.data())
     def test_damaged(self, data: st.DataObject) -> None:
         """A state with a changed byte or a missing end does not raise."""
-        state = bytearray(a_state({"a": 1}, {"b": 2}))
+        state = bytearray(pickled_state({"a": 1}, {"b": 2}))
         state[data.draw(st.integers(0, len(state) - 1))] = data.draw(
             st.integers(0, 255)
         )
@@ -121,7 +121,7 @@ class TestParse:
 
     def test_too_large(self) -> None:
         """Bytes beyond the limit are not unpickled."""
-        assert parse_state(a_state() + b"\x00" * 2**24) is None
+        assert parse_state(pickled_state() + b"\x00" * 2**24) is None
 
 
 class TestSilentSeconds:
@@ -129,7 +129,7 @@ class TestSilentSeconds:
 
     def test_of_a_node(self) -> None:
         """It is 0 for a heartbeat in the future, and None without a heartbeat."""
-        state = parse_state(a_state({"a": 5, "ahead": -60}))
+        state = parse_state(pickled_state({"a": 5, "ahead": -60}))
         assert state is not None
         a, ahead = sorted(state.participants)
         now = time.time()

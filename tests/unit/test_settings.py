@@ -1,4 +1,4 @@
-"""Settings come from keywords, then the environment, then defaults."""
+"""Settings are read from keywords, then the environment, then defaults."""
 
 from dataclasses import fields
 from typing import Any
@@ -10,10 +10,10 @@ from tracedstore import ConfigurationError, Settings
 
 
 class TestLoad:
-    """One typed place for every setting."""
+    """Settings.load() parses and validates every setting."""
 
     def test_defaults(self) -> None:
-        """What the documentation says is the default is."""
+        """The defaults are the documented ones."""
         settings = Settings.load({}, {})
 
         assert settings == Settings(
@@ -36,7 +36,7 @@ class TestLoad:
         )
 
     def test_keyword_wins_over_environment(self) -> None:
-        """What the program says counts more than what surrounds it."""
+        """A keyword overrides the environment variable."""
         environ = {"TRACEDSTORE_SLOW_AFTER": "3", "TRACEDSTORE_SPANS": " ALL "}
 
         settings = Settings.load({"slow_after": 2}, environ)
@@ -64,7 +64,7 @@ class TestLoad:
         ],
     )
     def test_bad_values(self, name: str, value: str, accepted: str) -> None:
-        """The error names the variable, the value, and what is accepted."""
+        """The error has the variable, its value and the accepted values."""
         with pytest.raises(ConfigurationError) as raised:
             Settings.load({}, {f"TRACEDSTORE_{name}": value})
 
@@ -72,28 +72,28 @@ class TestLoad:
         assert str(raised.value) == expected
 
     @pytest.mark.parametrize("setting", [field.name for field in fields(Settings)])
-    def test_every_setting_can_be_given_to_configure(self, setting: str) -> None:
-        """configure() takes each by name and refuses nonsense."""
-        nonsense: dict[str, Any] = {setting: object()}
+    def test_configure_accepts_every_setting(self, setting: str) -> None:
+        """configure() accepts each setting by name and rejects invalid values."""
+        invalid: dict[str, Any] = {setting: object()}
 
         with pytest.raises(ConfigurationError, match=f"^{setting} is (<object|not)"):
-            tracedstore.configure(**nonsense)
+            tracedstore.configure(**invalid)
 
     def test_secrets_are_not_shown(self) -> None:
-        """Neither where a value cannot be used, nor where settings are printed."""
+        """Neither an error nor the repr of settings has the value of a secret."""
         with pytest.raises(ConfigurationError) as raised:
             Settings.load({"http_basic_auth": "hunter2"}, {})
-        settings = Settings(http_token="hunter2", http_basic_auth="me:hunter2")
+        settings = Settings(http_token="hunter2", http_basic_auth="user:hunter2")
 
         assert str(raised.value) == (
             "http_basic_auth is not shown here; accepted is user:password"
         )
         assert "hunter2" not in repr(settings)
 
-    def test_wrap_refuses_a_bad_environment(
+    def test_wrap_rejects_invalid_environment(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A job that starts with a mistyped variable is told so at once."""
+        """wrap() raises ConfigurationError for an invalid variable."""
         from torch.distributed import HashStore
 
         monkeypatch.setenv("TRACEDSTORE_SPANS", "some")

@@ -1,4 +1,4 @@
-"""configure() and shutdown(): on, anew, off; next to what the application has."""
+"""configure() and shutdown(), alone and with the application's own SDK."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from tracedstore.export.setup import set_identity
 
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a Python of its own, where nothing is set up yet."""
+    """Run a script in a new Python process, where nothing is configured."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         env={"PATH": "/usr/bin:/bin", **environ},
@@ -30,10 +30,10 @@ def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestImport:
-    """Importing the package does nothing."""
+    """Importing the package has no side effects."""
 
     def test_no_side_effects(self) -> None:
-        """No thread, no metric, no structlog configuration, no SDK, no etcd."""
+        """It starts no thread, registers no metric and loads no SDK and no etcd."""
         done = run(
             "import sys, threading, torch.distributed\n"
             "import prometheus_client, structlog\n"
@@ -41,7 +41,7 @@ class TestImport:
             "text = prometheus_client.generate_latest()\n"
             "modules = set(sys.modules)\n"
             "import tracedstore\n"
-            "tracedstore.wrap  # which loads all the rest\n"
+            "tracedstore.wrap  # loads the other modules\n"
             "assert threading.active_count() == threads\n"
             "assert b'tracedstore' not in prometheus_client.generate_latest()\n"
             "assert not structlog.is_configured()\n"
@@ -53,10 +53,10 @@ class TestImport:
 
 
 class TestConfigure:
-    """Setting up, and setting up anew."""
+    """configure(), called once or again."""
 
-    def test_a_bad_setting_changes_nothing(self, registry: CollectorRegistry) -> None:
-        """What was set up before stays."""
+    def test_invalid_setting_changes_nothing(self, registry: CollectorRegistry) -> None:
+        """The earlier configuration stays in effect."""
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(HashStore())
         with pytest.raises(ConfigurationError):
@@ -70,10 +70,10 @@ class TestConfigure:
         )
         assert count == 1
 
-    def test_stores_wrapped_before_follow(
+    def test_applies_to_wrapped_stores(
         self, provider: TracerProvider, spans: InMemorySpanExporter
     ) -> None:
-        """A store need not be wrapped again."""
+        """configure() applies to stores that were wrapped before."""
         tracedstore.configure(registry=CollectorRegistry(), spans="off")
         store = tracedstore.wrap(HashStore())
         store.num_keys()
@@ -83,15 +83,15 @@ class TestConfigure:
 
         assert len(spans.get_finished_spans()) == 1
 
-    @pytest.mark.parametrize("anew", [False, True])
-    def test_the_rank_of_a_group(
+    @pytest.mark.parametrize("reconfigure", [False, True])
+    def test_rank_of_group(
         self,
         provider: TracerProvider,
         spans: InMemorySpanExporter,
         monkeypatch: pytest.MonkeyPatch,
-        anew: bool,
+        reconfigure: bool,
     ) -> None:
-        """It is on what is told from then on, set up anew or not."""
+        """Later spans have the group's rank, configured again or not."""
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("LOCAL_RANK", "2")
         options: dict[str, Any] = {
@@ -102,20 +102,20 @@ class TestConfigure:
         store = tracedstore.wrap(HashStore())
         store.num_keys()
         set_identity(rank=3, world_size=8)
-        if anew:
+        if reconfigure:
             tracedstore.configure(**options)
 
         store.num_keys()
 
         keys = ("tracedstore.rank", "tracedstore.local_rank", "tracedstore.world_size")
-        found = [
+        identities = [
             tuple((span.attributes or {}).get(key) for key in keys)
             for span in spans.get_finished_spans()
         ]
-        assert found == [(1, 2, None), (3, 2, 8)]
+        assert identities == [(1, 2, None), (3, 2, 8)]
 
-    def test_rank_of_a_group_in_the_status(self) -> None:
-        """``/inflight`` has the rank where only the process group knows it."""
+    def test_rank_of_group_in_status(self) -> None:
+        """``/inflight`` has the rank of the process group."""
         set_identity(3, 8)
 
         process = ProcessStatus.now().process
@@ -123,12 +123,12 @@ class TestConfigure:
         assert (process["rank"], process["world_size"]) == (3, 8)
 
     def test_unknown_setting(self) -> None:
-        """The error names it, and the settings that exist."""
+        """The error has the unknown name and the known settings."""
         with pytest.raises(TypeError, match=r"no setting 'slow'; .*'slow_after'"):
             tracedstore.configure(slow=1)
 
     def test_counted_failures_stay(self, registry: CollectorRegistry) -> None:
-        """`configure` rearms what failed, and keeps its count."""
+        """configure() rearms failed parts and keeps their counts."""
 
         class Raising:
             name = "raising"
@@ -147,8 +147,8 @@ class TestConfigure:
             )
             assert failures == expected
 
-    def test_shutdown_and_back(self) -> None:
-        """wrap() after shutdown() switches it on again."""
+    def test_wrap_after_shutdown(self) -> None:
+        """wrap() after shutdown() enables recording again."""
         labels = {"store": "hash_store", "operation": "set", "error_type": ""}
         count = "tracedstore_operation_duration_seconds_count"
         store = tracedstore.wrap(HashStore())
@@ -164,10 +164,10 @@ class TestConfigure:
 
 
 class TestShutdown:
-    """Ending is bounded in time."""
+    """shutdown() flushes and is bounded in time."""
 
     def test_flushes(self) -> None:
-        """Spans on their way arrive."""
+        """Buffered spans are exported."""
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         exporter = InMemorySpanExporter()
@@ -183,15 +183,15 @@ class TestShutdown:
         assert len(exporter.get_finished_spans()) == 1
 
     @pytest.mark.timeout(20)
-    def test_an_exporter_that_hangs(self) -> None:
-        """It costs the timeout and no more."""
+    def test_exporter_hangs(self) -> None:
+        """shutdown() returns after its timeout if an exporter hangs."""
         released = threading.Event()
 
-        class Hanging(TracerProvider):
+        class HangingProvider(TracerProvider):
             def force_flush(self, timeout_millis: int = 30_000) -> bool:
                 return released.wait(60)
 
-        provider = Hanging()
+        provider = HangingProvider()
         tracedstore.configure(registry=CollectorRegistry(), tracer_provider=provider)
         tracedstore.wrap(HashStore()).num_keys()
 
@@ -202,7 +202,7 @@ class TestShutdown:
 
 
 class TestTracing:
-    """The SDK is set up only where it is asked for, and where there is none."""
+    """configure() sets up the SDK only with tracing=True and without a provider."""
 
     SCRIPT = (
         "import tracedstore, torch.distributed as dist\n"
@@ -212,8 +212,8 @@ class TestTracing:
         "tracedstore.shutdown()\n"
     )
 
-    def test_console_from_the_environment(self) -> None:
-        """OTEL_TRACES_EXPORTER and OTEL_SERVICE_NAME are honoured."""
+    def test_console_exporter_from_environment(self) -> None:
+        """OTEL_TRACES_EXPORTER and OTEL_SERVICE_NAME configure the SDK."""
         done = run(
             self.SCRIPT.format(before="", arguments=""),
             TRACEDSTORE_TRACING="1",
@@ -226,8 +226,8 @@ class TestTracing:
         assert '"service.name": "my-job"' in done.stdout
         assert done.stdout.count('"tracedstore.rank": 3') == 2
 
-    def test_first_barrier_of_an_unconfigured_process(self) -> None:
-        """It sets the telemetry up before it decides about its span."""
+    def test_first_barrier_of_unconfigured_process(self) -> None:
+        """barrier() sets up the telemetry before it decides about its span."""
         done = run(
             "from opentelemetry import trace\n"
             "from opentelemetry.sdk.trace import TracerProvider\n"
@@ -245,30 +245,30 @@ class TestTracing:
 
         assert done.stdout == "['barrier b']\n", done.stderr
 
-    def test_not_unless_asked(self) -> None:
-        """OTEL_* alone does nothing."""
+    def test_off_by_default(self) -> None:
+        """OTEL_TRACES_EXPORTER alone does not set up the SDK."""
         done = run(
             self.SCRIPT.format(before="", arguments=""), OTEL_TRACES_EXPORTER="console"
         )
 
         assert (done.returncode, done.stdout) == (0, "")
 
-    def test_the_applications_provider_stays(self) -> None:
-        """One that is there is used, and not replaced."""
+    def test_provider_of_application_stays(self) -> None:
+        """The application's provider is used and not replaced."""
         before = (
             "from opentelemetry import trace\n"
             "from opentelemetry.sdk.trace import TracerProvider\n"
-            "mine = TracerProvider()\n"
-            "trace.set_tracer_provider(mine)\n"
+            "provider = TracerProvider()\n"
+            "trace.set_tracer_provider(provider)\n"
         )
-        after = "assert trace.get_tracer_provider() is mine\nprint('same')\n"
+        after = "assert trace.get_tracer_provider() is provider\nprint('same')\n"
         script = self.SCRIPT.format(before=before, arguments="tracing=True") + after
         done = run(script, OTEL_TRACES_EXPORTER="console")
 
         assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
 
-    def test_an_exporter_that_is_not_there(self) -> None:
-        """The error says which, and what to do."""
+    def test_exporter_is_not_installed(self) -> None:
+        """The error has the exporter and the remedy."""
         done = run(
             self.SCRIPT.format(before="", arguments="tracing=True"),
             OTEL_TRACES_EXPORTER="jaeger",

@@ -1,4 +1,4 @@
-"""What is counted of a call, and which calls observers are told of."""
+"""The metrics of a call, and which calls are passed to observers."""
 
 import threading
 from typing import Any
@@ -14,7 +14,7 @@ from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 
 class Recorded:
-    """A FlakyStore, wrapped, on a clock that stands still."""
+    """A wrapped FlakyStore on a fake clock."""
 
     def __init__(self, registry: CollectorRegistry, **settings: Any) -> None:
         self.clock = FakeClock()
@@ -31,11 +31,11 @@ class Recorded:
         self.store = tracedstore.wrap(self.flaky)
 
     def last(self) -> Operation:
-        """The call that observers were last told of."""
+        """Return the call that was last passed to observers."""
         return self.log.operations[-1]
 
     def metric(self, name: str, operation: str, **labels: str) -> float | None:
-        """One sample of the flaky store."""
+        """Return one sample of the flaky store."""
         return self._registry.get_sample_value(
             f"tracedstore_{name}",
             {"store": "flaky_store", "operation": operation, **labels},
@@ -44,15 +44,15 @@ class Recorded:
 
 @pytest.fixture
 def recorded(registry: CollectorRegistry) -> Recorded:
-    """One with default thresholds and no span budget."""
+    """Return one with default thresholds and without spans."""
     return Recorded(registry)
 
 
 class TestNotable:
-    """Observers hear of slow and failed calls, and not of the others."""
+    """Slow and failed calls are passed to observers, others are only counted."""
 
-    def test_ordinary_calls_are_only_counted(self, recorded: Recorded) -> None:
-        """A quick success is a number, nothing more."""
+    def test_other_calls_are_only_counted(self, recorded: Recorded) -> None:
+        """A fast, successful call is counted and not passed to observers."""
         recorded.store.set("key", "value")
 
         assert recorded.log.operations == []
@@ -62,26 +62,26 @@ class TestNotable:
         assert count == 1
 
     def test_slow(self, recorded: Recorded) -> None:
-        """From slow_after on a call is told of, with all its facts."""
+        """A call of at least slow_after is passed to observers with all fields."""
         recorded.flaky.before("set", lambda: recorded.clock.advance(0.010))
 
         recorded.store.set("worker/3", "value")
 
-        told = recorded.last()
-        assert told.reasons == Reason.SLOW | Reason.OVERDUE
-        assert told.method.name == "set"
-        assert told.store.kind == "flaky_store"
-        assert told.keys == ("worker/3",)
-        assert told.key_count == 1
-        assert told.family == "worker/*"
-        assert told.seconds == 0.010
-        assert told.started_ns == 1_700_000_000 * 10**9
-        assert told.value_bytes == 5
-        assert told.thread_id == threading.get_ident()
-        assert told.error is None
+        operation = recorded.last()
+        assert operation.reasons == Reason.SLOW | Reason.OVERDUE
+        assert operation.method.name == "set"
+        assert operation.store.kind == "flaky_store"
+        assert operation.keys == ("worker/3",)
+        assert operation.key_count == 1
+        assert operation.family == "worker/*"
+        assert operation.seconds == 0.010
+        assert operation.started_ns == 1_700_000_000 * 10**9
+        assert operation.value_bytes == 5
+        assert operation.thread_id == threading.get_ident()
+        assert operation.error is None
 
-    def test_just_not_slow(self, recorded: Recorded) -> None:
-        """The threshold is a threshold."""
+    def test_just_below_threshold(self, recorded: Recorded) -> None:
+        """A call just below slow_after is not passed to observers."""
         recorded.flaky.before("set", lambda: recorded.clock.advance(0.009_999))
 
         recorded.store.set("key", "value")
@@ -89,7 +89,7 @@ class TestNotable:
         assert recorded.log.operations == []
 
     def test_failed(self, recorded: Recorded) -> None:
-        """The very exception reaches the caller, and its type the label."""
+        """The caller gets the same exception, and the label has its type."""
         error = ConnectionResetError("gone")
         recorded.flaky.fail("get", error)
 
@@ -103,15 +103,15 @@ class TestNotable:
         assert recorded.metric(count, "get", error_type="ConnectionResetError") == 1
         assert recorded.metric(count, "get", error_type="") == 0
 
-    def test_an_empty_queue_is_no_incident(self, recorded: Recorded) -> None:
-        """Torch answers a poll of an empty queue with an exception; it is counted."""
+    def test_empty_queue_is_not_notable(self, recorded: Recorded) -> None:
+        """Torch raises when an empty queue is polled; that is only counted."""
         with pytest.raises(RuntimeError, match="queue is empty"):
             recorded.store.queue_pop("queue", block=False)
 
         assert recorded.log.operations == []
 
     def test_interrupt(self, recorded: Recorded) -> None:
-        """Ctrl-C in a call passes through and leaves nothing in flight."""
+        """KeyboardInterrupt reaches the caller and ends the call in flight."""
         recorded.flaky.fail("wait", KeyboardInterrupt())
 
         with pytest.raises(KeyboardInterrupt):
@@ -121,24 +121,24 @@ class TestNotable:
         assert tracedstore.in_flight() == []
 
     def test_clock_set_back(self, recorded: Recorded) -> None:
-        """The time of day may jump during a call; its duration does not."""
+        """The duration is right even if the wall clock is set back during a call."""
 
-        def jump() -> None:
+        def set_clock_back() -> None:
             recorded.clock.advance(2)
             recorded.clock.set_back(3600)
 
-        recorded.flaky.before("set", jump)
+        recorded.flaky.before("set", set_clock_back)
         recorded.store.set("key", "value")
 
         assert recorded.last().seconds == 2
 
 
 class TestCompareAndSet:
-    """A compare-and-set is won or lost, and a lost one is no error."""
+    """compare_set() is won or lost, and a lost one is not an error."""
 
     @pytest.mark.parametrize("as_bytes", [False, True])
     def test_won_and_lost(self, recorded: Recorded, as_bytes: bool) -> None:
-        """Text or bytes: it is won if the store holds what was desired."""
+        """It is won if the store returns the desired value, as text or bytes."""
 
         def value(text: str) -> Any:
             return text.encode() if as_bytes else text
@@ -151,35 +151,35 @@ class TestCompareAndSet:
         assert recorded.metric("cas_attempts_total", "compare_set", result="won") == 2
         assert recorded.metric("cas_attempts_total", "compare_set", result="lost") == 1
 
-    def test_missing_key_with_an_expectation_is_lost(self, recorded: Recorded) -> None:
-        """The store answers with what was expected then, which is not to be won."""
+    def test_missing_key_with_expected_value_is_lost(self, recorded: Recorded) -> None:
+        """The store returns the expected value for a missing key, which is lost."""
         recorded.store.compare_set("missing", "expected", "desired")
 
         assert recorded.metric("cas_attempts_total", "compare_set", result="lost") == 1
 
-    def test_losing_again_and_again_is_told(self, registry: CollectorRegistry) -> None:
-        """From contended_after losses in a row on; a win starts anew."""
+    def test_repeated_losses_are_notable(self, registry: CollectorRegistry) -> None:
+        """contended_after losses in a row are notable; a win resets the count."""
         recorded = Recorded(registry, contended_after=3)
         recorded.store.set("key", "taken")
         for _ in range(2):
-            recorded.store.compare_set("key", "free", "mine")
+            recorded.store.compare_set("key", "free", "desired")
         assert recorded.log.operations == []
 
-        recorded.store.compare_set("key", "free", "mine")
+        recorded.store.compare_set("key", "free", "desired")
 
         assert recorded.last().losses_in_a_row == 3
         assert recorded.last().swapped is False
         assert recorded.last().error is None
-        recorded.store.compare_set("key", "taken", "mine")
-        recorded.store.compare_set("key", "free", "mine")
+        recorded.store.compare_set("key", "taken", "desired")
+        recorded.store.compare_set("key", "free", "desired")
         assert len(recorded.log.operations) == 1
 
 
 class TestBytes:
-    """Sizes are counted, values are not kept."""
+    """The sizes of values are counted in bytes."""
 
-    def test_each_way(self, recorded: Recorded) -> None:
-        """What is written and what is read, in bytes and not in characters."""
+    def test_written_and_read(self, recorded: Recorded) -> None:
+        """Written and read values count in bytes, not in characters."""
         store = recorded.store
         store.set("key", "äö")
         store.append("key", b"xyz")
@@ -211,20 +211,18 @@ class TestBytes:
             "queue_pop": 4,
         }
 
-    def test_what_a_python_store_returns_is_its_own_affair(
-        self, registry: CollectorRegistry
-    ) -> None:
-        """A get that returns no bytes is passed on, and counted as none."""
+    def test_result_is_not_bytes(self, registry: CollectorRegistry) -> None:
+        """A result that is not bytes is returned, and counts no bytes."""
         tracedstore.configure(registry=registry, log_format="off")
 
-        class Odd(Store):
+        class UnexpectedTypes(Store):
             def get(self, key: str) -> Any:
                 return {"not": "bytes"}
 
             def multi_get(self, keys: list[str]) -> Any:
                 return None
 
-        store = tracedstore.wrap(Odd())
+        store = tracedstore.wrap(UnexpectedTypes())
 
         assert store.get("key") == {"not": "bytes"}  # type: ignore[comparison-overlap]
         assert store.multi_get(["key"]) is None
@@ -235,10 +233,10 @@ class TestBytes:
 
 
 class TestKeywords:
-    """Arguments by name, as Python stores allow, are recorded all the same."""
+    """Keyword arguments, which Python stores allow, are recorded."""
 
     def test_key_by_name(self, registry: CollectorRegistry) -> None:
-        """The key is found by its name, and a value is never taken for it."""
+        """The key is read from its keyword, and the value is not taken for it."""
 
         class ByName(FlakyStore):
             def set(self, *, value: str, key: str) -> None:  # type: ignore[override]
@@ -257,10 +255,10 @@ class TestKeywords:
 
 
 class TestNested:
-    """A traced store under a PrefixStore under a traced store records a call once."""
+    """A traced store below a PrefixStore below a traced store counts a call once."""
 
     def test_counted_once(self, registry: CollectorRegistry) -> None:
-        """By the outer one, which the caller called."""
+        """Only the outer store counts the call."""
         tracedstore.configure(registry=registry, log_format="off")
         inner = tracedstore.wrap(HashStore())
         outer = tracedstore.wrap(PrefixStore("a", PrefixStore("b", inner)))
@@ -278,10 +276,10 @@ class TestNested:
         assert count("set") == 2
         assert count("get") == 1
 
-    def test_a_traced_store_inside_a_users_store_is_its_own(
+    def test_traced_store_inside_python_store(
         self, registry: CollectorRegistry
     ) -> None:
-        """A user's store that uses a traced one makes calls of its own on that."""
+        """Calls that a user's store makes on a traced store count separately."""
         tracedstore.configure(registry=registry, log_format="off")
         outer = tracedstore.wrap(FlakyStore(tracedstore.wrap(HashStore())))
 
@@ -296,10 +294,10 @@ class TestNested:
 
 
 class TestSwitches:
-    """Recording can be off, and then a call is only forwarded."""
+    """Without recording, calls are only forwarded."""
 
     def test_disabled(self, registry: CollectorRegistry) -> None:
-        """TRACEDSTORE_DISABLED leaves the store working and counts nothing."""
+        """disabled=True keeps the store working and counts nothing."""
         recorded = Recorded(registry, disabled=True, slow_after=0)
 
         recorded.store.set("key", "value")
@@ -312,7 +310,7 @@ class TestSwitches:
         assert count == 0
 
     def test_after_shutdown(self, recorded: Recorded) -> None:
-        """A store outlives the telemetry."""
+        """A store works after shutdown()."""
         tracedstore.shutdown()
 
         recorded.store.set("key", "value")

@@ -1,4 +1,4 @@
-"""Work that is bounded in time."""
+"""run_with_timeout() bounds the time of a function."""
 
 import threading
 
@@ -8,19 +8,19 @@ from tracedstore.core.timeouts import run_with_timeout
 
 
 class TestRunWithTimeout:
-    """The result, the exception, or a TimeoutError."""
+    """The caller gets the result, the exception or a TimeoutError."""
 
     def test_result(self) -> None:
-        """The caller gets what the work returns."""
+        """The caller gets the function's result."""
         assert run_with_timeout(20, lambda: 7) == 7
 
     def test_exception(self) -> None:
-        """The caller gets what the work raises."""
+        """The caller gets the function's exception."""
         with pytest.raises(ZeroDivisionError):
             run_with_timeout(20, lambda: 1 // 0)
 
-    def test_too_long(self) -> None:
-        """Work that does not end is abandoned."""
+    def test_timeout(self) -> None:
+        """A function that does not return in time is abandoned."""
         release = threading.Event()
         try:
             with pytest.raises(TimeoutError, match=r"not finished after 0\.01 s"):
@@ -29,15 +29,15 @@ class TestRunWithTimeout:
             release.set()
 
     def test_no_thread_can_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The work is not run: without a thread it could not be bounded."""
+        """The function is not called: without a thread its time is not bounded."""
 
-        def refuse(_thread: threading.Thread) -> None:
+        def fail(_thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        ran: list[bool] = []
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        calls: list[bool] = []
 
         with pytest.raises(TimeoutError, match="not run: can't start new thread"):
-            run_with_timeout(20, lambda: ran.append(True))
+            run_with_timeout(20, lambda: calls.append(True))
 
-        assert not ran
+        assert not calls

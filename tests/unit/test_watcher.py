@@ -1,4 +1,4 @@
-"""The watcher reports waits while they last, in one thread."""
+"""The watcher reports long waits from one thread."""
 
 import threading
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from tracedstore.core.watcher import Watch, Watcher
 THREAD = "tracedstore-watcher"
 
 
-class Quiet(NullTelemetry):
-    """Reports no failures."""
+class SilentTelemetry(NullTelemetry):
+    """Does not report failures."""
 
     def report_failure(self, observer: str, error: BaseException) -> None:
-        """Drop it."""
+        """Ignore the failure."""
 
 
 @pytest.fixture
 def failures() -> Failures:
-    """Counts what a watch raises."""
-    return Failures(Quiet())
+    """Return the counts of what watches raise."""
+    return Failures(SilentTelemetry())
 
 
 @pytest.fixture
 def watcher(failures: Failures) -> Iterator[Watcher]:
-    """A watcher of the test's own, whose thread has ended afterwards."""
+    """Return a watcher for one test, and end its thread afterwards."""
     watcher = Watcher(failures)
     yield watcher
     for watch in list(watcher._watches):
@@ -36,7 +36,7 @@ def watcher(failures: Failures) -> Iterator[Watcher]:
 
 
 class Reports:
-    """Counts reports, and waits for them."""
+    """Counts reports and waits for them."""
 
     def __init__(
         self, delay: float | None = 0.0, error: Exception | None = None
@@ -48,7 +48,7 @@ class Reports:
         self._changed = threading.Condition()
 
     def report(self) -> float | None:
-        """Count one."""
+        """Count the report, then raise or return as configured."""
         with self._changed:
             self.count += 1
             self.threads.add(threading.current_thread().name)
@@ -58,7 +58,7 @@ class Reports:
         return self._delay
 
     def wait_for(self, count: int) -> bool:
-        """Wait until there are this many, at most 20 s."""
+        """Wait for this number of reports, at most 20 s."""
         with self._changed:
             return self._changed.wait_for(lambda: self.count >= count, 20)
 
@@ -67,7 +67,7 @@ class TestReporting:
     """When a watch is reported."""
 
     def test_until_removed(self, watcher: Watcher) -> None:
-        """A watch is reported again and again, and not after it was removed."""
+        """A watch is reported repeatedly until it is removed."""
         reports, other = Reports(), Reports()
         watch = Watch("barriers", reports.report, after=0)
         watcher.add(watch)
@@ -78,11 +78,11 @@ class TestReporting:
         watcher.add(Watch("barriers", other.report, after=0))
         assert other.wait_for(3)
 
-        # One report may have been under way.
+        # One report may have been running during remove().
         assert reports.count <= count + 1
 
     def test_doubling(self, watcher: Watcher) -> None:
-        """Without a delay of its own, a watch is due when its wait has doubled."""
+        """A watch that returns no delay is due when its wait has doubled."""
         reports = Reports(delay=None)
         watch = Watch("barriers", reports.report, after=0.01)
         watcher.add(watch)
@@ -94,18 +94,18 @@ class TestReporting:
         assert waited >= 0.04
 
     def test_one_thread_for_all(self, watcher: Watcher) -> None:
-        """All watches of a process share it."""
-        every = [Reports() for _ in range(5)]
-        for reports in every:
+        """All watches of a process share one thread."""
+        all_reports = [Reports() for _ in range(5)]
+        for reports in all_reports:
             watcher.add(Watch("barriers", reports.report, after=0))
 
-        assert all(reports.wait_for(2) for reports in every)
-        assert set().union(*(reports.threads for reports in every)) == {THREAD}
+        assert all(reports.wait_for(2) for reports in all_reports)
+        assert set().union(*(reports.threads for reports in all_reports)) == {THREAD}
         alive = [t for t in threading.enumerate() if t is watcher._thread]
         assert len(alive) == 1
 
     def test_failing_watch(self, watcher: Watcher, failures: Failures) -> None:
-        """Its failure is counted, and the other watches are reported."""
+        """The failure is counted, and the other watches are reported."""
         failing, other = Reports(error=ZeroDivisionError()), Reports()
         watcher.add(Watch("inflight", failing.report, after=0))
         assert failing.wait_for(1)
@@ -120,7 +120,7 @@ class TestThread:
     """When the thread runs."""
 
     def test_ends_when_idle(self, watcher: Watcher) -> None:
-        """It stops on request if there is no watch, and starts for the next one."""
+        """stop_if_idle() ends the thread without watches; the next one starts it."""
         for _ in range(2):
             reports = Reports()
             watch = Watch("barriers", reports.report, after=0)
@@ -132,10 +132,10 @@ class TestThread:
             watcher.stop_if_idle(20)
             assert watcher._thread is None
 
-    def test_ends_by_itself(
+    def test_ends_after_linger(
         self, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A thread that has had no watch for a while ends."""
+        """The thread ends after a time without watches."""
         monkeypatch.setattr(Watcher, "_LINGER", 0.01)
         reports = Reports()
         watch = Watch("barriers", reports.report, after=0)
@@ -151,13 +151,13 @@ class TestThread:
     def test_no_thread_can_be_started(
         self, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The caller gets the error, and the watch is not kept."""
+        """add() raises the error, and the watch is not kept."""
 
-        def refuse(_thread: threading.Thread) -> None:
+        def fail(_thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(threading.Thread, "start", fail)
             with pytest.raises(RuntimeError, match="can't start"):
                 watcher.add(Watch("barriers", Reports().report, after=0))
 

@@ -1,9 +1,9 @@
-"""A rank of a job that runs torch's debug server with our page in it.
+"""A rank of a job that runs torch's debug server with our page.
 
-To be run with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Arguments: the port of
-the frontend, and what this rank does: "idle", "wait", "barrier", or "plain" for a rank
-without the page. Reports when torch's server is there and it begins with that; ends
-with its standard input.
+Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Arguments: the port of the
+frontend, and the rank's task: "idle", "wait", "barrier", or "plain" for a rank without
+the page. Reports when torch's server runs and the task starts. Ends when standard
+input is closed.
 """
 
 import os
@@ -22,7 +22,7 @@ KEY = "<script>alert(1)</script>/7"
 
 
 def block(task: str, rank: int) -> None:
-    """Be in a call that does not end."""
+    """Make a call that does not return."""
     port = int(os.environ["MASTER_PORT"])
     store = tracedstore.wrap(dist.TCPStore("127.0.0.1", port, None, is_master=False))
     if task == "wait":
@@ -39,7 +39,7 @@ def block(task: str, rank: int) -> None:
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run one rank."""
     frontend, task = int(sys.argv[1]), sys.argv[2]
     rank = int(os.environ["RANK"])
     tracedstore.configure(log_format="json")

@@ -1,6 +1,6 @@
-"""A worker of torchrun: all but rank 1 come to a barrier, through the agent's store.
+"""A worker of torchrun: all ranks but rank 1 call a barrier over the agent's store.
 
-An argument is the barrier's timeout, else a second.
+Argument: the barrier's timeout in seconds, 1 by default.
 """
 
 import os
@@ -15,10 +15,10 @@ import tracedstore
 
 @record
 def main() -> None:
-    """Come, or stay away until told to end."""
+    """Call the barrier, or wait for a signal as rank 1."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 1:
-        # Not for good, should torchrun be gone.
+        # Ends after 60 s even if torchrun was killed.
         signal.alarm(60)
         signal.pause()
     store = dist.TCPStore(

@@ -1,7 +1,7 @@
-"""Come to the end while a thread of torch's C++ is in a call of the store.
+"""Exit while a thread of torch's C++ is in a call of the store.
 
-To be run with TORCH_GLOO_LAZY_INIT=1. Argument: bare; or traced, and with a telemetry
-that is on, disabled or shut-down.
+Needs TORCH_GLOO_LAZY_INIT=1. Argument: "bare" for a bare store; "on", "disabled" or
+"shut-down" for a traced store with the telemetry in that state.
 """
 
 import sys
@@ -16,7 +16,7 @@ from integration.harness import report, wait_until
 
 
 def native_threads_in_python() -> set[int]:
-    """The threads Python did not start that are in a Python function now."""
+    """Return the threads not started by Python that run a Python function now."""
     return sys._current_frames().keys() - {t.ident for t in threading.enumerate()}
 
 
@@ -34,7 +34,7 @@ dist.init_process_group(
     world_size=2,
     timeout=timedelta(seconds=1),
 )
-# Nobody else comes.
+# The other rank never starts.
 dist.all_reduce(torch.tensor([1.0]), async_op=True)
 if telemetry != "bare":
     wait_until(native_threads_in_python)

@@ -1,7 +1,8 @@
-"""Ranks as real processes, forked on demand, that meet at a barrier.
+"""Ranks as real processes, forked on demand, that call a barrier.
 
-Arguments: the kind of store, and where it is. Each line on standard input starts a
-rank, or kills one; each rank reports its process id, and how its barrier went.
+Arguments: the kind of store and its address. Each line on standard input is a command
+that starts or kills a rank. Reports the process id of each rank and the outcome of its
+barrier.
 """
 
 import json
@@ -17,24 +18,24 @@ import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-from torch.distributed.elastic.utils import store as torchs
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from integration.harness import report
 
 
-def connect(kind: str, where: str) -> Any:
-    """Make a rank's own store."""
+def connect(kind: str, address: str) -> Any:
+    """Return a new store for a rank."""
     if kind == "tcp":
-        return dist.TCPStore("127.0.0.1", int(where), None, is_master=False)
+        return dist.TCPStore("127.0.0.1", int(address), None, is_master=False)
     if kind == "file":
-        return dist.FileStore(where, -1)
-    port, prefix = where.split(",")
+        return dist.FileStore(address, -1)
+    port, prefix = address.split(",")
     return EtcdStore(etcd.Client(host="127.0.0.1", port=int(port)), prefix)
 
 
-def trace_into(path: str) -> TracerProvider:
-    """Write spans to a file, a line each; in batches, as a job does."""
+def export_spans(path: str) -> TracerProvider:
+    """Export spans to a file, one per line, in batches as a job does."""
     exporter = ConsoleSpanExporter(
         out=Path(path).open("a"),  # noqa: SIM115 - for the life of the process
         formatter=lambda span: str(span.to_json(indent=None)) + "\n",
@@ -46,24 +47,24 @@ def trace_into(path: str) -> TracerProvider:
 
 
 def in_span(provider: TracerProvider | None, name: str | None) -> Any:
-    """Be in a trace of the caller's own, if there is one."""
+    """Return a context with a current span of the caller, if one is named."""
     if provider is None or name is None:
         return nullcontext()
     return provider.get_tracer("job").start_as_current_span(name)
 
 
-def take_part(command: dict[str, Any]) -> None:
-    """Be one rank at one barrier."""
-    provider = trace_into(command["spans"]) if "spans" in command else None
+def run_rank(command: dict[str, Any]) -> None:
+    """Call one barrier as one rank, and report the outcome."""
+    provider = export_spans(command["spans"]) if "spans" in command else None
     store = connect(sys.argv[1], sys.argv[2])
     if command["flavour"] == "traced":
         store = tracedstore.wrap(store)
     plain = command["flavour"] == "torch"
     rank, timeout = command["rank"], store.timeout
-    facts: dict[str, Any] = {"rank": rank, "prefix": command["prefix"]}
+    fields: dict[str, Any] = {"rank": rank, "prefix": command["prefix"]}
     try:
         with in_span(provider, command.get("caller")):
-            (torchs.barrier if plain else tracedstore.barrier)(
+            (torch_store.barrier if plain else tracedstore.barrier)(
                 store,
                 command["world_size"],
                 command["prefix"],
@@ -75,12 +76,12 @@ def take_part(command: dict[str, Any]) -> None:
                 trace_timeout=command["trace_timeout"],
                 **({} if plain else {"warn_after": command["warn_after"]}),
             )
-        facts |= {"result": "completed"}
+        fields |= {"result": "completed"}
         if provider is not None:
-            # Only here: a timeout has to be exported before it is raised.
+            # Not after a timeout, whose span the barrier exports before it raises.
             provider.shutdown()
     except tracedstore.BarrierTimeout as error:
-        facts |= {
+        fields |= {
             "result": "timeout",
             "missing": error.missing_ranks,
             "names": error.missing_names,
@@ -90,27 +91,27 @@ def take_part(command: dict[str, Any]) -> None:
             "text": str(error),
         }
     except Exception as error:
-        facts |= {"result": type(error).__name__, "text": str(error)}
-    report(**facts, timeout_kept=plain or store.timeout == timeout)
+        fields |= {"result": type(error).__name__, "text": str(error)}
+    report(**fields, timeout_kept=plain or store.timeout == timeout)
 
 
 def main() -> None:
-    """Do as told, until nobody tells anything any more."""
+    """Run commands until standard input is closed."""
     tracedstore.configure(log_format="json")
     report(ready=True)
     for line in sys.stdin:
-        given = json.loads(line)
-        if "kill" in given:
-            os.kill(given["kill"], signal.SIGKILL)
-            os.waitpid(given["kill"], 0)
+        command = json.loads(line)
+        if "kill" in command:
+            os.kill(command["kill"], signal.SIGKILL)
+            os.waitpid(command["kill"], 0)
             continue
         pid = os.fork()
         if pid == 0:
             try:
-                take_part(given)
+                run_rank(command)
             finally:
                 os._exit(0)
-        report(started=given["rank"], prefix=given["prefix"], pid=pid)
+        report(started=command["rank"], prefix=command["prefix"], pid=pid)
 
 
 if __name__ == "__main__":

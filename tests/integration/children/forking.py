@@ -1,4 +1,4 @@
-"""Fork, in some situation. Arguments: which one, a TCPStore's port if it needs one."""
+"""Fork in a given situation. Arguments: its name, a TCPStore's port if it needs one."""
 
 import io
 import json
@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 import tracedstore
 from integration.harness import (
-    all_counted,
     forked,
     in_background,
+    operation_counts,
     report,
     wait_until,
 )
@@ -27,75 +27,77 @@ errors = io.StringIO()
 
 
 def client(port: int) -> dist.TCPStore:
-    """A connection of its own."""
+    """Return a new connection."""
     return dist.TCPStore("127.0.0.1", port, None, is_master=False)
 
 
 def stalled_here(key: str) -> bool:
-    """Tell whether a blocked call is warned of, as one of this very process."""
-    told = [json.loads(line) for line in errors.getvalue().splitlines(keepends=True)]
+    """Return whether this process has reported a blocked call as stalled."""
+    events = [json.loads(line) for line in errors.getvalue().splitlines(keepends=True)]
     return ("store.operation.stalled", key, os.getpid()) in [
-        (event["event"], event.get("key"), event["pid"]) for event in told
+        (event["event"], event.get("key"), event["pid"]) for event in events
     ]
 
 
-def watched(store: tracedstore.TracedStore, key: str, setter: dist.Store) -> int:
-    """Block in a call until the stall watch tells of it; give the calls in flight."""
-    answer = in_background(lambda: store.get(key))
+def block_until_stalled(
+    store: tracedstore.TracedStore, key: str, setter: dist.Store
+) -> int:
+    """Block in a call until it is reported; return the number of calls in flight."""
+    value = in_background(lambda: store.get(key))
     wait_until(lambda: stalled_here(key))
     in_flight = len(tracedstore.in_flight())
-    setter.set(key, "at last")
-    assert answer.result(15) == b"at last"
+    setter.set(key, "value")
+    assert value.result(15) == b"value"
     return in_flight
 
 
-def with_a_running_watch(port: int) -> None:
-    """The parent has stores and a stall watch; the child uses what it can."""
+def with_running_watcher(port: int) -> None:
+    """Fork a parent that has stores and a running watcher."""
     sys.stderr = errors
     tracedstore.configure(registry=registry, stall_after=0.2, log_format="json")
     over_tcp, hashed = (
         tracedstore.wrap(client(port)),
         tracedstore.wrap(dist.HashStore()),
     )
-    over_tcp.set("whose", "parent's")
-    hashed.set("whose", "parent's")
-    assert "tracedstore-stall-watch" in {t.name for t in threading.enumerate()}
+    over_tcp.set("writer", "parent")
+    hashed.set("writer", "parent")
+    assert "tracedstore-watcher" in {t.name for t in threading.enumerate()}
 
     def child() -> dict[str, Any]:
-        at_first = all_counted(registry)
+        counted_before = operation_counts(registry)
         threads = [thread.name for thread in threading.enumerate()]
-        inherited = hashed.get("whose").decode()
-        hashed.set("whose", "child's")
+        inherited = hashed.get("writer").decode()
+        hashed.set("writer", "child")
         own = tracedstore.wrap(client(port))
-        read = own.get("whose").decode()
-        in_flight = watched(own, "for the child", client(port))
+        read = own.get("writer").decode()
+        in_flight = block_until_stalled(own, "for the child", client(port))
         return {
-            "at_first": at_first,
+            "counted_before": counted_before,
             "threads": threads,
             "inherited": inherited,
             "read": read,
             "in_flight": in_flight,
-            "counted": all_counted(registry),
+            "counted": operation_counts(registry),
         }
 
-    of_child = forked(child)
-    assert hashed.get("whose") == b"parent's"
-    assert over_tcp.get("whose") == b"parent's"
-    in_flight = watched(over_tcp, "for the parent", client(port))
+    child_report = forked(child)
+    assert hashed.get("writer") == b"parent"
+    assert over_tcp.get("writer") == b"parent"
+    in_flight = block_until_stalled(over_tcp, "for the parent", client(port))
     report(
-        child=of_child,
-        parent={"in_flight": in_flight, "counted": all_counted(registry)},
+        child=child_report,
+        parent={"in_flight": in_flight, "counted": operation_counts(registry)},
     )
 
 
 def while_another_thread_waits(port: int) -> None:
-    """A thread of the parent is in a call that the child knows nothing of."""
+    """Fork while other threads of the parent are in calls."""
     tracedstore.configure(registry=registry, log_format="off")
     over_tcp, hashed = (
         tracedstore.wrap(client(port)),
         tracedstore.wrap(dist.HashStore()),
     )
-    answers = [
+    results = [
         in_background(lambda: over_tcp.get("k")),
         in_background(lambda: hashed.get("k")),
     ]
@@ -114,68 +116,68 @@ def while_another_thread_waits(port: int) -> None:
         return {
             "in_flight": in_flight,
             "gauges": gauges,
-            "counted": all_counted(registry),
+            "counted": operation_counts(registry),
         }
 
-    of_child = forked(child)
+    child_report = forked(child)
     in_flight = len(tracedstore.in_flight())
     client(port).set("k", "v")
     hashed.set("k", "v")
-    values = [answer.result(15).decode() for answer in answers]
+    values = [result.result(15).decode() for result in results]
     report(
-        child=of_child,
+        child=child_report,
         parent={
             "in_flight": in_flight,
             "values": values,
-            "counted": all_counted(registry),
+            "counted": operation_counts(registry),
         },
     )
 
 
 def fail(store: tracedstore.TracedStore) -> bool:
-    """Make a call that times out, which is an event."""
+    """Make a call that times out, which emits an event."""
     with suppress(RuntimeError):
         store.wait(["never"], timedelta(milliseconds=1))
     return True
 
 
-class Stuck(io.TextIOBase):
-    """Standard error that takes its time, as a pipe does that nobody reads."""
+class BlockingStream(io.TextIOBase):
+    """A standard error that blocks writes, as a full pipe without a reader does."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.entered = threading.Event()
         self.released = threading.Event()
 
     def write(self, text: str) -> int:
-        """Write nothing, slowly."""
-        self.begun.set()
+        """Block until released, and write nothing."""
+        self.entered.set()
         assert self.released.wait(15)
         return len(text)
 
 
 def while_another_thread_logs() -> None:
-    """Nobody reads standard error for a while, and a thread is stuck in an event."""
-    sys.stderr = stuck = Stuck()
+    """Fork while another thread is blocked in writing an event."""
+    sys.stderr = stream = BlockingStream()
     tracedstore.configure(registry=registry, log_format="json")
     store = tracedstore.wrap(dist.HashStore())
     logging = in_background(lambda: fail(store))
-    assert stuck.begun.wait(15)
-    was_stuck = not logging.done()
+    assert stream.entered.wait(15)
+    was_blocked = not logging.done()
 
     def child() -> bool:
-        stuck.released.set()
+        stream.released.set()
         return fail(store)
 
     try:
-        of_child = forked(child, timeout=8)
+        child_result = forked(child, timeout=8)
     except AssertionError as error:
-        of_child = str(error)
-    stuck.released.set()
-    report(was_stuck=was_stuck, child=of_child, parent=logging.result(15))
+        child_result = str(error)
+    stream.released.set()
+    report(was_blocked=was_blocked, child=child_result, parent=logging.result(15))
 
 
 SITUATIONS: dict[str, Callable[..., None]] = {
-    "with_a_running_watch": with_a_running_watch,
+    "with_running_watcher": with_running_watcher,
     "while_another_thread_waits": while_another_thread_waits,
     "while_another_thread_logs": while_another_thread_logs,
 }

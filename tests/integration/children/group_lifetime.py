@@ -1,6 +1,7 @@
-"""Process groups that come and go in one process, bare or traced, and their ports.
+"""Process groups created and destroyed in one process, bare or traced.
 
-Arguments: how to trace (bare, instrument, explicit), and a folder.
+Reports whether ports, files and keys are freed. Arguments: how to trace ("bare",
+"instrument" or "explicit"), and a folder.
 """
 
 import os
@@ -19,78 +20,78 @@ from support.etcd import free_port
 
 PREFIX = "traced+" if sys.argv[1] == "explicit" else ""
 ALONE: Any = {"rank": 0, "world_size": 1}
-found: dict[str, object] = {}
+observations: dict[str, object] = {}
 
 
-def taken(port: int) -> bool:
-    """Whether somebody listens there."""
+def in_use(port: int) -> bool:
+    """Return whether a process listens on the port."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def again_at_one_port(port: int) -> None:
-    """Make a group, destroy it, make it anew: nothing is left of the first."""
+def group_twice_on_one_port(port: int) -> None:
+    """Create and destroy a group twice; the second has no keys of the first."""
     for turn in ("first", "second"):
         dist.init_process_group("gloo", f"{PREFIX}env://")
         store = _get_default_store()
-        found[f"{turn}: left over"] = store.check(["key"])
+        observations[f"{turn}: left over"] = store.check(["key"])
         store.set("key", "value")
         del store
-        found[f"{turn}: during"] = taken(port)
+        observations[f"{turn}: during"] = in_use(port)
         dist.destroy_process_group()
-        found[f"{turn}: after"] = taken(port)
+        observations[f"{turn}: after"] = in_use(port)
 
 
-def what_is_kept_works_on(port: int) -> None:
-    """A store, and a group, that the job keeps beyond the end."""
+def references_after_destroy(port: int) -> None:
+    """Keep references to a store and a group after destroy_process_group()."""
     dist.init_process_group("gloo", f"{PREFIX}tcp://127.0.0.1:{port}", **ALONE)
     store, group = _get_default_store(), dist.new_group([0])
     dist.destroy_process_group()
     store.set("key", "value")
-    found["kept store"] = [taken(port), store.get("key").decode()]
+    observations["kept store"] = [in_use(port), store.get("key").decode()]
     del store
-    found["kept group"] = taken(port)
+    observations["kept group"] = in_use(port)
     del group
-    found["nothing kept"] = taken(port)
+    observations["nothing kept"] = in_use(port)
 
 
-def that_fails(port: int) -> None:
-    """A backend that this torch does not have is noticed after the rendezvous."""
+def failing_backend(port: int) -> None:
+    """Request a backend that this torch lacks, which fails after the rendezvous."""
     try:
         dist.init_process_group("nccl", f"{PREFIX}tcp://127.0.0.1:{port}", **ALONE)
     except RuntimeError as error:
-        found["failed"] = str(error)
-    found["after it failed"] = taken(port)
+        observations["failed"] = str(error)
+    observations["after it failed"] = in_use(port)
 
 
 def file(path: Path) -> None:
-    """The last one to leave removes the file."""
+    """Use a file store; the last process that ends removes the file."""
     dist.init_process_group("gloo", f"{PREFIX}file://{path}", **ALONE)
-    found["file during"] = path.exists()
+    observations["file during"] = path.exists()
     dist.destroy_process_group()
-    found["file after"] = path.exists()
+    observations["file after"] = path.exists()
 
 
-def given() -> None:
-    """A store that the job made is the job's."""
+def store_of_job() -> None:
+    """Pass a store that the job created and keeps."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port, alive = store.port, weakref.ref(store)
     dist.init_process_group("gloo", store=store, **ALONE)
     dist.destroy_process_group()
     store.set("key", "value")
-    found["given, kept"] = [taken(port), store.get("key").decode()]
+    observations["given, kept"] = [in_use(port), store.get("key").decode()]
     del store
-    found["given, dropped"] = [taken(port), alive() is None]
+    observations["given, dropped"] = [in_use(port), alive() is None]
 
 
 if sys.argv[1] == "instrument":
     tracedstore.instrument()
-own = free_port()
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own)}
+master_port = free_port()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)}
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-again_at_one_port(own)
-what_is_kept_works_on(own)
-that_fails(own)
+group_twice_on_one_port(master_port)
+references_after_destroy(master_port)
+failing_backend(master_port)
 file(Path(sys.argv[2]) / "file")
-given()
-report(**found)
+store_of_job()
+report(**observations)

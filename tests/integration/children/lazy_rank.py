@@ -1,6 +1,6 @@
-"""One of two ranks whose gloo connects when it is first used, from its own thread.
+"""One of two ranks whose gloo connects at its first use, from a native thread.
 
-To be run with TORCH_GLOO_LAZY_INIT=1. Arguments: rank, the server's port.
+Needs TORCH_GLOO_LAZY_INIT=1. Arguments: rank, the server's port.
 """
 
 import sys
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from prometheus_client import REGISTRY
 
 import tracedstore
-from integration.harness import all_counted, report, wait_until
+from integration.harness import operation_counts, report, wait_until
 from tracedstore.core.recorder import RECORDER
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
@@ -28,7 +28,7 @@ dist.init_process_group(
 number = torch.tensor([rank + 1.0])
 work = dist.all_reduce(number, async_op=True)
 if rank == 0:
-    # The other one is started when this is reported.
+    # The test starts the other rank after this report.
     report(in_flight=[asdict(call) for call in wait_until(tracedstore.in_flight)])
 work.wait()
 report(
@@ -36,6 +36,6 @@ report(
     native_threads=len(
         RECORDER.counters.keys() - {thread.ident for thread in threading.enumerate()}
     ),
-    counted=all_counted(REGISTRY),
+    counted=operation_counts(REGISTRY),
     in_flight=len(tracedstore.in_flight()),
 )

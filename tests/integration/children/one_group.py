@@ -1,6 +1,6 @@
-"""One process group, in an environment that the test chooses.
+"""One process group in the environment that the test sets.
 
-Arguments: an init method, and any number of ``instrument``.
+Arguments: an init method, and "instrument" for each call of instrument().
 """
 
 import sys
@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from torch.distributed.distributed_c10d import _get_default_store
 
 import tracedstore
-from integration.harness import all_counted, report
+from integration.harness import operation_counts, report
 from tracedstore.coordination.rank_registry import read_ranks
 from tracedstore.core.identity import bottom_of
 
@@ -24,7 +24,7 @@ bottom = bottom_of(_get_default_store())
 report(
     store=type(bottom).__name__,
     value=value.item(),
-    counted=all_counted(REGISTRY),
+    counted=operation_counts(REGISTRY),
     registered=[
         [info.rank, info.world_size, info.pid]
         for info in read_ranks(bottom, [0]).values()

@@ -1,4 +1,4 @@
-"""Start a process by spawn, with a store of its own, and try to hand one over.
+"""Spawn a process that creates a store, and try to pass a store to another one.
 
 Argument: the port of a TCPStore's server.
 """
@@ -11,46 +11,46 @@ import torch.distributed as dist
 from prometheus_client import REGISTRY
 
 import tracedstore
-from integration.harness import all_counted, report
+from integration.harness import operation_counts, report
 
 
 def client(port: int) -> tracedstore.TracedStore:
-    """A traced connection of its own."""
+    """Return a new traced connection."""
     return tracedstore.wrap(dist.TCPStore("127.0.0.1", port, None, is_master=False))
 
 
-def work(port: int, answers: Any) -> None:
-    """Use a store that was made here."""
+def work(port: int, results: Any) -> None:
+    """Use a store that is created in this process."""
     store = client(port)
-    read = store.get("whose").decode()
-    store.set("whose", "child's")
-    answers.put({"read": read, "counted": all_counted(REGISTRY)})
+    read = store.get("writer").decode()
+    store.set("writer", "child")
+    results.put({"read": read, "counted": operation_counts(REGISTRY)})
 
 
 def main(port: int) -> None:
-    """Do both, and report."""
+    """Spawn both processes, and report."""
     context = multiprocessing.get_context("spawn")
     store = client(port)
-    store.set("whose", "parent's")
-    answers = context.Queue()
-    child = context.Process(target=work, args=(port, answers))
+    store.set("writer", "parent")
+    results = context.Queue()
+    child = context.Process(target=work, args=(port, results))
     child.start()
     try:
-        of_child = answers.get(timeout=30)
+        child_report = results.get(timeout=30)
         child.join(30)
     finally:
         child.kill()
-    refusal = ""
+    pickle_error = ""
     try:
-        context.Process(target=work, args=(store, answers)).start()
+        context.Process(target=work, args=(store, results)).start()
     except TypeError as error:
-        refusal = str(error)
+        pickle_error = str(error)
     report(
-        child=of_child,
+        child=child_report,
         exit_status=child.exitcode,
-        refusal=refusal,
-        read=store.get("whose").decode(),
-        counted=all_counted(REGISTRY),
+        pickle_error=pickle_error,
+        read=store.get("writer").decode(),
+        counted=operation_counts(REGISTRY),
     )
 
 

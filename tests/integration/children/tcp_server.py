@@ -1,4 +1,4 @@
-"""Serve a TCPStore, report its port, and end with standard input."""
+"""Serve a TCPStore and report its port. Ends when standard input is closed."""
 
 import sys
 

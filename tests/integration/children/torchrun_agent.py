@@ -1,4 +1,4 @@
-"""torchrun itself, which reports its metrics when it ends."""
+"""torchrun, with a report of its metrics when it ends."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from integration.harness import report
 
 if __name__ == "__main__":
     if "EXIT_BARRIER_TIMEOUT" in os.environ:
-        # torchrun has no option for it, and five minutes are long.
+        # torchrun has no option for this timeout, which is five minutes by default.
         agent: Any = LocalElasticAgent
         agent.__init__ = partialmethod(
             agent.__init__,

@@ -1,7 +1,7 @@
-"""Every way in which torch comes to a store by itself, one after the other.
+"""Every path on which torch creates a store itself, one after the other.
 
-Arguments: a folder, and whether to instrument before torch is imported, or after it
-and after the job took what it needs by name.
+Arguments: a folder; "before" to call instrument() before torch is imported, or "after"
+to call it after the job has imported torch's functions by name.
 """
 
 import os
@@ -29,58 +29,58 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.elastic.utils.distributed import create_c10d_store
 
-from integration.harness import all_counted, report
+from integration.harness import operation_counts, report
 from support.etcd import free_port
 
-found: dict[str, dict[str, float]] = {}
+counts_by_path: dict[str, dict[str, float]] = {}
 
 
 @contextmanager
-def seen(path: str) -> Iterator[None]:
-    """Note what is counted meanwhile."""
-    before = all_counted(REGISTRY)
+def recorded(path: str) -> Iterator[None]:
+    """Record the calls that are counted inside the block."""
+    before = operation_counts(REGISTRY)
     yield
-    found[path] = {
+    counts_by_path[path] = {
         name: count - before.get(name, 0)
-        for name, count in all_counted(REGISTRY).items()
+        for name, count in operation_counts(REGISTRY).items()
         if count != before.get(name, 0)
     }
 
 
-def group(**how: object) -> None:
-    """Make a group of one by name, and use its store."""
-    init_process_group("gloo", **how)  # type: ignore[arg-type]
+def group(**options: object) -> None:
+    """Create a group of one through the imported function, and use its store."""
+    init_process_group("gloo", **options)  # type: ignore[arg-type]
     dist.distributed_c10d._get_default_store().set("key", "value")
     destroy_process_group()
 
 
 def agents(backend: str, **configs: Any) -> Callable[[], None]:
-    """Meet as torchrun's agents do, and use what they give their workers."""
+    """Return a rendezvous like torchrun's agents, which uses their workers' store."""
 
-    def meet() -> None:
+    def rendezvous() -> None:
         handler = get_rendezvous_handler(
             RendezvousParameters(
                 backend, f"localhost:{free_port()}", "run", 1, 1, **configs
             )
         )
         handler.next_rendezvous().store.set("key", "value")
-        served = getattr(handler, "_shared_tcp_store_server", None)
-        if served is not None:
-            assert served.port > 0
-            served.set("for workers", "value")
+        shared_store = getattr(handler, "_shared_tcp_store_server", None)
+        if shared_store is not None:
+            assert shared_store.port > 0
+            shared_store.set("for workers", "value")
         handler.shutdown()
 
-    return meet
+    return rendezvous
 
 
 def barriers() -> None:
-    """Come to torch's own barrier, as its callers do."""
+    """Call torch's barrier as its callers do."""
     store_util.barrier(dist.HashStore(), 1, "by/module")
     create_c10d_store(True, "127.0.0.1", free_port(), 1)
 
 
-def barriers_counted() -> dict[str, float]:
-    """How many barriers were completed, by their family."""
+def barrier_counts() -> dict[str, float]:
+    """Return the number of barriers by family."""
     return {
         sample.labels["barrier"]: sample.value
         for family in REGISTRY.collect()
@@ -90,27 +90,27 @@ def barriers_counted() -> dict[str, float]:
 
 
 def main(folder: Path) -> None:
-    """Go all ways."""
+    """Run all paths, and report the counted calls."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    given = dist.HashStore()
+    job_store = dist.HashStore()
     alone = {"rank": 0, "world_size": 1}
-    ways: dict[str, Callable[[], None]] = {
+    paths: dict[str, Callable[[], None]] = {
         "env": group,
         "tcp": lambda: group(init_method=f"tcp://127.0.0.1:{free_port()}", **alone),
         "file": lambda: group(init_method=f"file://{folder / 'file'}", **alone),
-        "store": lambda: group(store=given, **alone),
+        "store": lambda: group(store=job_store, **alone),
         "c10d": agents("c10d"),
         "static": agents("static", rank=0, timeout=10),
     }
-    for path, go in ways.items():
-        with seen(path):
-            go()
+    for path, run in paths.items():
+        with recorded(path):
+            run()
     barriers()
     report(
-        found=found,
-        barriers=barriers_counted(),
-        given=[type(given).__name__, given.get("0//key").decode()],
+        found=counts_by_path,
+        barriers=barrier_counts(),
+        given=[type(job_store).__name__, job_store.get("0//key").decode()],
     )
 
 

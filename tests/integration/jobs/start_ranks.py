@@ -1,6 +1,6 @@
-"""A job that starts its ranks itself, and knows nothing of the package.
+"""A job that starts its ranks itself and does not import the package.
 
-Arguments: how to start them, and the port to meet at.
+Arguments: the start method, and the port of the store.
 """
 
 import multiprocessing
@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 
 def work(rank: int, world_size: int, port: int) -> None:
-    """Be one rank, with nothing in the environment."""
+    """Run one rank without environment variables."""
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    everybody = torch.tensor([float(rank + 1)])
-    dist.all_reduce(everybody)
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
     dist.destroy_process_group()
-    sys.exit(0 if everybody.item() == sum(range(1, world_size + 1)) else 1)
+    sys.exit(0 if total.item() == sum(range(1, world_size + 1)) else 1)
 
 
 def main(method: str, port: int) -> None:
-    """Start two, and end with the worse of their exit codes."""
+    """Start two ranks, and exit with the higher of their exit codes."""
     multiprocessing.set_start_method(method)
     ranks = [
         multiprocessing.Process(target=work, args=(rank, 2, port)) for rank in range(2)

@@ -1,7 +1,7 @@
-"""A training script that knows nothing of the package.
+"""A training script that does not import the package.
 
-Argument: a folder, in which each rank writes what it learned, and what Prometheus
-would have scraped from it.
+Argument: a folder, to which each rank writes its trained parameters and its Prometheus
+exposition.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(folder: Path) -> None:
-    """Take three steps."""
+    """Train for three steps."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -26,13 +26,13 @@ def main(folder: Path) -> None:
         loss = model(torch.full((3, 4), float(rank + step))).pow(2).sum()
         loss.backward()
         optimizer.step()
-    learned = [parameter.tolist() for parameter in model.parameters()]
-    everybody = torch.tensor([float(rank)])
-    dist.all_reduce(everybody)
+    parameters = [parameter.tolist() for parameter in model.parameters()]
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
     dist.barrier()
     (folder / f"{rank}.prom").write_bytes(generate_latest())
     dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps([learned, everybody.item()]))
+    (folder / f"{rank}.json").write_text(json.dumps([parameters, total.item()]))
 
 
 main(Path(sys.argv[1]))

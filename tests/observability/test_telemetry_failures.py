@@ -1,4 +1,4 @@
-"""Telemetry fails in every way it can; the job does not notice."""
+"""Failures of the telemetry itself, which never reach the job."""
 
 import io
 import sys
@@ -25,7 +25,7 @@ from tracedstore.testing import FlakyStore
 
 
 def use(store: tracedstore.TracedStore) -> None:
-    """Do what a job does, and see that it works."""
+    """Call the store as a job does, and check the results."""
     for number in range(3):
         store.set(f"key/{number}", "value")
         assert store.get(f"key/{number}") == b"value"
@@ -36,7 +36,7 @@ def use(store: tracedstore.TracedStore) -> None:
 
 
 def failures(registry: CollectorRegistry) -> dict[str, float]:
-    """The parts of the telemetry that failed, as the metric has them."""
+    """Return tracedstore_telemetry_failures_total by observer, without zeros."""
     return {
         sample.labels["observer"]: sample.value
         for family in registry.collect()
@@ -46,12 +46,12 @@ def failures(registry: CollectorRegistry) -> dict[str, float]:
 
 
 class TestBrokenParts:
-    """Each part of the telemetry breaks for itself."""
+    """A failure disables one part of the telemetry, and the others keep working."""
 
     def test_span_processor(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A processor that raises ends the spans, is counted, and is reported once."""
+        """A processor that raises disables spans, counted and reported once."""
 
         class Broken(SpanProcessor):
             def on_end(self, span: ReadableSpan) -> None:
@@ -67,7 +67,7 @@ class TestBrokenParts:
         assert capsys.readouterr().err.count("telemetry.disabled") == 1
 
     def test_exporter(self, registry: CollectorRegistry) -> None:
-        """An exporter that raises is the SDK's to handle, and never reaches the job."""
+        """The SDK handles an exporter that raises; nothing reaches the job."""
 
         class Broken(SpanExporter):
             def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -86,7 +86,7 @@ class TestBrokenParts:
     def test_log_sink(
         self, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A log that cannot be written ends the events; metrics go on."""
+        """A log that cannot be written disables events; metrics keep working."""
 
         class Full(io.StringIO):
             def write(self, _text: str) -> int:
@@ -108,7 +108,7 @@ class TestBrokenParts:
     def test_standard_error_is_closed(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A daemon may have closed it."""
+        """A closed standard error, as in some daemons, disables events."""
         closed = io.StringIO()
         closed.close()
         tracedstore.configure(registry=registry, slow_after=0, spans="off")
@@ -127,7 +127,7 @@ class TestBrokenParts:
         capsys: pytest.CaptureFixture[str],
         after: int,
     ) -> None:
-        """A clock that raises, before or after a call, ends the recording."""
+        """A clock that raises, before or after a call, disables recording."""
         readings = iter(range(after))
 
         def ticks() -> int:
@@ -147,7 +147,7 @@ class TestBrokenParts:
     def test_collector(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A scrape that fails here still gives the application its own metrics."""
+        """A scrape returns the application's metrics when our collector fails."""
         from prometheus_client import Counter
 
         Counter("job_steps", "Steps of the job.", registry=registry).inc()
@@ -165,18 +165,18 @@ class TestBrokenParts:
             assert 'telemetry_failures_total{observer="metrics"} 1.0' in text
             assert "operation_duration" not in text
 
-    def test_no_thread_to_be_had(
+    def test_thread_cannot_start(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where the stall watch cannot start, everything else does."""
+        """Everything else works if the stall watch cannot start its thread."""
         import threading
 
-        def refuse(_thread: threading.Thread) -> None:
+        def fail(_thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
         tracedstore.configure(registry=registry, log_format="off", spans="off")
         store = tracedstore.wrap(HashStore())
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(threading.Thread, "start", fail)
 
         use(store)
 
@@ -184,8 +184,8 @@ class TestBrokenParts:
         tracedstore.shutdown()
 
 
-class TestOddInput:
-    """Keys and values of every sort pass through, and show safely or not at all."""
+class TestUnusualInput:
+    """Keys of any kind are escaped in events, and values never appear in them."""
 
     @pytest.mark.parametrize(
         "value", ["", b"", b"\x00\xff\xfe", "ß€😀", b"x" * 10_000_000]
@@ -194,7 +194,7 @@ class TestOddInput:
     def test_round_trip(
         self, registry: CollectorRegistry, events: Any, key: str, value: str | bytes
     ) -> None:
-        """Empty, binary, wide, 10 MB: the bytes come back, and the log is readable."""
+        """Empty, binary, non-ASCII and 10 MB values are returned; events parse."""
         tracedstore.configure(registry=registry, slow_after=0, spans="off")
         store = tracedstore.wrap(HashStore())
         expected = value.encode() if isinstance(value, str) else value
@@ -212,10 +212,8 @@ class TestOddInput:
         )
         assert read == len(expected)
 
-    def test_key_that_is_no_text(
-        self, registry: CollectorRegistry, events: Any
-    ) -> None:
-        """A key of bytes that no encoding explains is escaped in the log."""
+    def test_undecodable_key(self, registry: CollectorRegistry, events: Any) -> None:
+        """A key that is not UTF-8 is escaped in the event."""
         tracedstore.configure(registry=registry, slow_after=0, spans="off")
         store: Any = tracedstore.wrap(HashStore())
 
@@ -226,22 +224,22 @@ class TestOddInput:
 
 
 class TestManyKeys:
-    """A job with a hundred thousand keys costs what one with a hundred does."""
+    """The cost does not grow with the number of keys."""
 
     @pytest.mark.timeout(120)
-    def test_flat(self, registry: CollectorRegistry) -> None:
-        """The exposition does not grow, and neither does what we keep."""
+    def test_bounded(self, registry: CollectorRegistry) -> None:
+        """Exposition and memory do not grow from 1,000 keys to 100,000."""
         tracedstore.configure(
             registry=registry, slow_after=0, log_format="off", spans="off"
         )
-        # Nothing is kept by this store itself.
+        # check() stores nothing in the inner store.
         store = tracedstore.wrap(FlakyStore(HashStore()))
         letters = "abcdefghijklmnopqrstuvwxyz"
 
         def use_keys(start: int, stop: int) -> None:
             for number in range(start, stop):
-                words = "".join(letters[int(digit)] for digit in str(number))
-                store.check([f"{words}/{number}"])
+                family = "".join(letters[int(digit)] for digit in str(number))
+                store.check([f"{family}/{number}"])
 
         use_keys(0, 1_000)
         size = len(generate_latest(registry))

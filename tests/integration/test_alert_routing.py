@@ -1,4 +1,4 @@
-"""What Alertmanager makes of many alerts, with the configuration of compose."""
+"""Grouping and inhibition of alerts by Alertmanager, as compose configures it."""
 
 import json
 import urllib.request
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
-    """Whoever is on call."""
+    """Return the receiver of notifications."""
     webhook = Webhook()
     yield webhook
     webhook.stop()
@@ -24,7 +24,7 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def alertmanager(tmp_path: Path, webhook: Webhook) -> Iterator[Alertmanager]:
-    """The real one."""
+    """Start a real Alertmanager."""
     server = Alertmanager(tmp_path, alertmanager_config(tmp_path, webhook.url))
     try:
         wait_until(server.ready)
@@ -34,7 +34,7 @@ def alertmanager(tmp_path: Path, webhook: Webhook) -> Iterator[Alertmanager]:
 
 
 def send(alertmanager: Alertmanager, *alerts: dict[str, Any]) -> None:
-    """Be Prometheus."""
+    """Send alerts as Prometheus does."""
     request = urllib.request.Request(
         f"{alertmanager.url}/api/v2/alerts",
         json.dumps([{"labels": labels} for labels in alerts]).encode(),
@@ -44,19 +44,19 @@ def send(alertmanager: Alertmanager, *alerts: dict[str, Any]) -> None:
         pass
 
 
-def named(page: dict[str, Any]) -> set[str]:
-    """The names of a page's alerts."""
+def alert_names(page: dict[str, Any]) -> set[str]:
+    """Return the names of a notification's alerts."""
     return {alert["labels"]["alertname"] for alert in page["alerts"]}
 
 
-def test_a_thousand_ranks_are_one_page(
+def test_alerts_of_one_barrier_are_grouped(
     alertmanager: Alertmanager, webhook: Webhook
 ) -> None:
-    """Were there an alert a rank, and of two kinds, it would still be one."""
+    """Alerts of 1000 ranks and of two kinds are one notification."""
     barrier = {"run_id": "r", "barrier": "checkpoint/*", "severity": "critical"}
-    each = [{"rank": str(rank), "host": f"n{rank // 8}"} for rank in range(1000)]
+    ranks = [{"rank": str(rank), "host": f"n{rank // 8}"} for rank in range(1000)]
     stalled = [
-        barrier | who | {"alertname": "TracedstoreBarrierStalled"} for who in each
+        barrier | rank | {"alertname": "TracedstoreBarrierStalled"} for rank in ranks
     ]
     send(alertmanager, *stalled, barrier | {"alertname": "TracedstoreBarrierTimedOut"})
 
@@ -67,10 +67,10 @@ def test_a_thousand_ranks_are_one_page(
     assert len(webhook.pages) == 1
 
 
-def test_what_a_stalled_barrier_explains(
+def test_stalled_barrier_inhibits_stalled_operations(
     alertmanager: Alertmanager, webhook: Webhook
 ) -> None:
-    """Is not sent, of the same run; and nobody is called about the telemetry."""
+    """Stalled operations of the same run are not sent, nor telemetry alerts."""
     stalled = {"alertname": "TracedstoreOperationStalled", "severity": "warning"}
     send(
         alertmanager,
@@ -84,12 +84,12 @@ def test_what_a_stalled_barrier_explains(
         stalled | {"run_id": "r"},
     )
     webhook.wait_for("TracedstoreBarrierStalled")
-    # Groups wait as long as each other, so what is sent later is told later.
+    # All groups wait equally long, so a later alert is notified later.
     send(alertmanager, stalled | {"run_id": "s"})
     other = webhook.wait_for("TracedstoreOperationStalled")
 
     assert other["groupLabels"] == {"run_id": "s"}
-    assert [named(page) for page in webhook.pages] == [
+    assert [alert_names(page) for page in webhook.pages] == [
         {"TracedstoreBarrierStalled"},
         {"TracedstoreOperationStalled"},
     ]

@@ -1,9 +1,9 @@
-"""Many ranks in one process: a thread and a connection each.
+"""Many ranks in one process, each with a thread and a connection.
 
-Arguments: the server's port, the world size, the ranks that never come, how many
-processes share the world, which of them this is. Every line on standard input is a
-barrier: its prefix and its timeout. Reported are what the ranks met with, and how long
-after its timeout the slowest of them had it, counted from its call.
+Arguments: the server's port, the world size, the ranks that never arrive, the number
+of processes that share the ranks, the index of this process. Every line on standard
+input is a barrier: its key prefix and its timeout. Reports the outcomes of the ranks,
+and how many seconds after its timeout the slowest call ended.
 """
 
 import resource
@@ -20,16 +20,16 @@ from integration.harness import report
 
 port, world_size = int(sys.argv[1]), int(sys.argv[2])
 missing = {int(rank) for rank in sys.argv[3].split(",")}
-share, own = int(sys.argv[4]), int(sys.argv[5])
+process_count, process_index = int(sys.argv[4]), int(sys.argv[5])
 
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+_, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 tracedstore.configure(log_format="off", spans="off")
-ranks = range(own, world_size, share)
+ranks = range(process_index, world_size, process_count)
 
 
 def connect(_rank: int) -> tracedstore.TracedStore:
-    """Make a rank's own connection."""
+    """Return a new connection for a rank."""
     return tracedstore.wrap(dist.TCPStore("127.0.0.1", port, None, is_master=False))
 
 
@@ -37,13 +37,13 @@ with ThreadPoolExecutor(16) as pool:
     stores = dict(zip(ranks, pool.map(connect, ranks), strict=True))
 
 
-def meet(prefix: str, timeout: float) -> None:
-    """Let all ranks of this process come, and report what they met with."""
+def run_barrier(prefix: str, timeout: float) -> None:
+    """Call the barrier from all ranks of this process, and report the outcomes."""
     outcomes: Counter[str] = Counter()
-    late: list[float] = []
+    lateness: list[float] = []
     lock = threading.Lock()
 
-    def visit(rank: int) -> None:
+    def call(rank: int) -> None:
         due = time.monotonic() + timeout
         try:
             tracedstore.barrier(
@@ -52,20 +52,20 @@ def meet(prefix: str, timeout: float) -> None:
             outcome = "completed"
         except tracedstore.BarrierTimeout as error:
             outcome = str(error.missing_ranks)
-        late.append(time.monotonic() - due)
+        lateness.append(time.monotonic() - due)
         with lock:
             outcomes[outcome] += 1
 
-    coming = [rank for rank in ranks if prefix == "all" or rank not in missing]
-    threads = [threading.Thread(target=visit, args=(rank,)) for rank in coming]
+    present = [rank for rank in ranks if prefix == "all" or rank not in missing]
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in present]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    report(outcomes=outcomes, late=max(late))
+    report(outcomes=outcomes, late=max(lateness))
 
 
 report(ready=len(stores))
 for line in sys.stdin:
     name, seconds = line.split()
-    meet(name, float(seconds))
+    run_barrier(name, float(seconds))

@@ -1,4 +1,4 @@
-"""The server of a TCPStore dies or hangs while somebody is in a call."""
+"""The server of a TCPStore is killed or stopped during a call."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from integration.harness import Child, counted, in_background, wait_until
+from integration.harness import Child, in_background, operation_count, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -27,14 +27,14 @@ BLOCKING: dict[str, Callable[[Any], Any]] = {
 
 
 def client(port: int) -> dist.TCPStore:
-    """A connection that waits longer than any test."""
+    """Return a connection with a timeout longer than any test."""
     return dist.TCPStore(
         "127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=50)
     )
 
 
 def blocked(name: str, for_seconds: float = 0.0) -> tracedstore.InFlight | None:
-    """The call that a thread has been in for a time, if it has."""
+    """Return the call that a thread has been in for more than a time, or None."""
     for call in tracedstore.in_flight():
         if call.thread == name and call.waited_seconds > for_seconds:
             return call
@@ -42,33 +42,33 @@ def blocked(name: str, for_seconds: float = 0.0) -> tracedstore.InFlight | None:
 
 
 class TestKilled:
-    """The server is gone from one moment to the next."""
+    """The server is killed."""
 
     @pytest.mark.parametrize("operation", BLOCKING)
-    def test_as_bare(
+    def test_raises_same(
         self,
         registry: CollectorRegistry,
         events: Events,
         tcp_server: Child,
         operation: str,
     ) -> None:
-        """The caller gets what a bare store raises; it is counted, and told of."""
+        """The caller gets the bare store's exception, counted and logged."""
         tracedstore.configure(registry=registry, log_format="json")
         call = BLOCKING[operation]
         port = tcp_server.next_report()["port"]
         bare, traced = client(port), tracedstore.wrap(client(port))
-        # Bare first: when the traced one has been in its call for a while, so has it.
-        of_bare = in_background(lambda: call(bare))
-        of_traced = in_background(lambda: call(traced), "victim")
-        wait_until(lambda: blocked("victim", for_seconds=0.1))
+        # Bare first: it is blocked for longer than the traced one.
+        bare_call = in_background(lambda: call(bare))
+        traced_call = in_background(lambda: call(traced), "traced")
+        wait_until(lambda: blocked("traced", for_seconds=0.1))
 
         tcp_server.kill()
-        expected, error = of_bare.exception(15), of_traced.exception(15)
+        expected, error = bare_call.exception(15), traced_call.exception(15)
 
         assert type(error) is type(expected) is dist.DistNetworkError
         assert str(error).splitlines()[0] == str(expected).splitlines()[0]
         error_type = "torch.distributed.DistNetworkError"
-        assert counted(registry, "tcp_store", operation, error_type) == 1
+        assert operation_count(registry, "tcp_store", operation, error_type) == 1
         (failed,) = [e for e in events() if e["event"] == "store.operation.failed"]
         assert failed["operation"] == operation
         assert failed["key"] == "never"
@@ -78,47 +78,47 @@ class TestKilled:
     def test_calls_afterwards(
         self, registry: CollectorRegistry, tcp_server: Child
     ) -> None:
-        """Every later call fails as it does with bare, and all are counted."""
+        """Every later call fails as with a bare store, and all are counted."""
         tracedstore.configure(registry=registry, log_format="off")
         port = tcp_server.next_report()["port"]
         stores = [client(port), tracedstore.wrap(client(port))]
 
         tcp_server.kill()
-        raised = []
+        error_types = []
         for store in stores:
             for _ in range(3):
                 with pytest.raises(dist.DistNetworkError) as error:
                     store.get("k")
-                raised.append(type(error.value))
+                error_types.append(type(error.value))
 
-        assert raised[:3] == raised[3:]
+        assert error_types[:3] == error_types[3:]
         error_type = "torch.distributed.DistNetworkError"
-        assert counted(registry, "tcp_store", "get", error_type) == 3
+        assert operation_count(registry, "tcp_store", "get", error_type) == 3
 
 
 class TestStopped:
-    """The server is there and does not answer, until it does."""
+    """The server is stopped with SIGSTOP and continued later."""
 
-    def test_seen_while_it_lasts(
+    def test_blocked_call_is_reported(
         self, registry: CollectorRegistry, events: Events, tcp_server: Child
     ) -> None:
-        """The call shows with its key and thread, and is warned of, before it ends."""
+        """The call is in flight with key and thread, and reported before it ends."""
         tracedstore.configure(registry=registry, stall_after=0.2, log_format="json")
         port = tcp_server.next_report()["port"]
         store = tracedstore.wrap(client(port))
         store.set("config/7", "value")
 
         os.kill(tcp_server.pid, signal.SIGSTOP)
-        answer = in_background(lambda: store.get("config/7"), "reader")
+        value = in_background(lambda: store.get("config/7"), "reader")
         first = wait_until(lambda: blocked("reader"))
         (stalled, *_) = wait_until(
             lambda: [e for e in events() if e["event"] == "store.operation.stalled"]
         )
         later = wait_until(lambda: blocked("reader"))
-        still_blocked = not answer.done()
+        still_blocked = not value.done()
         os.kill(tcp_server.pid, signal.SIGCONT)
 
-        assert answer.result(15) == b"value"
+        assert value.result(15) == b"value"
         assert still_blocked
         assert (first.operation, first.key, first.key_family, first.server) == (
             "get",
@@ -134,19 +134,17 @@ class TestStopped:
             "reader",
         )
         assert 0.2 <= stalled["waited_seconds"] <= later.waited_seconds
-        assert counted(registry, "tcp_store", "get") == 1
+        assert operation_count(registry, "tcp_store", "get") == 1
         assert tracedstore.in_flight() == []
 
-    def test_calls_queue_behind_it(
-        self, registry: CollectorRegistry, tcp_server: Child
-    ) -> None:
-        """Calls behind the blocked one, on its connection, show as in flight too."""
+    def test_queued_calls(self, registry: CollectorRegistry, tcp_server: Child) -> None:
+        """Calls that wait for the blocked one's connection are in flight too."""
         tracedstore.configure(registry=registry, log_format="off")
         store = tracedstore.wrap(client(tcp_server.next_report()["port"]))
         store.set("k", "v")
 
         os.kill(tcp_server.pid, signal.SIGSTOP)
-        answers = [
+        values = [
             in_background(lambda: store.get("k"), f"reader {number}")
             for number in range(4)
         ]
@@ -158,7 +156,7 @@ class TestStopped:
         threads = {call.thread for call in tracedstore.in_flight()}
         os.kill(tcp_server.pid, signal.SIGCONT)
 
-        assert [answer.result(15) for answer in answers] == [b"v"] * 4
+        assert [value.result(15) for value in values] == [b"v"] * 4
         assert in_flight == 4
         assert threads == {f"reader {number}" for number in range(4)}
         assert threading.current_thread().name not in threads
