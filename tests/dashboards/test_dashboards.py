@@ -15,7 +15,7 @@ import promql_parser
 import pytest
 
 from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
-from support.tools import complaints
+from support.tools import query_errors
 from tracedstore import names
 
 # What Prometheus adds to every target itself.
@@ -221,7 +221,7 @@ def test_logql_and_traceql_parse() -> None:
     asked = [query for query in queries() if query.kind != "prometheus"]
     assert {query.kind for query in asked} == {"loki", "tempo"}
 
-    told = complaints([(query.kind, filled(query.text)) for query in asked])
+    told = query_errors([(query.kind, filled(query.text)) for query in asked])
 
     for query, complaint in zip(asked, told, strict=True):
         assert complaint == "", query

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from support.dashboards import LOKI_RULES, RULES, rules
-from support.tools import ROOT, complaints, run
+from support.tools import ROOT, query_errors, run
 from tracedstore import names
 
 CASES = RULES.with_name("prometheus_test.yaml")
@@ -216,13 +216,15 @@ class TestLoki:
 
     def test_parse(self) -> None:
         """By Grafana's own grammar."""
-        told = complaints([("loki", alert["expr"]) for alert in LOKI_ALERTS])
+        told = query_errors([("loki", alert["expr"]) for alert in LOKI_ALERTS])
 
         assert told == [""] * len(LOKI_ALERTS)
 
     def test_the_parser_complains(self) -> None:
         """About what is no query."""
-        told = complaints([("loki", "sum by (x) (rate({a=1}[5m]))"), ("tempo", "{ a")])
+        told = query_errors(
+            [("loki", "sum by (x) (rate({a=1}[5m]))"), ("tempo", "{ a")]
+        )
 
         assert all(told)
 

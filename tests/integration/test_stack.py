@@ -194,7 +194,7 @@ class TestDiscovery:
         """Those of the agent and of all ranks, as promtool sees them."""
         for served in stack.job.events(names.TELEMETRY_SERVING):
             with urllib.request.urlopen(served["url"], timeout=10) as page:
-                done = run("promtool", "check", "metrics", given=page.read().decode())
+                done = run("promtool", "check", "metrics", stdin=page.read().decode())
             assert (done.returncode, done.stderr) == (0, ""), served
 
 

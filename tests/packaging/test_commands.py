@@ -26,7 +26,11 @@ from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
 from tracedstore.cli.main import COMMANDS, parser
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 # Pages of which one test takes every command: below, and in test_debug_page.py.
 WHOLE = {
     "torchrun.md",

@@ -73,7 +73,7 @@ class TestRead:
             None,
             {"round": 1},
             dynamic._NodeDesc("a", 1, 0),
-            datetime.now(UTC),
+            datetime.fromtimestamp(1000, UTC),
             print,
         ],
         ids=str,
