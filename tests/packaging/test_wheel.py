@@ -99,7 +99,7 @@ class TestWheel:
 
     @pytest.mark.parametrize("first", ["tracedstore.rendezvous", "torchs"])
     def test_imports(self, first: str) -> None:
-        """Importing the package does not import elastic; either may be imported first."""
+        """Importing the package does not import elastic; either can be first."""
         torchs = "torch.distributed.elastic.rendezvous"
         script = f"""
 import importlib, sys, tracedstore
@@ -121,7 +121,7 @@ assert "etcd" not in sys.modules
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_torch_has_a_floor_and_no_pin(self, wheel: zipfile.ZipFile) -> None:
-        """torch has a lower bound only: the job chooses the version."""
+        """The job chooses the version of torch, above a lower bound."""
         (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
         metadata = Parser().parsestr(wheel.read(name).decode())
         required = metadata.get_all("Requires-Dist") or []
