@@ -260,6 +260,6 @@ def alertmanager_config(folder: Path, webhook: str) -> Path:
         route=route | {"group_wait": "500ms", "group_interval": "1s"},
         receivers=[
             {"name": "on-call", "webhook_configs": [{"url": webhook}]},
-            {"name": "nobody"},
+            {"name": "discard"},
         ],
     )
