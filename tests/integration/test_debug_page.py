@@ -226,6 +226,7 @@ class TestExit:
 class TestDocs:
     """The example of docs/debug-server.md, as it stands there."""
 
+    @pytest.mark.exclusive
     def test_dump(self, tmp_path: Path) -> None:
         """What torch dumps is what the page of the docs shows."""
         page = Path(__file__).parents[2] / "docs/debug-server.md"

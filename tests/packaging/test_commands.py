@@ -56,7 +56,10 @@ RUN_BELOW = {
 NOT_RUN = {"docker compose up --build"}
 BIN = Path(sys.executable).parent
 
-pytestmark = pytest.mark.processes
+# Seconds. These tests start up to ten processes each, while other workers run tests.
+_TIMEOUT = 120
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(_TIMEOUT + 30)]
 
 
 def blocks(page: Path) -> list[str]:
@@ -121,7 +124,7 @@ def running_all(
         yield [stack.enter_context(running(line, folder)) for line in lines]
 
 
-def run(command: str, folder: Path, timeout: float = 50) -> tuple[int, str, str]:
+def run(command: str, folder: Path, timeout: float = _TIMEOUT) -> tuple[int, str, str]:
     """Run a command; return its exit code, standard output and standard error."""
     with running(command, folder) as process:
         out, err = process.communicate(timeout=timeout)
@@ -205,7 +208,6 @@ class TestMake:
         assert "Traceback" not in err
         assert json.loads(output.read_text("utf-8"))
 
-    @pytest.mark.timeout(150)
     def test_demo(self, tmp_path: Path) -> None:
         """All commands of docs/demo.md at the same time; make uses this environment."""
         (make,) = commands("make demo")
@@ -220,7 +222,7 @@ class TestMake:
         ]
         with running_all(lines, tmp_path) as demos:
             for demo in demos:
-                out, err = demo.communicate(timeout=120)
+                out, err = demo.communicate(timeout=_TIMEOUT)
                 assert (demo.returncode, err) == (0, ""), (demo.args, out)
                 assert "sim-node-1" in out
         assert (tmp_path / "here/report.html").is_file()
@@ -236,7 +238,7 @@ class TestTorchrun:
         command = command.replace("-node 8", "-node 1")
         (tmp_path / "train.py").write_text(train())
         with running_all([command, command], tmp_path) as nodes:
-            outputs = [node.communicate(timeout=50) for node in nodes]
+            outputs = [node.communicate(timeout=_TIMEOUT) for node in nodes]
 
         assert [node.returncode for node in nodes] == [0, 0], outputs
         assert all("the sum is 1.0" in out for out, _ in outputs)
@@ -254,7 +256,7 @@ class TestTorchrun:
         (tmp_path / "train.py").write_text(train())
         lines = commands_of(ROOT / "docs/zero-code.md")
         with running_all(lines, tmp_path) as jobs:
-            plain, traced, otel = [job.communicate(timeout=50) for job in jobs]
+            plain, traced, otel = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 
         assert [job.returncode for job in jobs] == [0, 0, 0], (traced, otel)
         for printed, _ in (plain, traced, otel):
@@ -278,7 +280,7 @@ class TestTorchrun:
             for line in commands_of(page)
         ]
         with running_all(lines, ROOT) as jobs:
-            outputs = [job.communicate(timeout=50) for job in jobs]
+            outputs = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 
         assert [job.returncode for job in jobs] == [0, 0, 1], outputs
         for out, _ in outputs[:2]:
@@ -305,9 +307,9 @@ class TestTorchrun:
         )
         with running(command, tmp_path) as job:
             url = f"http://127.0.0.1:{port}/metrics"
-            metrics = wait_until(lambda: fetch(url), 40)
+            metrics = wait_until(lambda: fetch(url), _TIMEOUT)
             stop.touch()
-            _, err = job.communicate(timeout=40)
+            _, err = job.communicate(timeout=_TIMEOUT)
 
         assert job.returncode == 0, err
         assert "tracedstore_build_info{" in metrics
@@ -331,7 +333,7 @@ class TestTracedstore:
         command = command.replace("tcp://node1:29400", store_url)
         targets = tmp_path / "targets.json"
         with running(f"exec {command}", tmp_path) as watcher:
-            wait_until(targets.exists, 30)
+            wait_until(targets.exists, _TIMEOUT)
             watcher.send_signal(signal.SIGINT)
             _, err = watcher.communicate(timeout=20)
 

@@ -42,7 +42,7 @@ class Agent:
             )
         self.pid = self._process.pid
 
-    def exit_status(self, timeout: float = 50.0) -> int:
+    def exit_status(self, timeout: float = 100.0) -> int:
         """Wait until the agent exits and return its exit status."""
         try:
             return self._process.wait(timeout)
