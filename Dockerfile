@@ -1,4 +1,4 @@
-# The package with a job that misbehaves, for docker-compose.yml.
+# The package and the example job of docker-compose.yml.
 FROM python:3.11.13-slim-bookworm
 
 RUN groupadd --gid 1000 job && useradd --uid 1000 --gid job --create-home job \
@@ -6,13 +6,17 @@ RUN groupadd --gid 1000 job && useradd --uid 1000 --gid job --create-home job \
 
 WORKDIR /app
 COPY constraints.txt ./
-# The CPU's torch is a tenth of the size of the one with CUDA.
+# pip prefers the CPU build of torch in this index, version 2.13.0+cpu, to the CUDA build
+# 2.13.0 of the default index. It is a tenth of the size.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --constraint constraints.txt \
-    --index-url https://download.pytorch.org/whl/cpu \
-    --extra-index-url https://pypi.org/simple torch numpy
+    --extra-index-url "$TORCH_INDEX_URL" torch numpy
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
+# The wheel includes dashboards, alert rules and provisioning.
 COPY dashboards ./dashboards
+COPY deploy/alertmanager ./deploy/alertmanager
+COPY deploy/grafana ./deploy/grafana
 RUN pip install --no-cache-dir --constraint constraints.txt ".[otlp]"
 COPY deploy/job ./job
 

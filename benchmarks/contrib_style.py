@@ -1,6 +1,6 @@
-"""The wrapper one would write in the manner of OpenTelemetry's instrumentations.
+"""A store wrapper in the style of OpenTelemetry's contrib instrumentations.
 
-One current span for every call. It is what tracedstore's cost is compared with.
+It makes one current span per call. tracedstore's cost is compared with its cost.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tracedstore.core.store_proxy import RECORDED
 
 
 class SpanPerCallStore(Store):
-    """Forwards every method inside a span."""
+    """Forwards every call inside a span."""
 
     def __init__(self, inner: Store, tracer: trace.Tracer) -> None:
         super().__init__()

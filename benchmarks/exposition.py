@@ -1,9 +1,9 @@
-"""What one scrape of one rank costs: bytes and time, over real HTTP.
+"""Measures the size and the duration of one scrape of one rank, over HTTP.
 
-Twice: of a rank that did what ranks do, and of one whose job does everything that can
-make an exposition grow: every operation on every kind of store, keys and prefixes that
-never repeat, failures of many kinds, and barriers that a thousand ranks are missing
-from. A Prometheus with a thousand ranks takes a thousand times that.
+It measures an ordinary rank, and a rank whose job does everything that makes an
+exposition grow: every operation on every kind of store, keys and prefixes that never
+repeat, many types of errors, and barriers with a thousand missing ranks. A Prometheus
+server that scrapes a thousand ranks receives a thousand such pages.
 """
 
 import socket
@@ -26,13 +26,13 @@ from tracedstore.export import pages
 from tracedstore.testing import FlakyStore
 
 _FORMATS = {"text": "text/plain", "OpenMetrics": "application/openmetrics-text"}
-# Bytes: what a Prometheus takes without being asked to.
-_MOST = 10_000_000
+# Bytes that a Prometheus server accepts without a changed configuration.
+_MAX_SIZE = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of rank, in one format."""
+    """The measurements of one kind of rank in one format."""
 
     rank: str
     format: str
@@ -42,7 +42,7 @@ class Row:
 
 
 def ordinary() -> None:
-    """Do what a rank does when it starts, and then at every step."""
+    """Do what a rank does at its start and at every step."""
     store = tracedstore.wrap(dist.HashStore())
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for step in range(100):
@@ -51,7 +51,7 @@ def ordinary() -> None:
 
 
 def everything() -> None:
-    """Do all that can make an exposition grow."""
+    """Do everything that makes an exposition grow."""
     for kind in range(20):
         store: Any = FlakyStore()
         store.__class__ = type(f"Kind{kind}Store", (FlakyStore,), {})
@@ -76,40 +76,40 @@ def everything() -> None:
 
 
 def _word(number: int) -> str:
-    # Letters, because digits are folded into one family.
+    # Letters, because digits are replaced by `*` in the key family.
     return "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "/k"
 
 
 def measure(rank: str, url: str, times: int) -> list[Row]:
-    """Scrape in turns, and give the medians."""
-    found: dict[str, list[float]] = {name: [] for name in _FORMATS}
+    """Scrape in both formats alternately, and return the medians."""
+    durations: dict[str, list[float]] = {name: [] for name in _FORMATS}
     bodies: dict[str, bytes] = {}
     for _ in range(times):
         for name, accept in _FORMATS.items():
-            asking = urllib.request.Request(url, headers={"Accept": accept})
+            request = urllib.request.Request(url, headers={"Accept": accept})
             started = time.perf_counter()
-            with urllib.request.urlopen(asking, timeout=60) as answer:
-                bodies[name] = answer.read()
-            found[name].append((time.perf_counter() - started) * 1e3)
+            with urllib.request.urlopen(request, timeout=60) as response:
+                bodies[name] = response.read()
+            durations[name].append((time.perf_counter() - started) * 1e3)
     return [
         Row(
             rank,
             name,
             sum(not line.startswith(b"#") for line in bodies[name].splitlines()),
             len(bodies[name]),
-            statistics.median(found[name]),
+            statistics.median(durations[name]),
         )
         for name in _FORMATS
     ]
 
 
 def main() -> int:
-    """Measure, print, and hold the bars."""
+    """Run the benchmark, print the table, write the JSON."""
     arguments = parser(__doc__)
     arguments.add_argument("--times", type=int, default=30)
     options = arguments.parse_args()
-    # Every scrape is made anew here, and not taken from the last half second.
-    pages._METRICS_MAX_AGE = 0.0  # noqa: SLF001
+    # Every scrape renders the page; otherwise a page is reused for half a second.
+    pages._METRICS_MAX_AGE = 0.0  # noqa: SLF001 - not a setting, because no job needs it
     rows = []
     for name, work in (("ordinary", ordinary), ("everything", everything)):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -127,7 +127,7 @@ def main() -> int:
             f"{row.milliseconds:>11.1f} ms"
         )
     largest = max(row.size for row in rows)
-    bars = [Bar.at_most("bytes of the largest exposition", largest, _MOST)]
+    bars = [Bar.at_most("bytes of the largest exposition", largest, _MAX_SIZE)]
     return finish(bars, {"rows": [asdict(row) for row in rows]}, options.output)
 
 

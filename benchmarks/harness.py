@@ -1,4 +1,4 @@
-"""What the benchmarks share: a server, spans that go nowhere, bars and results."""
+"""Shared by the benchmarks: a TCPStore server, a span exporter, bars and results."""
 
 import argparse
 import json
@@ -25,13 +25,13 @@ import tracedstore
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A number to hold.
+    """A measured value and its limit.
 
     Attributes:
         what: What was measured.
-        value: What it came to.
-        bar: What it is held against.
-        held: Whether it held.
+        value: The measured value.
+        bar: The limit.
+        held: Whether the value is within the limit.
     """
 
     what: str
@@ -41,19 +41,19 @@ class Bar:
 
     @classmethod
     def at_most(cls, what: str, value: float, bar: float) -> "Bar":
-        """Hold a number against the most it may be."""
+        """Compare a value with its upper limit."""
         return cls(what, value, bar, value <= bar)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Make a parser of the options that every benchmark has."""
+    """Create a parser of the options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--output", type=Path, help="write the results as JSON")
     return options
 
 
 def finish(bars: list[Bar], results: dict[str, Any], output: Path | None) -> int:
-    """Print the bars, write the results, and give the exit code."""
+    """Print the bars, write the results as JSON, and return the exit code."""
     for bar in bars:
         mark = "ok  " if bar.held else "MISS"
         print(f"{mark} {bar.what}: {bar.value:g} (bar {bar.bar:g})")
@@ -76,15 +76,15 @@ def finish(bars: list[Bar], results: dict[str, Any], output: Path | None) -> int
     return 0 if all(bar.held for bar in bars) else 1
 
 
-class _Nowhere(SpanExporter):
-    def export(self, spans: Any) -> SpanExportResult:  # noqa: ARG002
+class _DiscardingExporter(SpanExporter):
+    def export(self, spans: Any) -> SpanExportResult:  # noqa: ARG002 - the interface's signature
         return SpanExportResult.SUCCESS
 
 
-def provider_to_nowhere() -> TracerProvider:
-    """Make a TracerProvider as a job has it, but for where its spans go."""
+def discarding_provider() -> TracerProvider:
+    """Create a TracerProvider as a job has it, whose exporter discards the spans."""
     provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(_Nowhere()))
+    provider.add_span_processor(BatchSpanProcessor(_DiscardingExporter()))
     return provider
 
 
@@ -98,7 +98,7 @@ sys.stdin.read()
 
 @contextmanager
 def tcp_server() -> Iterator[int]:
-    """Serve a TCPStore from another process; give its port."""
+    """Serve a TCPStore from another process, and yield its port."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _SERVER],
         stdin=subprocess.PIPE,

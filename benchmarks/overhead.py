@@ -1,14 +1,15 @@
-"""What tracing costs: bare, traced, and a span per call, interleaved in one run.
+"""Measures the cost of tracing: bare, traced, and a span per call, in one run.
 
-A round times a call or a few of the bare store and of a variant, one right after the
-other, so that whatever else the machine does hits both alike: a round trip to a
-TCPStore takes 10 us or 80 us, depending on whether its server was still awake. What a
-variant adds is the median of the difference over thousands of rounds. The TCPStore's
-server is another process, as it is for every rank of a job but one.
+A round times a few calls of the bare store and then of a variant, so that other load on
+the machine affects both: a round trip to a TCPStore takes 10 us or 80 us, depending on
+whether its server was still awake. The cost of a variant is the median difference over
+thousands of rounds. The TCPStore's server is another process, as for every rank of a
+job but one.
 
-Exits with 1 where a bar is missed.
+Exits with 1 if a bar is missed.
 """
 
+import itertools
 import logging
 import statistics
 import sys
@@ -22,32 +23,36 @@ from typing import Any
 
 import torch.distributed as dist
 from contrib_style import SpanPerCallStore
-from harness import Bar, finish, parser, provider_to_nowhere, tcp_server
+from harness import Bar, discarding_provider, finish, parser, tcp_server
 from prometheus_client import CollectorRegistry
 from torch.distributed import Store
 
 import tracedstore
+
+# compare_set swaps between two values: with equal expected and desired values it only
+# reads the key, and is not counted as a compare-and-set.
+_SWAPS = itertools.cycle((("a", "b"), ("b", "a")))
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "get": lambda store: store.get("key"),
     "set": lambda store: store.set("key", "value"),
     "add": lambda store: store.add("counter", 1),
     "check": lambda store: store.check(["key"]),
-    "compare_set": lambda store: store.compare_set("swapped", "a", "a"),
+    "compare_set": lambda store: store.compare_set("swapped", *next(_SWAPS)),
     "wait": lambda store: store.wait(["key"]),
     "multi_get": lambda store: store.multi_get(["key", "swapped"]),
 }
-# Calls of TCPStore that wait for its server to answer: DESIGN's first row.
+# Calls of TCPStore that wait for the server's response.
 BARRED_OPERATIONS = ("get", "add", "check", "compare_set", "wait")
-MOST_TRACED_TO_BARE = 1.10
-MOST_COST_TO_SPAN_PER_CALL = 0.10
+MAX_TRACED_TO_BARE = 1.10
+MAX_COST_TO_SPAN_PER_CALL = 0.10
 THREADS, CALLS_EACH = 16, 10_000
 _ROUND_NS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation on one store."""
+    """The measurements of one operation on one store."""
 
     store: str
     operation: str
@@ -59,7 +64,7 @@ class Row:
 
     @property
     def cost_ratio(self) -> float:
-        """What tracing adds, over what a span per call adds."""
+        """The cost of tracing over the cost of a span per call."""
         return self.traced_cost_us / self.span_per_call_cost_us
 
 
@@ -78,11 +83,11 @@ def _time(call: Callable[[Any], Any], store: Store, calls: int) -> float:
     return (time.perf_counter_ns() - started) / calls
 
 
-def _added(
+def _cost(
     call: Callable[[Any], Any], bare: Store, variant: Store, rounds: int
 ) -> tuple[float, float]:
-    """Measure what a bare call takes, and what a variant adds to it, in ns."""
-    # As few calls as can be timed well.
+    """Measure the duration of a bare call and the cost of a variant, in ns."""
+    # The smallest number of calls that is long enough to be timed well.
     warm_up = statistics.median(_time(call, variant, 1) for _ in range(200))
     calls = max(1, round(_ROUND_NS / warm_up))
     times: dict[int, list[float]] = {id(bare): [], id(variant): []}
@@ -99,10 +104,10 @@ def _added(
 
 def _measure(name: str, operation: str, variants: dict[str, Store], rounds: int) -> Row:
     call = OPERATIONS[operation]
-    # In pairs, not all three in turn: a span for every call keeps the SDK's exporting
-    # thread busy, and whatever comes next pays for that.
-    bare, traced = _added(call, variants["bare"], variants["traced"], rounds)
-    _, span_per_call = _added(call, variants["bare"], variants["span per call"], rounds)
+    # In pairs, not all three in turn: a span for every call keeps the SDK's exporter
+    # thread busy, and the next variant would pay for that.
+    bare, traced = _cost(call, variants["bare"], variants["traced"], rounds)
+    _, span_per_call = _cost(call, variants["bare"], variants["span per call"], rounds)
     return Row(
         store=name,
         operation=operation,
@@ -115,12 +120,12 @@ def _measure(name: str, operation: str, variants: dict[str, Store], rounds: int)
 
 
 def _count_exactly() -> int:
-    """Count the calls that the metric has after many threads made many."""
+    """Make calls from many threads, and return how many the metric counted."""
     registry = CollectorRegistry()
     tracedstore.configure(registry=registry, log_format="off")
 
     class CountedStore(dist.HashStore):
-        """A kind of its own, so that nothing else is counted with it."""
+        """A separate store kind, so that no other call is counted with these."""
 
     store = tracedstore.wrap(CountedStore())
     store.set("key", "value")
@@ -166,12 +171,12 @@ def _bars(rows: list[Row], counted: int) -> list[Bar]:
         Bar.at_most(
             "TCPStore traced / bare, worst of " + ", ".join(BARRED_OPERATIONS),
             max(row.traced_ratio for row in barred),
-            MOST_TRACED_TO_BARE,
+            MAX_TRACED_TO_BARE,
         ),
         Bar.at_most(
             "cost added / cost a span per call adds, median",
             statistics.median(row.cost_ratio for row in rows),
-            MOST_COST_TO_SPAN_PER_CALL,
+            MAX_COST_TO_SPAN_PER_CALL,
         ),
         Bar(
             f"calls counted of {THREADS} threads x {CALLS_EACH}",
@@ -188,10 +193,10 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=2000)
     options = arguments.parse_args()
 
-    # A span per call fills the exporter's queue faster than it is emptied, which the
-    # SDK warns of; that it drops spans only flatters it.
+    # A span per call fills the exporter's queue faster than it is emptied, and the SDK
+    # warns of that. Dropped spans only make the span per call look cheaper.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    provider = provider_to_nowhere()
+    provider = discarding_provider()
     tracer = provider.get_tracer("contrib")
     tracedstore.configure(
         registry=CollectorRegistry(), tracer_provider=provider, log_format="off"

@@ -1,7 +1,7 @@
-"""Measure what tracedstore-run adds to the start of Python processes.
+"""Measures what tracedstore-run adds to the start of Python processes.
 
-Each command is run bare and as a child of tracedstore-run, in turns, and the medians
-are printed as a Markdown table.
+Each command runs bare and as a child of tracedstore-run, alternately. The medians are
+printed as a Markdown table.
 """
 
 import argparse
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def seconds(command: list[str], env: dict[str, str]) -> float:
-    """Run a command, and give how long it took."""
+    """Run a command, and return its duration."""
     started = time.perf_counter()
     subprocess.run(command, env=env, check=True)
     return time.perf_counter() - started
@@ -43,11 +43,15 @@ def paired(
     other: tuple[list[str], dict[str, str]],
     times: int,
 ) -> tuple[float, float, float]:
-    """Run two commands in turns; give both medians, and that of the differences."""
+    """Run two commands alternately.
+
+    Returns:
+        The medians of both durations, and the median of their differences.
+    """
     seconds(*one), seconds(*other)
     pairs = []
     for turn in range(times):
-        # The second of a pair profits from the first: take turns in that, too.
+        # The second of a pair profits from the first, so their order alternates.
         if turn % 2:
             second, first = seconds(*other), seconds(*one)
         else:
@@ -61,12 +65,16 @@ def paired(
 
 
 def main() -> None:
-    """Measure all, and print."""
+    """Run the benchmark, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=200, help="pairs of quick ones")
-    parser.add_argument("--slow-times", type=int, default=20, help="pairs with torch")
+    parser.add_argument(
+        "--times", type=int, default=200, help="pairs of runs without torch"
+    )
+    parser.add_argument(
+        "--slow-times", type=int, default=20, help="pairs of runs with torch"
+    )
     options = parser.parse_args()
-    # As pip does when it installs the package.
+    # pip compiles the package when it installs it.
     compileall.compile_dir(Path(tracedstore.__file__).parent, quiet=1)
     bare = dict(os.environ)
     rows = [
@@ -86,7 +94,7 @@ def main() -> None:
             *paired((["true"], bare), ([RUN, "true"], bare), options.times),
         )
     )
-    print("| command | bare | below tracedstore-run | it adds |")
+    print("| command | bare | under tracedstore-run | added |")
     print("| --- | --- | --- | --- |")
     for name, first, second, difference in rows:
         times = (first, second, difference)

@@ -1,8 +1,8 @@
-"""Count round trips to a TCPStore where they happen: on the wire.
+"""Counts round trips to a TCPStore on the wire.
 
-What waits for an answer is for torch to decide, and is not what one would think: a
-``set`` does not, a ``get`` does twice. So nothing is assumed here: a relay stands
-between the clients and the server, and counts how often the server answers.
+How often a call waits for a response depends on torch: a ``set`` does not wait, a
+``get`` waits twice. So a relay between the clients and the server counts the server's
+responses.
 """
 
 import selectors
@@ -19,33 +19,33 @@ from torch.distributed import Store
 from tracedstore.core.store_proxy import RECORDED
 
 
-class Line:
+class RelayedConnection:
     """One connection through the relay.
 
     Attributes:
-        round_trips: How often the server answered after the client had spoken. The
-            client has one call under way at a time, so each of these was waited for.
+        round_trips: How often the server sent data after the client had. The client has
+            one call in flight at a time, so it waited for each of these responses.
     """
 
     def __init__(self) -> None:
         self.round_trips = 0
-        self._asked = False
+        self._client_sent = False
 
-    def heard(self, *, client: bool) -> None:
-        """Take note of who spoke."""
+    def count(self, *, client: bool) -> None:
+        """Count data that the client or the server has sent."""
         if client:
-            self._asked = True
-        elif self._asked:
-            self._asked = False
+            self._client_sent = True
+        elif self._client_sent:
+            self._client_sent = False
             self.round_trips += 1
 
 
 class Relay:
-    """Passes on what clients and server say.
+    """Forwards data between clients and a server.
 
     Attributes:
-        port: Where clients connect.
-        lines: Their connections, in the order in which they came.
+        port: The port for clients.
+        connections: The connections, in the order in which they were accepted.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -53,22 +53,22 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._selector.register(self._listening, selectors.EVENT_READ)
-        self._ended = False
+        self._stopped = False
         self.port: int = self._listening.getsockname()[1]
-        self.lines: list[Line] = []
+        self.connections: list[RelayedConnection] = []
 
     def run(self) -> None:
-        """Pass on until told to stop."""
-        while not self._ended:
+        """Forward data until `stop` is called."""
+        while not self._stopped:
             for ready, _ in self._selector.select(timeout=0.1):
                 if ready.data is None:
                     self._accept()
                 else:
-                    self._pass_on(ready.fileobj, *ready.data)
+                    self._forward(ready.fileobj, *ready.data)
 
     def stop(self) -> None:
-        """Stop within a moment."""
-        self._ended = True
+        """Make `run` return within 0.1 s."""
+        self._stopped = True
 
     def close(self) -> None:
         """Close every connection."""
@@ -80,47 +80,53 @@ class Relay:
     def _accept(self) -> None:
         client, _ = self._listening.accept()
         server = socket.create_connection(("127.0.0.1", self._server_port))
-        line = Line()
-        self.lines.append(line)
+        connection = RelayedConnection()
+        self.connections.append(connection)
         for own, other, is_client in ((client, server, True), (server, client, False)):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(own, selectors.EVENT_READ, (other, line, is_client))
+            self._selector.register(
+                own, selectors.EVENT_READ, (other, connection, is_client)
+            )
 
-    def _pass_on(
-        self, source: Any, other: socket.socket, line: Line, is_client: bool
+    def _forward(
+        self,
+        source: Any,
+        other: socket.socket,
+        connection: RelayedConnection,
+        is_client: bool,
     ) -> None:
-        said = source.recv(1 << 20)
-        if not said:
+        data = source.recv(1 << 20)
+        if not data:
             for end in (source, other):
                 self._selector.unregister(end)
                 end.close()
             return
-        # Counted before it is passed on: who has an answer finds it counted.
-        line.heard(client=is_client)
-        other.sendall(said)
+        # Before it is forwarded, so that a client with a response finds it counted.
+        connection.count(client=is_client)
+        other.sendall(data)
 
 
 @contextmanager
 def relay(server_port: int) -> Iterator[Relay]:
-    """Relay to a server, in a thread."""
-    found = Relay(server_port)
-    running = threading.Thread(target=found.run)
-    running.start()
+    """Run a relay to a server in a thread."""
+    running_relay = Relay(server_port)
+    thread = threading.Thread(target=running_relay.run)
+    thread.start()
     try:
-        yield found
+        yield running_relay
     finally:
-        found.stop()
-        running.join()
-        found.close()
+        running_relay.stop()
+        thread.join()
+        running_relay.close()
 
 
 class CountingStore(Store):
-    """A TCPStore through a relay that counts its calls, too.
+    """A client of a TCPStore through a relay; it counts its calls.
 
     Attributes:
-        line: Its connection.
-        calls: Its calls, by name.
-        before: How many round trips there had been when a key was first set.
+        connection: The connection through the relay.
+        calls: The number of calls by operation.
+        round_trips_before_set: The round trips before each key was first set.
     """
 
     def __init__(self, through: Relay) -> None:
@@ -128,22 +134,22 @@ class CountingStore(Store):
         self._inner: Any = dist.TCPStore(
             "127.0.0.1", through.port, None, is_master=False
         )
-        # One at a time: the newest connection is this one's.
-        self.line = through.lines[-1]
+        # Stores are created one at a time, so the newest connection is this one's.
+        self.connection = through.connections[-1]
         self.calls: Counter[str] = Counter()
-        self.before: dict[str, int] = {}
+        self.round_trips_before_set: dict[str, int] = {}
 
     def has_extended_api(self) -> bool:
-        """Say what the TCPStore says."""
-        answer: bool = self._inner.has_extended_api()
-        return answer
+        """Return what the TCPStore returns."""
+        extended: bool = self._inner.has_extended_api()
+        return extended
 
 
 def _counted(name: str) -> Callable[..., Any]:
     def method(self: CountingStore, *args: Any) -> Any:
         self.calls[name] += 1
         if name == "set":
-            self.before.setdefault(args[0], self.line.round_trips)
+            self.round_trips_before_set.setdefault(args[0], self.connection.round_trips)
         return getattr(self._inner, name)(*args)
 
     return method

@@ -1,4 +1,4 @@
-"""Write the dashboards, or check with ``--check`` that they are up to date."""
+"""Generates the dashboards; ``--check`` compares them with the committed files."""
 
 import json
 import sys
@@ -12,17 +12,17 @@ PAGES = (coordination.build, internals.build, health.build)
 
 
 def rendered() -> dict[Path, str]:
-    """Give the text of every dashboard, by the file it belongs in."""
-    found = {}
+    """Return the JSON text of every dashboard by path."""
+    texts = {}
     for build in PAGES:
         dashboard = build()
         text = json.dumps(dashboard, cls=JSONEncoder, indent=2, sort_keys=True)
-        found[FOLDER / f"{dashboard.uid}.json"] = text + "\n"
-    return found
+        texts[FOLDER / f"{dashboard.uid}.json"] = text + "\n"
+    return texts
 
 
 def main(arguments: list[str]) -> int:
-    """Write what is not up to date, or tell of it."""
+    """Write the outdated files, or print their names and return 1."""
     stale = [
         (path, text)
         for path, text in rendered().items()

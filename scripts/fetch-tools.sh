@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Put the programs that tests run into a folder: prometheus, promtool, alertmanager and
-# amtool, from Debian's packages. These are only unpacked, so this needs no root and
-# starts no service. What is on PATH already is linked. A browser and the shells have too
-# many parts for that: chromium, zsh and fish are installed, for which this has to be
-# root, or are there already.
+# Put the programs that tests run into a folder: links to programs on PATH, else from
+# Debian's packages. The packages of prometheus, promtool, alertmanager and amtool are
+# unpacked and not installed, which needs no root and starts no service. chromium, zsh
+# and fish have too many dependencies for that: they are installed, which needs root.
 set -euo pipefail
 
 bin=${1:?usage: fetch-tools.sh FOLDER}
@@ -14,29 +13,29 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
-listed=no
-# fetch PACKAGE NAME=PROGRAM ...: each program under the name that tests know.
+updated=no
+# fetch PACKAGE NAME=PROGRAM ...: put each program into the folder under a name.
 fetch() {
-    local package=$1 pair name found missing=no
+    local package=$1 pair name path missing=no
     shift
     for pair in "$@"; do
         name=${pair%=*}
         rm -f "$bin/$name"
-        if found=$(command -v "$name" || command -v "${pair#*=}"); then
-            ln -s "$found" "$bin/$name"
+        if path=$(command -v "$name" || command -v "${pair#*=}"); then
+            ln -s "$path" "$bin/$name"
         else
             missing=yes
         fi
     done
     [ "$missing" = yes ] || return 0
-    # The package list may be missing or old on a fresh machine; only root can renew it.
-    if [ "$(id -u)" = 0 ] && [ "$listed" = no ]; then
+    # The package lists may be missing or old on a new machine; only root can update them.
+    if [ "$(id -u)" = 0 ] && [ "$updated" = no ]; then
         apt-get update -qq
-        listed=yes
+        updated=yes
     fi
     if ! apt-get download -qq "$package"; then
-        echo "fetch-tools.sh: cannot get ${*#*=}; install Debian's package '$package'," \
-            "or put them on PATH" >&2
+        echo "fetch-tools.sh: cannot download ${*#*=}; install Debian's package" \
+            "'$package', or put the programs on PATH" >&2
         exit 1
     fi
     dpkg -x "$package"_*.deb "$package"
@@ -46,9 +45,9 @@ fetch() {
     done
 }
 
-# Debian's Alertmanager reads its templates from /usr/share, where nothing is unpacked
-# to. So it gets a path of the same length that means the folder it is started in.
-settle_alertmanager() {
+# Debian's Alertmanager reads its templates from an absolute path below /usr/share. The
+# program is patched with a path of the same length that is the working directory.
+relocate_alertmanager() {
     local share=$bin/../share/alertmanager path=/usr/share/prometheus/alertmanager
     mkdir -p "$share"
     cp prometheus-alertmanager/$path/*.tmpl "$share"
@@ -64,9 +63,8 @@ EOF
 fetch prometheus prometheus=prometheus promtool=promtool
 fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
 if [ -d prometheus-alertmanager ] && [ ! -L "$bin/alertmanager" ]; then
-    settle_alertmanager
+    relocate_alertmanager
 fi
-# These have too many parts to be unpacked.
 for name in chromium zsh fish; do
     rm -f "$bin/$name"
     if ! command -v "$name" >/dev/null; then
@@ -75,9 +73,9 @@ for name in chromium zsh fish; do
                 "apt-get install --no-install-recommends $name" >&2
             exit 1
         fi
-        if [ "$listed" = no ]; then
+        if [ "$updated" = no ]; then
             apt-get update -qq
-            listed=yes
+            updated=yes
         fi
         DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
             "$name" >/dev/null
@@ -87,6 +85,6 @@ done
 for name in prometheus promtool alertmanager amtool zsh fish; do
     "$bin/$name" --version 2>&1 | head -n 1
 done
-# Its launcher has complaints about the shell first.
+# Its launcher writes warnings about the shell to standard error.
 "$bin/chromium" --version 2>/dev/null
 touch "$bin/.ready"

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a clean telemetry each, and real servers."""
+"""Fixtures for all tests: telemetry that is reset for each test, and real servers."""
 
 import itertools
 import json
@@ -28,15 +28,20 @@ from tracedstore.core.identity import set_group_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import setup
 
-# torch asks for the name behind the address of every connection. No name server has
-# one for loopback, so none is asked: a slow one would cost five seconds a time.
+# torch resolves the address of every connection to a name. No name server has a name
+# for loopback, and a slow one would cost five seconds per connection.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
-# What a shell runs in its background ignores Ctrl-C, and so would all that tests start.
+# A shell's background jobs ignore SIGINT, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# In a fresh checkout Hypothesis's first draw of a text builds its tables, which takes
-# two seconds, and a busy machine takes its time for any: neither is a failure. How
-# long a test may take is for pytest's timeout to say.
+# readline, which pytest imports, exports the size of pytest's terminal to its workers.
+# Programs that tests run on a terminal must read the size of that terminal.
+for _name in ("LINES", "COLUMNS"):
+    os.environ.pop(_name, None)
+
+# In a fresh checkout Hypothesis builds its character tables in the first draw of a
+# text, which takes two seconds, and any draw is slow on a busy machine. pytest's
+# timeout bounds the duration of a test.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -45,7 +50,7 @@ settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing that a test counted, wrapped or configured reaches another one."""
+    """Reset what a test counted, wrapped or configured."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     structlog.reset_defaults()
@@ -64,19 +69,19 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """A Prometheus registry of the test's own."""
+    """A Prometheus registry for one test."""
     return CollectorRegistry()
 
 
 @pytest.fixture
 def spans() -> InMemorySpanExporter:
-    """Where the spans of `provider` end up."""
+    """The exporter that receives the spans of `provider`."""
     return InMemorySpanExporter()
 
 
 @pytest.fixture
 def provider(spans: InMemorySpanExporter) -> Iterator[TracerProvider]:
-    """A TracerProvider of the test's own."""
+    """A TracerProvider for one test."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     yield provider
@@ -85,7 +90,7 @@ def provider(spans: InMemorySpanExporter) -> Iterator[TracerProvider]:
 
 @pytest.fixture
 def events(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, Any]]]:
-    """The JSON events that this test wrote so far, to standard error."""
+    """Return a function that reads the JSON events written to standard error so far."""
     lines: list[str] = []
 
     def read() -> list[dict[str, Any]]:
@@ -98,7 +103,7 @@ def events(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, An
 
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """A real etcd, for the whole session."""
+    """A real etcd server, one per session and pytest worker."""
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
     server.start()
     yield server
@@ -110,7 +115,7 @@ _prefixes = itertools.count()
 
 @pytest.fixture
 def etcd_store(etcd_server: EtcdServer) -> Callable[[Path], Store]:
-    """Make an EtcdStore under a prefix that no other test uses."""
+    """Return a function that creates an EtcdStore under an unused prefix."""
 
     def make(_folder: Path) -> Store:
         store: Store = EtcdStore(etcd_server.client(), f"/test/{next(_prefixes)}")

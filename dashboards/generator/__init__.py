@@ -1,1 +1,1 @@
-"""Makes the Grafana dashboards: variables, targets, panels, one file a dashboard."""
+"""Generates the Grafana dashboards: variables, targets, panels, one file each."""

@@ -1,14 +1,14 @@
-"""What all dashboards share."""
+"""Constants of all dashboards."""
 
 from typing import Final
 
 TAG: Final = "tracedstore"
-# The uid of a dashboard is its address, and the name of its file.
+# The uid of a dashboard is part of its URL, and its file name.
 COORDINATION: Final = "tracedstore-coordination"
 INTERNALS: Final = "tracedstore-internals"
 HEALTH: Final = "tracedstore-health"
 
-# Names that tools for dashboards know, where there is more than one kind of source.
+# Variable names that dashboard linters expect where data sources have several types.
 PROMETHEUS: Final = "prometheus_datasource"
 LOKI: Final = "loki_datasource"
 TEMPO: Final = "tempo_datasource"

@@ -1,4 +1,4 @@
-"""Job coordination: for whoever is on call and asks what the job waits for."""
+"""The dashboard "Job coordination": what a job waits for. For the person on call."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tracedstore import names
 
 _BARRIER = "job, run_id, barrier"
 _WHO = "run_id, host, rank"
-# Each is told by the first two that arrived, with what each of them last saw.
+# The first two ranks that arrived report these, each with its last reading.
 _MISSING = f"max by ({_BARRIER}) ({series(names.BARRIER_MISSING)})"
 _ARRIVED = f"max by ({_BARRIER}) ({series(names.BARRIER_ARRIVED)})"
 _UP = series("up", 'rank!=""')
@@ -18,16 +18,16 @@ _RANKS_DOWN = f"count({_UP} == 0) or vector(0)"
 
 
 def build() -> Any:
-    """Make the dashboard."""
+    """Build the dashboard."""
     return page(
         config.COORDINATION,
         "Job coordination",
-        "Is anything stalled, where, and who is missing.",
+        "Stalled barriers and rendezvous, and the missing ranks with their hosts.",
         _now(),
         _barriers(),
         _stragglers(),
         _rendezvous(),
-        _told(),
+        _logs_and_traces(),
     )
 
 
@@ -37,29 +37,29 @@ def _now() -> Row:
         [
             panels.number(
                 "Barriers stalled",
-                "Barriers that wait for ranks right now. If it is not 0, read who is"
-                " missing in the table below and look at that host first.",
+                "Barriers that are waiting for ranks. If it is not 0, find the missing"
+                " ranks in the table below, and check their hosts first.",
                 now(f"count({_MISSING}) or vector(0)"),
             ),
             panels.number(
                 "Ranks missing",
-                "Ranks that stalled barriers wait for. All ranks of one host: look at"
-                " the host. One rank: look at its process.",
+                "Ranks that stalled barriers wait for. All ranks of one host: check the"
+                " host. One rank: check its process.",
                 now(f"sum({_MISSING}) or vector(0)"),
             ),
             panels.number(
                 "Oldest wait",
-                "How long the Store call that waits for longest has been waiting."
-                " Minutes, with no barrier stalled: find the rank in 'Waiting now'"
-                " and ask its /inflight page for the key.",
+                "The age of the oldest Store call in flight. Minutes, with no barrier"
+                " stalled: find the rank in 'Waiting now', and read the key on its"
+                " /inflight page.",
                 now(f"max({age(names.OLDEST_START)}) or vector(0)"),
                 unit="s",
                 bad=300,
             ),
             panels.number(
                 "Ranks not scraped",
-                "Ranks whose metrics Prometheus cannot get. While others go on, these"
-                " processes or their hosts are gone: look there.",
+                "Ranks that Prometheus cannot scrape. If other ranks are up, these"
+                " processes or their hosts have failed: check them.",
                 now(_RANKS_DOWN),
             ),
         ],
@@ -76,8 +76,8 @@ def _barriers() -> Row:
             panels.rows(
                 "Who is missing",
                 "The ranks that stalled barriers wait for, with their hosts, at most"
-                " 64 a barrier. Log in to the host: is the process there, and what is"
-                " it in? Host and rank above choose among the missing here.",
+                " 64 per barrier. Log in to the host: check that the process runs, and"
+                " what it does. Host and rank above select missing ranks here.",
                 {
                     "run_id": "Run",
                     "barrier": "Barrier",
@@ -91,9 +91,10 @@ def _barriers() -> Row:
             ),
             panels.rows(
                 "Arrived and missing",
-                "How many ranks of each stalled barrier came and how many did not, as"
-                " last looked. Empty is good. Some missing in every barrier: suspect"
-                " those ranks; nearly all missing: suspect those that came.",
+                "The arrived and the missing ranks of each stalled barrier, at the last"
+                " reading. Empty if no barrier stalls. The same ranks missing in every"
+                " barrier: check them. Nearly all missing: check the ranks that"
+                " arrived.",
                 {
                     "run_id": "Run",
                     "barrier": "Barrier",
@@ -105,9 +106,9 @@ def _barriers() -> Row:
             ),
             panels.lines(
                 "Arrived over expected",
-                "The share of its ranks that a stalled barrier has. Looked at after 30"
-                " seconds and each time the wait has doubled. If it does not grow, the"
-                " rest will not come by itself.",
+                "The fraction of ranks that have arrived at a stalled barrier. It is"
+                " read after 30 seconds and each time the wait has doubled. If it does"
+                " not grow, the missing ranks need help.",
                 "percentunit",
                 over_time(
                     f"{_ARRIVED} / ({_ARRIVED} + {_MISSING})", "{{run_id}} {{barrier}}"
@@ -115,8 +116,9 @@ def _barriers() -> Row:
             ),
             panels.lines(
                 "Barriers by result",
-                "Barriers that ended, a second and rank. Timeouts and failures are"
-                " never normal: search the logs below for barrier.timeout.",
+                "Completed, timed out and failed barriers per second, summed over"
+                " ranks. Timeouts and failures are never normal: search the logs below"
+                " for barrier.timeout.",
                 "ops",
                 over_time(
                     "sum by (barrier, result)"
@@ -126,8 +128,8 @@ def _barriers() -> Row:
             ),
             panels.lines(
                 "Time spent in barriers",
-                "How long ranks wait for each other. Rising p50: the job is slower as"
-                " a whole. Rising p99 alone: someone comes late, see the stragglers.",
+                "How long ranks wait for each other. Rising p50: the whole job is"
+                " slower. Rising p99 alone: a rank arrives late, see the stragglers.",
                 "s",
                 over_time(
                     quantile(0.5, names.BARRIER_DURATION, "barrier"), "p50 {{barrier}}"
@@ -148,9 +150,9 @@ def _stragglers() -> Row:
         [
             panels.bars(
                 "Last arrivals by rank",
-                "How often each rank was the one that the others waited for, in the"
-                " time shown. Evenly spread is normal. One that stands out is the"
-                " straggler: compare its host with the others (clocks, disk, GPU).",
+                "How often each rank arrived last in the time range. Evenly spread is"
+                " normal. A rank far above the others is the straggler: compare its"
+                " host with the others (clocks, disk, GPU).",
                 "short",
                 now(
                     f"topk(16, sum by ({_WHO}) ({last}))",
@@ -159,9 +161,9 @@ def _stragglers() -> Row:
             ),
             panels.rows(
                 "Waiting now",
-                "Store calls in flight, the oldest of each rank and operation. Who is"
-                " missing above and not here does not wait for the store: look for a"
-                " collective, the data loader or a checkpoint.",
+                "Store calls in flight, the oldest of each rank and operation. A"
+                " missing rank that is not listed here does not wait for the store:"
+                " check for a collective, the data loader or a checkpoint.",
                 {
                     "run_id": "Run",
                     "host": "Host",
@@ -178,9 +180,9 @@ def _stragglers() -> Row:
             ),
             panels.lines(
                 "Oldest wait by rank",
-                "Ranks that have waited for longest. A line that climbs and does not"
-                " fall is stuck. All of them climbing together wait for one that is"
-                " not shown.",
+                "The ranks with the oldest Store calls. A line that rises and does not"
+                " fall is a stuck rank. If all lines rise together, the ranks wait for"
+                " one that is not shown.",
                 "s",
                 over_time(
                     f"topk(10, max by ({_WHO}) ({age(names.OLDEST_START)}))",
@@ -189,8 +191,8 @@ def _stragglers() -> Row:
             ),
             panels.lines(
                 "Ranks scraped",
-                "Ranks whose metrics Prometheus gets, and those whose it does not. A"
-                " step down is a rank that ended or a host that went.",
+                "Ranks that Prometheus can scrape, and ranks that it cannot. A step"
+                " down is a rank that has exited or a host that has failed.",
                 "short",
                 over_time(f"sum by (run_id) ({_UP})", "up {{run_id}}"),
                 over_time(_RANKS_DOWN, "not scraped"),
@@ -208,28 +210,28 @@ def _rendezvous() -> Row:
         [
             panels.states(
                 "Round complete",
-                "Whether the nodes agreed on a round, as torchrun's agents last saw"
-                " it. Not complete for minutes: a node did not come, or its agent"
-                " cannot reach the endpoint.",
+                "Whether the nodes have completed a round, as torchrun's agents last"
+                " read it. Not complete for minutes: a node has not joined, or its"
+                " agent cannot reach the endpoint.",
                 over_time(seen(names.RENDEZVOUS_COMPLETE), "{{run_id}} {{backend}}"),
                 "complete",
                 "not complete",
             ),
             panels.lines(
                 "Participants and wait list",
-                "Nodes that joined the round, and nodes that wait for the next one."
-                " Below the job's minimum it cannot start; a wait list that stays"
-                " means that the job has no room or does not re-form.",
+                "Nodes that have joined the round, and nodes that wait for the next"
+                " one. Below its minimum the job cannot start. A wait list that remains"
+                " means that the job is at its maximum or does not restart.",
                 "short",
                 over_time(seen(names.RENDEZVOUS_PARTICIPANTS), "joined {{run_id}}"),
                 over_time(seen(names.RENDEZVOUS_WAIT_LIST), "waiting {{run_id}}"),
                 over_time(seen(names.RENDEZVOUS_ROUND), "round {{run_id}}"),
             ),
             panels.lines(
-                "Silence of the quietest node",
-                "Seconds since the node that has been silent for longest was heard of."
-                " Agents speak every few seconds: more than 15 means that a node or"
-                " the way to the backend is in trouble.",
+                "Oldest heartbeat",
+                "Seconds since the oldest last heartbeat of a node. Agents write one"
+                " every few seconds: more than 15 means that a node or its connection"
+                " to the backend has failed.",
                 "s",
                 over_time(
                     "max by (run_id, backend)"
@@ -239,8 +241,9 @@ def _rendezvous() -> Row:
             ),
             panels.lines(
                 "Joining, by result",
-                "Rendezvous that nodes joined or gave up, a second. Timeouts: read"
-                " rendezvous.waiting and rendezvous.timeout in the logs for who came.",
+                "Rendezvous that completed, timed out or failed, per second. Timeouts:"
+                " rendezvous.waiting and rendezvous.timeout in the logs list the nodes"
+                " that have joined.",
                 "ops",
                 over_time(
                     "sum by (backend, result)"
@@ -252,7 +255,7 @@ def _rendezvous() -> Row:
     )
 
 
-def _told() -> Row:
+def _logs_and_traces() -> Row:
     unfinished = (
         f'{{ {targets.OF_RUN} && (span.{names.BARRIER_RESULT} =~ "timeout|failed"'
         ' || (name =~ "barrier .*" && duration > 10s)) }'
@@ -260,10 +263,10 @@ def _told() -> Row:
     return Row(
         "Logs and traces",
         [
-            panels.lines_of_log(
-                "What was told",
-                "Barriers, rendezvous and stalled calls, in the job's own words."
-                " `missing` names hosts and ranks; `trace_id` opens the trace.",
+            panels.log_lines(
+                "Events",
+                "The events of barriers, rendezvous and stalled calls. `missing` has"
+                " the hosts and ranks; `trace_id` links to the trace.",
                 targets.events(
                     names.BARRIER_WAITING,
                     names.BARRIER_TIMEOUT,
@@ -278,8 +281,8 @@ def _told() -> Row:
             ),
             panels.traces(
                 "Slow and failed barriers",
-                "One trace a barrier, with all ranks in it. Open one: the last span to"
-                " begin is the straggler.",
+                "One trace per barrier, with all ranks. In a trace, the last span to"
+                " begin is the straggler's.",
                 targets.traces(unfinished),
             ),
         ],

@@ -1,4 +1,4 @@
-"""Telemetry health: whether what the other dashboards show can be believed."""
+"""The dashboard "Telemetry health": whether the other dashboards are reliable."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from tracedstore import names
 
 
 def build() -> Any:
-    """Make the dashboard."""
+    """Build the dashboard."""
     return page(
         config.HEALTH,
         "Telemetry health",
-        "Whether the telemetry itself works, and what it costs.",
+        "Failures and cost of the telemetry itself.",
         _now(),
         _scraping(),
-        _told(),
+        _logs(),
     )
 
 
@@ -29,19 +29,19 @@ def _now() -> Row:
                 "Parts that failed",
                 "Parts of the telemetry that raised and are switched off, over all"
                 " processes. The job is not affected; signals are missing. Search the"
-                " logs for telemetry.disabled, and restart or configure() anew.",
+                " logs for telemetry.disabled, and restart or call configure() again.",
                 now(f"sum({series(names.TELEMETRY_FAILURES)} > bool 0)"),
             ),
             panels.number(
                 "Processes not scraped",
-                "Targets that Prometheus cannot reach. If the processes live, look at"
+                "Targets that Prometheus cannot scrape. If the processes run, check"
                 " TRACEDSTORE_HTTP_HOST, firewalls and credentials.",
                 now(f"count({series('up')} == 0) or vector(0)"),
             ),
             panels.number(
                 "Versions in use",
-                "More than one: hosts run different builds. Make them the same before"
-                " comparing them.",
+                "More than one: hosts run different versions. Install the same version"
+                " before you compare them.",
                 now(
                     "count(count by (version, torch, core)"
                     f" ({series(names.BUILD_INFO)}))"
@@ -50,8 +50,8 @@ def _now() -> Row:
             ),
             panels.number(
                 "Slowest scrape",
-                "How long the slowest process takes to answer. Seconds: it is starved"
-                " of CPU, or holds the GIL.",
+                "The response time of the slowest process. Seconds: the process is"
+                " short of CPU, or another thread holds the GIL.",
                 now(f"max({series('scrape_duration_seconds')})"),
                 unit="s",
                 bad=5,
@@ -66,8 +66,8 @@ def _scraping() -> Row:
         [
             panels.lines(
                 "Failures of the telemetry",
-                "By the part that failed. What failed is switched off, so a step and"
-                " then nothing is what it looks like: telemetry.disabled says why.",
+                "By the part that failed. A failed part is switched off, so it fails"
+                " once. telemetry.disabled in the logs has the error.",
                 "short",
                 over_time(
                     "sum by (observer)"
@@ -78,9 +78,8 @@ def _scraping() -> Row:
             ),
             panels.lines(
                 "Calls without a span",
-                "`budget`: more ordinary calls than spans are made for; raise"
-                " TRACEDSTORE_SPAN_RATE to see more. `suppressed`: the caller asked"
-                " for none.",
+                "`budget`: calls beyond the span budget; raise TRACEDSTORE_SPAN_RATE"
+                " for more spans. `suppressed`: the caller suppressed instrumentation.",
                 "ops",
                 over_time(
                     f"sum by (reason) ({rate(names.SPANS_SUPPRESSED)})", "{{reason}}"
@@ -98,9 +97,9 @@ def _scraping() -> Row:
                 ),
             ),
             panels.lines(
-                "Series a process",
-                "The most series that one process exports. Hundreds: stores of many"
-                " kinds, or barriers with many families of names; both have limits.",
+                "Series per process",
+                "The largest number of series of one process. Hundreds: many kinds of"
+                " stores, or many families of barrier names; both have limits.",
                 "short",
                 over_time(
                     f"max by (job, run_id) ({series('scrape_samples_scraped')})",
@@ -108,8 +107,8 @@ def _scraping() -> Row:
                 ),
             ),
             panels.rows(
-                "What runs",
-                "How many processes run which versions.",
+                "Versions",
+                "The number of processes per version.",
                 {
                     "version": "tracedstore",
                     "torch": "torch",
@@ -125,14 +124,14 @@ def _scraping() -> Row:
     )
 
 
-def _told() -> Row:
+def _logs() -> Row:
     return Row(
         "Logs",
         [
-            panels.lines_of_log(
-                "What was told",
-                "Parts that were switched off, with the error, and where processes"
-                " serve. Send the error to whoever maintains tracedstore.",
+            panels.log_lines(
+                "Events",
+                "Parts that were switched off, with the error, and the addresses of the"
+                " HTTP endpoints. Report the error to the maintainers of tracedstore.",
                 targets.events(names.TELEMETRY_DISABLED, names.TELEMETRY_SERVING),
             ),
         ],

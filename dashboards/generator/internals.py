@@ -1,4 +1,4 @@
-"""Store internals: for whoever tunes what the ranks do with the store."""
+"""The dashboard "Store internals": rate, errors, duration. For tuning a job."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ _BYTES = f"sum by ({_CALL}) ({rate(names.VALUE_BYTES)})"
 
 
 def build() -> Any:
-    """Make the dashboard."""
+    """Build the dashboard."""
     return page(
         config.INTERNALS,
         "Store internals",
-        "Rate, errors and duration of Store calls, and what they contend for.",
+        "Rate, errors and duration of Store calls, waits, and contention.",
         _red(),
         _waits(),
         _swaps(),
         _volume(),
-        _told(),
+        _logs_and_traces(),
     )
 
 
@@ -39,15 +39,15 @@ def _red() -> Row:
         [
             panels.lines(
                 "Calls",
-                "Store calls a second, over all ranks. A storm of one operation is"
-                " usually a loop that polls: use wait instead of check.",
+                "Store calls per second, over all ranks. A very high rate of one"
+                " operation is usually a polling loop: use wait instead of check.",
                 "ops",
                 over_time(_CALLS, _LEGEND),
             ),
             panels.lines(
                 "Share of calls that fail",
-                "Failed calls over all calls. Timeouts of waits may be meant by the"
-                " job; anything else is not: see the error types.",
+                "Failed calls over all calls. A job may intend timeouts of waits, but"
+                " no other errors: see the error types.",
                 "percentunit",
                 over_time(
                     f"sum by ({_CALL}) ({errors}) / sum by ({_CALL}) ({every})", _LEGEND
@@ -55,8 +55,8 @@ def _red() -> Row:
             ),
             panels.lines(
                 "Failures by type",
-                "timeout: the key never came. DistNetworkError and its like: the"
-                " server is gone or unreachable; look at its host.",
+                "timeout: the key was not set in time. DistNetworkError and similar:"
+                " the server has exited or is unreachable; check its host.",
                 "ops",
                 over_time(
                     f"sum by (store, operation, error_type) ({errors})",
@@ -65,17 +65,17 @@ def _red() -> Row:
             ),
             panels.lines(
                 "Duration, p99",
-                "What the slowest calls take; the dots are traces, click one to open"
-                " it. If quick operations (set, add, check) are slow, the server is"
-                " overloaded, or they queue behind a wait on the same connection.",
+                "The duration of the slowest calls. The dots are exemplars, which link"
+                " to traces. If quick operations (set, add, check) are slow, the server"
+                " is overloaded, or they queue behind a wait on the same connection.",
                 "s",
                 over_time(slowest, _LEGEND, exemplars=True),
             ),
             panels.lines(
                 "Duration, p50",
-                "What calls usually take: tens of microseconds on one host, a network"
-                " round trip otherwise. If all of it rises, look at the network or the"
-                " server's CPU.",
+                "The usual duration of a call: tens of microseconds on one host, a"
+                " network round trip otherwise. If all operations are slower, check the"
+                " network and the server's CPU.",
                 "s",
                 over_time(usual, _LEGEND),
                 width=24,
@@ -92,21 +92,21 @@ def _waits() -> Row:
         [
             panels.heat(
                 "Waits that ended",
-                "How long blocking calls took; the dots are traces. A second band far"
-                " above the first is a group of ranks that waits for another one.",
+                "The duration of blocking calls; the dots are exemplars. A second band"
+                " far above the first is a group of ranks that waits for another one.",
                 targets.buckets(names.WAIT_DURATION),
             ),
             panels.lines(
                 "In flight",
                 "Calls that have not returned. As many waits as ranks: a barrier."
-                " Quick operations in flight all the time: the server is slow.",
+                " Quick operations always in flight: the server is slow.",
                 "short",
                 over_time(in_flight, _LEGEND),
             ),
             panels.lines(
                 "Oldest in flight",
-                "How long the oldest of these has been in flight. The waits that hang"
-                " show here and not above, which knows only those that ended.",
+                "The age of the oldest call in flight. A wait that hangs is shown here,"
+                " and not above, where only completed waits are counted.",
                 "s",
                 over_time(oldest, _LEGEND),
             ),
@@ -121,7 +121,7 @@ def _swaps() -> Row:
         [
             panels.lines(
                 "Won and lost",
-                "Compare-and-sets a second. Losing now and then is how it works.",
+                "Compare-and-sets per second. Occasional losses are normal.",
                 "ops",
                 over_time(
                     f"sum by ({_CALL}, result) ({rate(names.CAS_ATTEMPTS)})",
@@ -130,8 +130,8 @@ def _swaps() -> Row:
             ),
             panels.lines(
                 "Share lost",
-                "Above one half, writers mostly get in each other's way: fewer"
-                " writers, a key each, or a random pause before trying again.",
+                "Above one half, most writers conflict: use fewer writers, one key per"
+                " writer, or a random delay before each retry.",
                 "percentunit",
                 over_time(
                     f"sum by ({_CALL}) ({lost})"
@@ -141,15 +141,15 @@ def _swaps() -> Row:
             ),
             panels.lines(
                 "Retries",
-                "Repeats inside EtcdStore.add and of rendezvous writes, each with a"
-                " pause: they are why such a call is slow. Spread the adds over keys.",
+                "Retries inside EtcdStore.add and of rendezvous writes. Each has a"
+                " delay, which makes the call slow. Use several keys for the adds.",
                 "ops",
                 over_time(f"sum by ({_CALL}) ({rate(names.CAS_RETRIES)})", _LEGEND),
             ),
             panels.lines(
                 "Writes of the rendezvous state",
-                "Conflicts rise with the number of nodes. Many of them while nodes"
-                " join: start nodes in waves, or raise the join timeout.",
+                "Conflicts rise with the number of nodes. Many conflicts while nodes"
+                " join: start the nodes in groups, or raise the join timeout.",
                 "ops",
                 over_time(
                     f"sum by (backend, result) ({rate(names.RENDEZVOUS_WRITES)})",
@@ -166,22 +166,22 @@ def _volume() -> Row:
         [
             panels.lines(
                 "Bytes of value",
-                "What is written and read a second. A store is for addresses and"
-                " counts: move megabytes another way.",
+                "Bytes written and read per second. A store is for addresses and"
+                " counters: transfer megabytes by other means.",
                 "Bps",
                 over_time(_BYTES, _LEGEND),
             ),
             panels.lines(
-                "Bytes a call",
-                "The mean size of values. One that grows with every step is a key that"
-                " is appended to and never deleted.",
+                "Bytes per call",
+                "The mean size of values. A size that grows with every step is a key"
+                " that is appended to and never deleted.",
                 "bytes",
                 over_time(f"{_BYTES} / {_CALLS}", _LEGEND),
             ),
             panels.lines(
                 "Size of the rendezvous state",
-                "Grows with the number of nodes. One that grows without them comes"
-                " from nodes that left and are still in it.",
+                "Grows with the number of nodes. If it grows without new nodes, it"
+                " still contains nodes that have left.",
                 "bytes",
                 over_time(
                     "max by (run_id, backend)"
@@ -194,22 +194,22 @@ def _volume() -> Row:
     )
 
 
-def _told() -> Row:
+def _logs_and_traces() -> Row:
     return Row(
         "Logs and traces",
         [
-            panels.lines_of_log(
+            panels.log_lines(
                 "Slow, failed and contended calls",
-                "One line each, with key and server, at most one in 10 seconds of the"
-                " same kind; `suppressed_count` says how many more there were.",
+                "One line per call, with key and server, at most one in 10 seconds of"
+                " the same kind. `suppressed_count` is the number of omitted lines.",
                 targets.events(
                     names.OPERATION_SLOW, names.OPERATION_FAILED, names.CAS_CONTENDED
                 ),
             ),
             panels.traces(
                 "Slow calls",
-                "Traces of Store calls over 100 ms, failed ones included. Open one to"
-                " see its key and what its caller was doing.",
+                "Traces of Store calls over 100 ms, including failed calls. A trace has"
+                " the key and the spans of the caller.",
                 targets.traces(
                     f"{{ {targets.OF_RUN} && span.{db.DB_OPERATION_NAME} != nil"
                     " && duration > 100ms }"

@@ -1,4 +1,4 @@
-"""A dashboard, from its rows."""
+"""Builds a dashboard from rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ class Row:
 
 
 def page(uid: str, title: str, description: str, *rows: Row) -> Any:
-    """Put rows under the variables, and a way to the other dashboards on top."""
-    found = (
+    """Build a dashboard with the variables, links to the other dashboards, and rows."""
+    dashboard = (
         builders.Dashboard(title)
         .uid(uid)
         .description(description)
@@ -41,12 +41,12 @@ def page(uid: str, title: str, description: str, *rows: Row) -> Any:
         *variables.targets(),
         variables.service(),
     ):
-        found = found.with_variable(variable)
+        dashboard = dashboard.with_variable(variable)
     number = 0
     for row in rows:
         number += 1
-        found = found.with_row(builders.Row(row.title).id(number))
+        dashboard = dashboard.with_row(builders.Row(row.title).id(number))
         for panel in row.panels:
             number += 1
-            found = found.with_panel(panel.id(number))
-    return found.build()
+            dashboard = dashboard.with_panel(panel.id(number))
+    return dashboard.build()

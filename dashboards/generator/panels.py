@@ -1,4 +1,4 @@
-"""The kinds of panels. Each has a title, a unit, and says what to do."""
+"""The types of panels. The description of each panel is an instruction."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ _HEIGHT = 8
 def number(
     title: str, what_to_do: str, target: Target, unit: str = "short", bad: float = 1
 ) -> Any:
-    """One number that is red from `bad` on."""
+    """A number that is red from `bad` on."""
     panel = stat.Panel().color_mode(common_models.BigValueColorMode.BACKGROUND)
     panel = panel.graph_mode(common_models.BigValueGraphMode.NONE)
     panel = panel.reduce_options(_last()).thresholds(
@@ -38,16 +38,16 @@ def number(
 
 
 def states(title: str, what_to_do: str, target: Target, yes: str, no: str) -> Any:
-    """Which of two it was, over time."""
+    """One of two states over time."""
     panel = statetimeline.Panel().thresholds(_thresholds({None: _RED, 1: _GREEN}))
-    panel = panel.mappings([_words(yes, no)])
+    panel = panel.mappings([_state_names(yes, no)])
     return _panel(panel, title, what_to_do, "short", 12, _HEIGHT, target)
 
 
 def lines(
     title: str, what_to_do: str, unit: str, *targets: Target, width: int = 12
 ) -> Any:
-    """Lines over time."""
+    """Time series."""
     panel = timeseries.Panel().fill_opacity(10).min(0)
     panel = panel.legend(
         common.VizLegendOptions()
@@ -65,7 +65,7 @@ def lines(
 
 
 def bars(title: str, what_to_do: str, unit: str, target: Target) -> Any:
-    """One bar each."""
+    """One bar per series."""
     panel = bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL)
     panel = panel.min(0).thresholds(_thresholds({None: _GREEN}))
     panel = panel.reduce_options(_last())
@@ -80,7 +80,7 @@ def rows(
     unit: str = "short",
     width: int = 12,
 ) -> Any:
-    """A table: which columns of the answer, in which order, under which heads."""
+    """A table; `columns` maps result columns to headings, in their order."""
     panel = table.Panel().filterable(True)
     panel = panel.with_transformation(
         models.DataTransformerConfig(id_val="merge", options={})
@@ -99,7 +99,7 @@ def rows(
 
 
 def heat(title: str, what_to_do: str, target: Target) -> Any:
-    """How a duration is spread, over time."""
+    """A heatmap of durations over time."""
     panel = heatmap.Panel().calculate(False).cell_gap(1)
     panel = panel.exemplars_color("rgba(255, 0, 255, 0.7)")
     panel = panel.color(
@@ -112,15 +112,15 @@ def heat(title: str, what_to_do: str, target: Target) -> Any:
     return _panel(panel, title, what_to_do, "short", 24, _HEIGHT, target)
 
 
-def lines_of_log(title: str, what_to_do: str, target: Target) -> Any:
-    """Events, newest first."""
+def log_lines(title: str, what_to_do: str, target: Target) -> Any:
+    """Log lines, newest first."""
     panel = logs.Panel().show_time(True).wrap_log_message(True).enable_log_details(True)
     panel = panel.sort_order(common_models.LogsSortOrder.DESCENDING)
     return _panel(panel, title, what_to_do, "none", 24, 10, target, source=config.LOKI)
 
 
 def traces(title: str, what_to_do: str, target: Target) -> Any:
-    """Traces, each of which opens."""
+    """A table of traces, with links."""
     return _panel(
         table.Panel(), title, what_to_do, "none", 24, 8, target, source=config.TEMPO
     )
@@ -161,7 +161,7 @@ def _thresholds(steps: Mapping[float | None, str]) -> builders.ThresholdsConfig:
     )
 
 
-def _words(yes: str, no: str) -> models.ValueMap:
+def _state_names(yes: str, no: str) -> models.ValueMap:
     return models.ValueMap(
         options={
             "0": models.ValueMappingResult(text=no, color=_RED),

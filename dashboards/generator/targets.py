@@ -1,4 +1,4 @@
-"""The queries of panels, each with a templated source."""
+"""The queries of panels, each with the data source of a variable."""
 
 from grafana_foundation_sdk.builders import loki, prometheus, tempo
 from grafana_foundation_sdk.models.common import DataSourceRef
@@ -13,23 +13,24 @@ from tracedstore import names
 Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 
 CHOSEN = ", ".join(f'{name}=~"${name}"' for name in TARGET)
-# Who is missing has the labels of who says so; the variables then mean the missing.
+# The series of a missing rank has the target labels of the rank that reports it. The
+# variables select the labels of the missing rank instead.
 CHOSEN_MISSING = ", ".join(
     f'{"missing_" * (name in ("host", "rank"))}{name}=~"${name}"' for name in TARGET
 )
 
-# For traces, which know their run as an attribute.
+# Spans have the run id as an attribute.
 OF_RUN = f'span.{names.RUN_ID} =~ "$run_id"'
 
 
 def series(metric: names.Metric | str, *matchers: str, suffix: str = "") -> str:
-    """Select a metric of the processes that were chosen."""
+    """Select a metric of the processes that the variables select."""
     name = metric if isinstance(metric, str) else metric.name
     return f"{name}{suffix}{{{', '.join((CHOSEN, *matchers))}}}"
 
 
 def rate(metric: names.Metric, *matchers: str, suffix: str = "") -> str:
-    """Give how often something happens a second."""
+    """Compute the rate per second."""
     return f"rate({series(metric, *matchers, suffix=suffix)}[$__rate_interval])"
 
 
@@ -40,35 +41,35 @@ def quantile(q: float, metric: names.Metric, *by: str) -> str:
 
 
 def age(metric: names.Metric, *matchers: str) -> str:
-    """Give the seconds since a moment."""
+    """Compute the seconds since a timestamp."""
     return f"(time() - {series(metric, *matchers)})"
 
 
 def over_time(expr: str, legend: str, *, exemplars: bool = False) -> Target:
-    """Ask Prometheus for a time range."""
+    """Query Prometheus for a time range."""
     return _prometheus(expr).range().legend_format(legend).exemplar(exemplars)
 
 
 def now(expr: str, legend: str = "") -> Target:
-    """Ask Prometheus for one moment."""
+    """Query Prometheus for one point in time."""
     return _prometheus(expr).instant().legend_format(legend)
 
 
 def rows(expr: str) -> Target:
-    """Ask Prometheus for one moment, as rows of a table."""
+    """Query Prometheus for one point in time, in table format."""
     return _prometheus(expr).instant().format(PromQueryFormat.TABLE)
 
 
 def buckets(metric: names.Metric) -> Target:
-    """Ask Prometheus for a histogram over time."""
+    """Query Prometheus for the buckets of a histogram over time."""
     increase = f"increase({series(metric, suffix='_bucket')}[$__rate_interval])"
-    found = _prometheus(f"sum by (le) ({increase})").range().exemplar(True)
-    return found.format(PromQueryFormat.HEATMAP).legend_format("{{le}}")
+    query = _prometheus(f"sum by (le) ({increase})").range().exemplar(True)
+    return query.format(PromQueryFormat.HEATMAP).legend_format("{{le}}")
 
 
-def events(*found: str) -> Target:
-    """Ask Loki for events by their names, of the run, hosts and ranks chosen."""
-    pattern = "|".join(name.replace(".", "[.]") for name in found)
+def events(*event_names: str) -> Target:
+    """Query Loki for events by name, of the selected runs, hosts and ranks."""
+    pattern = "|".join(name.replace(".", "[.]") for name in event_names)
     chosen = " | ".join(f'{name}=~"${name}"' for name in ("run_id", "host", "rank"))
     expr = f'{{service_name=~"$service_name"}} | json | event=~"{pattern}" | {chosen}'
     return (
@@ -80,7 +81,7 @@ def events(*found: str) -> Target:
 
 
 def traces(query: str) -> Target:
-    """Ask Tempo for traces."""
+    """Query Tempo for traces."""
     return (
         tempo.Dataquery()
         .datasource(DataSourceRef(type_val="tempo", uid=f"${{{config.TEMPO}}}"))

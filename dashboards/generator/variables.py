@@ -1,4 +1,4 @@
-"""The variables at the top of a dashboard."""
+"""The variables of a dashboard."""
 
 from grafana_foundation_sdk.builders.dashboard import DatasourceVariable, QueryVariable
 from grafana_foundation_sdk.models.dashboard import (
@@ -10,9 +10,10 @@ from grafana_foundation_sdk.models.dashboard import (
 from generator import config
 from tracedstore import names
 
-# Labels of the target, from service discovery, each chosen among what those before it
-# leave. A process without a rank (torchrun's agent) has no such label, and is not to
-# be left out by "All"; job and instance are never missing.
+# Target labels from service discovery, and the regular expression of "All". The values
+# of each variable depend on the variables before it. A process without a rank
+# (torchrun's agent) has no such label and is part of "All"; job and instance are always
+# present.
 TARGET: dict[str, tuple[str, str]] = {
     "job": ("Prometheus job", ".+"),
     "run_id": ("Run", ".*"),
@@ -23,7 +24,7 @@ TARGET: dict[str, tuple[str, str]] = {
 
 
 def sources() -> list[DatasourceVariable]:
-    """Where data comes from; every panel has one of these."""
+    """The data sources; every panel uses one of them."""
     return [
         DatasourceVariable(name).label(label).type(kind)
         for name, label, kind in (
@@ -35,23 +36,23 @@ def sources() -> list[DatasourceVariable]:
 
 
 def targets() -> list[QueryVariable]:
-    """Which run, hosts and ranks to look at."""
-    found = []
+    """The job, runs, hosts, ranks and instances to show."""
+    variables = []
     chosen: list[str] = []
     for name, (label, every) in TARGET.items():
         matchers = ", ".join(f'{other}=~"${other}"' for other in chosen)
         series = f"{names.BUILD_INFO.name}{{{matchers}}}"
-        found.append(
+        variables.append(
             _query(name, label, every, config.PROMETHEUS, "prometheus").query(
                 {"query": f"label_values({series}, {name})", "refId": name}
             )
         )
         chosen.append(name)
-    return found
+    return variables
 
 
 def service() -> QueryVariable:
-    """Which streams of logs; Loki gives every stream that label."""
+    """The log streams to show; Loki sets this label on every stream."""
     return _query("service_name", "Log service", ".+", config.LOKI, "loki").query(
         {"label": "service_name", "refId": "service_name", "stream": "", "type": 1}
     )

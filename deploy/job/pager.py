@@ -1,4 +1,4 @@
-"""A pager for trying things out: prints the alerts that Alertmanager sends it."""
+"""A pager for the example: prints the notifications of Alertmanager's webhook."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lines(page: dict[str, Any]) -> list[str]:
-    """Say one page in words, a line an alert."""
+    """Format one notification, with a line per alert."""
     head = " ".join(f"{name}={value}" for name, value in page["groupLabels"].items())
     return [f"PAGE {page['status']} {head}: {len(page['alerts'])} alerts"] + [
         f"  {alert['status']} {alert['labels']['alertname']}:"
@@ -18,14 +18,14 @@ def lines(page: dict[str, Any]) -> list[str]:
 
 
 class Pager(BaseHTTPRequestHandler):
-    """Takes what Alertmanager's webhook sends."""
+    """Receives the requests of Alertmanager's webhook."""
 
     def do_GET(self) -> None:
-        """Say that it lives."""
+        """Answer the health check."""
         self._answer()
 
     def do_POST(self) -> None:
-        """Print a page."""
+        """Print a notification."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         print("\n".join(lines(json.loads(body))), flush=True)
         self._answer()
@@ -36,9 +36,9 @@ class Pager(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_args: Any) -> None:
-        """Print nothing but pages."""
+        """Do not log requests."""
 
 
 if __name__ == "__main__":
-    address = ("0.0.0.0", int(sys.argv[1]))  # noqa: S104 - the container's own network
+    address = ("0.0.0.0", int(sys.argv[1]))  # noqa: S104 - inside a container
     ThreadingHTTPServer(address, Pager).serve_forever()

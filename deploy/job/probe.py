@@ -1,6 +1,6 @@
-"""Ask for pages, and tell by the exit status whether all of them answer with success.
+"""Requests URLs, and exits with 0 if all of them respond with success, else with 1.
 
-For containers whose images have nothing to ask with.
+It is the health check of services whose images have no HTTP client.
 """
 
 import sys
@@ -8,10 +8,10 @@ import urllib.request
 
 
 def main(urls: list[str]) -> int:
-    """Ask for each."""
+    """Request each URL, up to the first failure."""
     for url in urls:
         try:
-            with urllib.request.urlopen(url, timeout=3):  # noqa: S310 - given by us
+            with urllib.request.urlopen(url, timeout=3):  # noqa: S310 - the URLs are those of docker-compose.yml
                 pass
         except OSError as error:
             print(f"{url}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Fixtures of the contract suite: every kind of store, etcd included."""
+"""Fixtures of the contract suite: every kind of store, including etcd."""
 
 from pathlib import Path
 
@@ -18,19 +18,19 @@ def _python(_folder: Path) -> Store:
 
 @pytest.fixture(params=[*KINDS, pytest.param("etcd", marks=pytest.mark.etcd)])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Every kind of store, by name."""
+    """The name of a kind of store; tests run once for each kind."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Make:
-    """Make a fresh store of that kind."""
+    """Return a function that creates a new store of that kind."""
     if kind == "etcd":
         make = request.getfixturevalue("etcd_store")
     else:
         make = {**KINDS, "python": _python}[kind]
-    # torch's C++ does not keep a Python store alive, so something here has to.
+    # torch's C++ does not keep a Python store alive; this list does.
     made: list[Store] = []
 
     def make_and_keep() -> Store:

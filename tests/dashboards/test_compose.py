@@ -1,7 +1,6 @@
-"""The compose file and what it mounts fit together.
+"""The compose file is consistent with the files that it mounts.
 
-No image can be pulled where tests run, so nothing here is started: this is what can
-be told from the files.
+The tests cannot pull images, so they start no service and check the files only.
 """
 
 import re
@@ -18,10 +17,11 @@ from tracedstore.export.settings import PREFIX, Settings
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-# Their images have nothing to ask with; `ready` asks for them.
-ASKED_BY_READY = {"loki": 3100, "tempo": 3200, "otel-collector": 13133}
-# Where each listens, by its own default or by what is configured here.
-LISTENS = {
+# The images of these services have no HTTP client; the health check of `ready` covers
+# them.
+CHECKED_BY_READY = {"loki": 3100, "tempo": 3200, "otel-collector": 13133}
+# The ports of each service, by default or by configuration.
+PORTS = {
     "etcd": {2379},
     "job": {9400, 9401},
     "prometheus": {9090},
@@ -40,22 +40,22 @@ every_service = pytest.mark.parametrize("name", SERVICES)
 
 
 def read(path: str) -> Any:
-    """Read a configuration."""
+    """Parse a YAML file of the repository."""
     return yaml.safe_load((ROOT / path).read_text("utf-8"))
 
 
 def mounts(service: dict[str, Any]) -> list[tuple[str, str]]:
-    """Give what is mounted of this folder, and where."""
+    """Return the files of the repository that a service mounts, with their targets."""
     parts = [volume.split(":") for volume in service.get("volumes", [])]
     return [(part[0], part[1]) for part in parts if part[0].startswith(".")]
 
 
 @every_service
 class TestService:
-    """What every service keeps to."""
+    """Rules for every service."""
 
     def test_image_is_pinned(self, name: str) -> None:
-        """By its exact version, or built from what is here."""
+        """An image has an exact version, or is built from this repository."""
         image, _, tag = SERVICES[name]["image"].rpartition(":")
 
         if "build" in SERVICES[name]:
@@ -64,30 +64,32 @@ class TestService:
             assert re.fullmatch(r"v?\d+\.\d+\.\d+", tag), tag
 
     def test_limits(self, name: str) -> None:
-        """None can take the machine down."""
+        """Every service has limits for CPU, memory, processes and logs."""
         service = SERVICES[name]
 
         assert {"cpus", "mem_limit", "pids_limit"} <= set(service)
         assert service["logging"]["options"]["max-size"]
 
-    def test_nothing_listens_beyond_loopback(self, name: str) -> None:
-        """Every port that is published is loopback's, and one it listens at."""
+    def test_ports_are_published_on_loopback_only(self, name: str) -> None:
+        """A published port is on 127.0.0.1, and the service listens on it."""
         assert "network_mode" not in SERVICES[name]
         for port in SERVICES[name].get("ports", []):
             address, _, inside = port.split(":")
             assert address == "127.0.0.1"
-            assert int(inside) in LISTENS[name]
+            assert int(inside) in PORTS[name]
 
     def test_health(self, name: str) -> None:
-        """It is asked how it is, by itself or by another one."""
-        if name in ASKED_BY_READY:
-            asked = SERVICES["ready"]["healthcheck"]["test"]
-            assert any(f"http://{name}:{ASKED_BY_READY[name]}/" in url for url in asked)
+        """Every service has a health check, or `ready` checks it."""
+        if name in CHECKED_BY_READY:
+            urls = SERVICES["ready"]["healthcheck"]["test"]
+            assert any(
+                f"http://{name}:{CHECKED_BY_READY[name]}/" in url for url in urls
+            )
         else:
             assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
 
     def test_mounts_exist(self, name: str) -> None:
-        """What is mounted is there, and only to be read."""
+        """Mounted files exist and are read-only; mounted volumes are declared."""
         for source, _ in mounts(SERVICES[name]):
             assert (ROOT / source).exists(), source
         for volume in SERVICES[name].get("volumes", []):
@@ -97,8 +99,8 @@ class TestService:
             else:
                 assert source in COMPOSE["volumes"], volume
 
-    def test_depends_on_what_is_there(self, name: str) -> None:
-        """And waits for health only where there is some to wait for."""
+    def test_dependencies(self, name: str) -> None:
+        """A service depends on services that exist, and that have a health check."""
         needs = SERVICES[name].get("depends_on", {})
         for other in needs:
             assert other in SERVICES
@@ -107,14 +109,14 @@ class TestService:
                 assert "healthcheck" in SERVICES[other]
 
     def test_configuration_is_mounted(self, name: str) -> None:
-        """A file that the command names is a file that is mounted."""
-        for word in map(str, SERVICES[name].get("command", [])):
-            if found := re.fullmatch(r"--?config(?:\.file)?=(.*)", word):
-                assert found[1] in [target for _, target in mounts(SERVICES[name])]
+        """A configuration file on the command line is mounted."""
+        for argument in map(str, SERVICES[name].get("command", [])):
+            if match := re.fullmatch(r"--?config(?:\.file)?=(.*)", argument):
+                assert match[1] in [target for _, target in mounts(SERVICES[name])]
 
 
 class TestAddresses:
-    """Who talks to whom."""
+    """The addresses that services connect to."""
 
     @pytest.mark.parametrize(
         "path",
@@ -122,16 +124,16 @@ class TestAddresses:
         ids=lambda path: path.name,
     )
     def test_ports(self, path: Path) -> None:
-        """Every service that is named is one, at a port where it listens."""
+        """Every address names a service and one of its ports."""
         text = path.read_text("utf-8")
         pattern = rf"\b({'|'.join(SERVICES)}):(\d{{4,5}})\b(?!:)"
         for name, port in re.findall(pattern, text):
-            assert int(port) in LISTENS[name], f"{path}: {name}:{port}"
+            assert int(port) in PORTS[name], f"{path}: {name}:{port}"
         for name in re.findall(r"https?://([a-z-]+):\d", text):
             assert name in SERVICES, f"{path}: {name}"
 
     def test_listeners(self) -> None:
-        """They listen where the others expect it."""
+        """The configured ports are those that other services connect to."""
         assert read("deploy/tempo/tempo.yaml")["server"]["http_listen_port"] == 3200
         assert read("deploy/loki/loki.yaml")["server"]["http_listen_port"] == 3100
         collector = read("deploy/otel-collector/config.yaml")
@@ -139,11 +141,11 @@ class TestAddresses:
         http = collector["receivers"]["otlp"]["protocols"]["http"]
         assert http["endpoint"].endswith(":4318")
         assert SERVICES["pager"]["command"][-1] == "8080"
-        # Compose's job is one agent and its ranks, from that port on.
+        # The job is one agent and its ranks, on consecutive ports.
         assert SERVICES["job"]["environment"]["TRACEDSTORE_HTTP_PORT"] == "9400"
 
-    def test_the_pipelines_are_complete(self) -> None:
-        """What a pipeline of the collector names is configured, and nothing is idle."""
+    def test_collector_pipelines(self) -> None:
+        """The pipelines use all configured components, and no others."""
         collector = read("deploy/otel-collector/config.yaml")
         for kind in ("receivers", "processors", "exporters"):
             used = {
@@ -156,10 +158,10 @@ class TestAddresses:
 
 
 class TestJob:
-    """The job that misbehaves."""
+    """The example job."""
 
     def test_settings(self) -> None:
-        """Its settings are settings, with values that are accepted."""
+        """The job's settings exist and have valid values."""
         given = {
             name: value
             for name, value in SERVICES["job"]["environment"].items()
@@ -175,45 +177,28 @@ class TestJob:
         )
 
     def test_backend(self) -> None:
-        """The traced rendezvous is one of torchrun's, and etcd has the API for it."""
+        """The rendezvous backend is registered, and etcd has the API for it."""
         from importlib.metadata import entry_points
 
         command = " ".join(SERVICES["job"]["command"])
         (backend,) = re.findall(r"--rdzv-backend (\S+)", command)
 
         assert backend in {
-            found.name for found in entry_points(group="torchrun.handlers")
+            entry.name for entry in entry_points(group="torchrun.handlers")
         }
         assert "--enable-v2=true" in SERVICES["etcd"]["command"]
         assert SERVICES["etcd"]["image"].rpartition(":")[2].startswith("v3.5.")
 
-    def test_dockerfile(self) -> None:
-        """What it copies is there, and is not left out of the context."""
-        text = (ROOT / "Dockerfile").read_text("utf-8")
-        context = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
-        copied = [
-            word
-            for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
-            for word in line.split()
-        ]
-
-        assert {"src", "pyproject.toml", "deploy/job"} <= set(copied)
-        for word in copied:
-            assert (ROOT / word).exists(), word
-            assert f"!{word}" in context, word
-        assert re.search(
-            r"^FROM python:\d+\.\d+\.\d+-slim-bookworm$", text, re.MULTILINE
-        )
-        assert re.search(r"^USER (?!root)", text, re.MULTILINE)
+    def test_scripts(self) -> None:
+        """The scripts that services run are in the image."""
         for name in ("job", "pager", "ready"):
-            words = " ".join(
-                SERVICES[name]["command"] + SERVICES[name]["healthcheck"]["test"]
-            )
-            for script in re.findall(r"\bjob/\w+\.py", words):
+            service = SERVICES[name]
+            text = " ".join(service["command"] + service["healthcheck"]["test"])
+            for script in re.findall(r"\bjob/\w+\.py", text):
                 assert (ROOT / "deploy" / script).exists()
 
     def test_logs_reach_the_collector(self) -> None:
-        """It reads where the job writes, under the service's name."""
+        """The collector reads the job's log files, with the job's service name."""
         collector = read("deploy/otel-collector/config.yaml")
         volume = "job-logs:/var/log/job"
 
@@ -226,14 +211,14 @@ class TestJob:
 
 
 class TestGrafana:
-    """Grafana has everything from files."""
+    """The provisioning of Grafana."""
 
     SOURCES = read("deploy/grafana/provisioning/datasources/datasources.yaml")[
         "datasources"
     ]
 
     def test_sources(self) -> None:
-        """One of each kind that dashboards ask for, and links among them that lead."""
+        """Every data source type of the dashboards is there, and links have targets."""
         uids = {source["uid"]: source["type"] for source in self.SOURCES}
         kinds = {
             variable["query"]
@@ -247,26 +232,26 @@ class TestGrafana:
         assert set(linked) == {"tempo", "loki"} <= set(uids)
 
     def test_exemplars(self) -> None:
-        """The label that exemplars have is the one that is linked."""
+        """The exemplars' trace id label links to Tempo."""
         (prometheus,) = [s for s in self.SOURCES if s["type"] == "prometheus"]
         (link,) = prometheus["jsonData"]["exemplarTraceIdDestinations"]
 
         assert link == {"name": "trace_id", "datasourceUid": "tempo"}
         assert "--enable-feature=exemplar-storage" in SERVICES["prometheus"]["command"]
 
-    def test_trace_ids_in_lines(self) -> None:
-        """Are found in the lines as they are written."""
+    def test_trace_ids_in_logs(self) -> None:
+        """The expression finds the trace id in a line as events are written."""
         (loki,) = [s for s in self.SOURCES if s["type"] == "loki"]
         (field,) = loki["jsonData"]["derivedFields"]
         line = f'{{"event": "{names.BARRIER_TIMEOUT}", "trace_id": "{"ab" * 16}"}}'
 
-        found = re.search(field["matcherRegex"], line)
+        match = re.search(field["matcherRegex"], line)
 
-        assert found is not None
-        assert found[1] == "ab" * 16
+        assert match is not None
+        assert match[1] == "ab" * 16
 
     def test_dashboards(self) -> None:
-        """Every one is where Grafana looks, and one of them is what it opens with."""
+        """Every dashboard is in the provisioned folder, and one is the home page."""
         (provider,) = read("deploy/grafana/provisioning/dashboards/dashboards.yaml")[
             "providers"
         ]
@@ -283,10 +268,10 @@ class TestGrafana:
 
 
 class TestRules:
-    """Rules are where their programs look."""
+    """Rule files are mounted where the servers read them."""
 
     def test_prometheus(self) -> None:
-        """By the path in its configuration."""
+        """Prometheus reads the path in its configuration."""
         (path,) = read("deploy/prometheus/prometheus.yml")["rule_files"]
 
         assert ("./dashboards/rules/prometheus.yaml", path) in mounts(
@@ -294,19 +279,19 @@ class TestRules:
         )
 
     def test_loki(self) -> None:
-        """In the folder of the only tenant there is without authentication."""
+        """Loki without authentication reads the folder of the tenant `fake`."""
         config = read("deploy/loki/loki.yaml")
         folder = config["ruler"]["storage"]["local"]["directory"]
 
         assert config["auth_enabled"] is False
         targets = dict(mounts(SERVICES["loki"]))
-        found = targets["./dashboards/rules/loki.yaml"]
-        assert found.startswith(f"{folder}/fake/")
+        path = targets["./dashboards/rules/loki.yaml"]
+        assert path.startswith(f"{folder}/fake/")
 
 
-def test_labels_of_targets_are_left_to_targets() -> None:
-    """A metric's label of the same name would be lost, or be called exported_host."""
-    of_targets = {"job", "instance", "run_id", "rank", "local_rank", "host"}
+def test_metrics_have_no_target_labels() -> None:
+    """Prometheus would rename such a label of a metric to exported_host, or drop it."""
+    target_labels = {"job", "instance", "run_id", "rank", "local_rank", "host"}
 
     for metric in names.METRICS:
-        assert not of_targets & {*metric.labels}, metric.name
+        assert not target_labels & {*metric.labels}, metric.name

@@ -15,7 +15,7 @@ import promql_parser
 import pytest
 
 from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
-from support.tools import ROOT, complaints
+from support.tools import ROOT, query_errors
 from tracedstore import names
 
 # Metrics that Prometheus adds to every target.
@@ -224,7 +224,7 @@ def test_logql_and_traceql_parse() -> None:
     others = [query for query in queries() if query.kind != "prometheus"]
     assert {query.kind for query in others} == {"loki", "tempo"}
 
-    errors = complaints([(query.kind, filled(query.text)) for query in others])
+    errors = query_errors([(query.kind, filled(query.text)) for query in others])
 
     for query, error in zip(others, errors, strict=True):
         assert error == "", query

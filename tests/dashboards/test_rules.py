@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from support.dashboards import LOKI_RULES, RULES, rules
-from support.tools import ROOT, complaints, run
+from support.tools import ROOT, query_errors, run
 from tracedstore import names
 
 CASES = RULES.with_name("prometheus_test.yaml")
@@ -221,7 +221,7 @@ class TestLoki:
 
     def test_parse(self) -> None:
         """Grafana's grammar accepts the expressions."""
-        errors = complaints([("loki", alert["expr"]) for alert in LOKI_ALERTS])
+        errors = query_errors([("loki", alert["expr"]) for alert in LOKI_ALERTS])
 
         assert errors == [""] * len(LOKI_ALERTS)
 
@@ -229,7 +229,7 @@ class TestLoki:
         """The parser returns an error for an invalid query."""
         invalid = [("loki", "sum by (x) (rate({a=1}[5m]))"), ("tempo", "{ a")]
 
-        assert all(complaints(invalid))
+        assert all(query_errors(invalid))
 
     def test_events_and_fields_exist(self) -> None:
         """The expressions use events and fields of the schema only."""

@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests: processes that are gone when the test is."""
+"""Fixtures of the integration tests: processes that are killed after the test."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ StartCommand = Callable[..., Running]
 
 @pytest.fixture
 def start_child(tmp_path: Path) -> Iterator[StartChild]:
-    """Start a script of children/ in a process of its own."""
+    """Return a function that starts a script of children/ as a process."""
     started: list[Child] = []
 
     def start(script: str, *args: object, env: dict[str, str] | None = None) -> Child:
@@ -33,13 +33,13 @@ def start_child(tmp_path: Path) -> Iterator[StartChild]:
 
 @pytest.fixture
 def start_command(tmp_path: Path) -> Iterator[StartCommand]:
-    """Start a command of this environment's, each call of a store being slow."""
+    """Return a function that starts a command of this virtual environment."""
     started: list[Running] = []
     environ = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
-        # So that every call that does not wait is told of.
+        # Every call that does not block is slow, and so emits an event.
         "TRACEDSTORE_SLOW_AFTER": "0",
     }
 
@@ -55,7 +55,7 @@ def start_command(tmp_path: Path) -> Iterator[StartCommand]:
 
 @pytest.fixture
 def tcp_server(start_child: StartChild) -> Child:
-    """The server of a TCPStore, in a process of its own; its port is its report."""
+    """A process that serves a TCPStore; it reports the port."""
     return start_child("tcp_server")
 
 
@@ -63,7 +63,7 @@ def tcp_server(start_child: StartChild) -> Child:
 def job(
     request: pytest.FixtureRequest, tmp_path: Path, etcd_server: EtcdServer
 ) -> tuple[Any, str]:
-    """A store that a job has, and its address."""
+    """The store of a job, and its URL."""
     if request.param == "tcp":
         store: Any = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
         return store, f"tcp://127.0.0.1:{store.port}"

@@ -226,6 +226,7 @@ class TestExit:
 class TestDocs:
     """The example of docs/debug-server.md."""
 
+    @pytest.mark.exclusive
     def test_dump(self, tmp_path: Path) -> None:
         """The dump that torch writes is equal to the output in the docs."""
         page = Path(__file__).parents[2] / "docs/debug-server.md"

@@ -9,7 +9,11 @@ import torch.distributed as dist
 from integration.conftest import StartChild
 from integration.harness import Child, in_background
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.exclusive,
+    pytest.mark.timeout(120),
+]
 
 WORLD_SIZE, PROCESSES = 1024, 4
 MISSING = (0, 500, 1023)

@@ -195,7 +195,7 @@ class TestDiscovery:
         """Promtool accepts the metrics of the agent and of all ranks."""
         for event in stack.job.events(names.TELEMETRY_SERVING):
             with urllib.request.urlopen(event["url"], timeout=10) as page:
-                done = run("promtool", "check", "metrics", given=page.read().decode())
+                done = run("promtool", "check", "metrics", stdin=page.read().decode())
             assert (done.returncode, done.stderr) == (0, ""), event
 
 

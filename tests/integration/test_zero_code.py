@@ -33,6 +33,7 @@ def counted(folder: Path, rank: int) -> dict[str, float]:
 class TestTorchrun:
     """One agent, two workers, DistributedDataParallel."""
 
+    @pytest.mark.exclusive
     def test_agent_and_workers(
         self, start_command: StartCommand, tmp_path: Path
     ) -> None:
@@ -97,6 +98,7 @@ class TestTorchrun:
 class TestWithoutTorchrun:
     """A job that starts its ranks itself."""
 
+    @pytest.mark.exclusive
     @pytest.mark.parametrize("method", ["spawn", "fork"])
     def test_children(self, start_command: StartCommand, method: str) -> None:
         """The events of each child have its rank, which is not in its environment."""

@@ -1,7 +1,6 @@
-"""Every command that README and docs show is run, as it stands there.
+"""Runs every command that README and docs show.
 
-But for what a test has to change: names of hosts and ports, and how many processes
-there are of a kind.
+A test changes only the names of hosts, ports, and the number of processes.
 """
 
 import json
@@ -26,17 +25,21 @@ from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
 from tracedstore.cli.main import COMMANDS, parser
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-# Pages of which one test takes every command: below, and in test_debug_page.py.
-WHOLE = {
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# One test runs all commands of such a page: below, or in test_debug_page.py.
+WHOLE_PAGES = {
     "torchrun.md",
     "zero-code.md",
     "configuration.md",
     "debug-server.md",
     "demo.md",
 }
-# What is run of other pages, by how it begins.
-HERE = {
+# The beginnings of the commands of other pages that tests below run.
+RUN_BELOW = {
     "make demo",
     "make test",
     "make bench",
@@ -48,36 +51,41 @@ HERE = {
     "tracedstore report",
     "tracedstore dashboards",
 }
-# There is no Docker here. tests/dashboards/test_compose.py holds the file against all
-# that it mounts and names, and integration/test_stack.py runs what it would run.
+# The tests have no Docker. tests/dashboards/test_compose.py checks the compose file
+# against the files it mounts, and integration/test_stack.py runs the same programs.
 NOT_RUN = {"docker compose up --build"}
 BIN = Path(sys.executable).parent
 
-pytestmark = pytest.mark.processes
+# Seconds. These tests start up to ten processes each, while other workers run tests.
+_TIMEOUT = 120
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(_TIMEOUT + 30)]
 
 
 def blocks(page: Path) -> list[str]:
-    """Give what a page shows to be typed, without the remarks behind it."""
-    found = re.findall(r"```console\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
-    return [re.sub(r"\s+#.*", "", block) for block in found]
+    """Return the console blocks of a page, without comments."""
+    texts = re.findall(r"```console\n(.*?)\n```", page.read_text("utf-8"), re.DOTALL)
+    return [re.sub(r"\s+#.*", "", block) for block in texts]
 
 
-def shown(page: Path) -> list[str]:
-    """Give the commands of a page."""
+def commands_of(page: Path) -> list[str]:
+    """Return the commands of a page, a line each."""
     return [line for block in blocks(page) for line in block.splitlines()]
 
 
 def commands(begin: str) -> list[str]:
-    """Give those of all pages that begin so, each once; there is at least one."""
-    pages = [page for page in PAGES if page.name not in WHOLE]
-    found = [line for page in pages for line in shown(page) if line.startswith(begin)]
-    assert found, f"no page shows {begin!r}"
-    return list(dict.fromkeys(found))
+    """Return the distinct commands of all pages that begin so; fail without any."""
+    pages = [page for page in PAGES if page.name not in WHOLE_PAGES]
+    matches = [
+        line for page in pages for line in commands_of(page) if line.startswith(begin)
+    ]
+    assert matches, f"no page shows {begin!r}"
+    return list(dict.fromkeys(matches))
 
 
 @contextmanager
 def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Start a command as a shell does, and leave nothing of it."""
+    """Run a command in a shell, and end its processes afterwards."""
     process = subprocess.Popen(
         command,
         shell=True,
@@ -98,7 +106,7 @@ def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         if process.poll() is None:
-            # torchrun's workers are in sessions of their own; it ends them.
+            # torchrun's workers are in other sessions; torchrun ends them.
             os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.communicate(timeout=20)
@@ -108,45 +116,47 @@ def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @contextmanager
-def started(lines: list[str], folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Start some commands at once."""
+def running_all(
+    lines: list[str], folder: Path
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Run several commands at the same time."""
     with ExitStack() as stack:
         yield [stack.enter_context(running(line, folder)) for line in lines]
 
 
-def run(command: str, folder: Path, within: float = 50) -> tuple[int, str, str]:
-    """Run a command to its end: exit code, and what it wrote."""
+def run(command: str, folder: Path, timeout: float = _TIMEOUT) -> tuple[int, str, str]:
+    """Run a command; return its exit code, standard output and standard error."""
     with running(command, folder) as process:
-        out, err = process.communicate(timeout=within)
+        out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
 
-def fetched(url: str) -> str:
-    """Ask something on this machine; nothing while nobody answers."""
+def fetch(url: str) -> str:
+    """Return the body of a response, and "" if no server answers."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return str(answer.read().decode())
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return str(response.read().decode())
     except OSError:
         return ""
 
 
-def test_all_of_them() -> None:
-    """None is shown that is not run."""
+def test_all_commands_are_run() -> None:
+    """A page shows no command that no test runs."""
     for page in PAGES:
-        if page.name not in WHOLE:
-            for line in shown(page):
-                known = any(line.startswith(begin) for begin in HERE)
+        if page.name not in WHOLE_PAGES:
+            for line in commands_of(page):
+                known = any(line.startswith(begin) for begin in RUN_BELOW)
                 assert known or line in NOT_RUN, f"{page.name}: {line}"
-    for begin in [*HERE, *NOT_RUN]:
+    for begin in [*RUN_BELOW, *NOT_RUN]:
         assert commands(begin)
 
 
-class TestOfALine:
-    """What is shown within a text, or by ``--help``: it makes sense to the parser."""
+class TestInline:
+    """The argument parser accepts commands in running text and in ``--help``."""
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_in_pages(self, page: Path) -> None:
-        """Whatever has options or arguments."""
+        """Commands with options or arguments in the text of a page."""
         for line in re.findall(
             r"`(tracedstore [a-z]+ [^`]+)`", page.read_text("utf-8")
         ):
@@ -154,27 +164,27 @@ class TestOfALine:
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_in_help(self, command: str) -> None:
-        """The examples."""
-        said = str(import_module(f"tracedstore.cli.{command}").__doc__)
-        lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", said, re.MULTILINE)
+        """The examples of a command's help."""
+        text = str(import_module(f"tracedstore.cli.{command}").__doc__)
+        lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", text, re.MULTILINE)
 
         assert lines
         for line in lines:
-            (found,) = re.findall(r"tracedstore [^'|)]*", line)
-            self._parse(found)
+            (command_line,) = re.findall(r"tracedstore [^'|)]*", line)
+            self._parse(command_line)
 
     @staticmethod
     def _parse(line: str) -> None:
-        words = shlex.split(re.split(r" [|>] ?| \|\| ", line)[0])[1:]
-        parser(loaded=words[:1]).parse_args(words)
+        arguments = shlex.split(re.split(r" [|>] ?| \|\| ", line)[0])[1:]
+        parser(loaded=arguments[:1]).parse_args(arguments)
 
 
 class TestMake:
-    """The targets."""
+    """The targets of the Makefile."""
 
     @pytest.mark.parametrize("target", ["make test", "make bench"])
     def test_dry(self, target: str) -> None:
-        """What runs this test, and what takes minutes; it is run in small below."""
+        """`make test` runs this test, and `make bench` takes minutes: dry runs."""
         for command in commands(target):
             assert run(f"{command} --dry-run", ROOT)[0] == 0
 
@@ -189,7 +199,7 @@ class TestMake:
         ids=lambda script: script.partition(".")[0],
     )
     def test_benchmarks(self, script: str, tmp_path: Path) -> None:
-        """Each runs to its end; what so few rounds measure is held to no bar."""
+        """Each benchmark writes results; with so few rounds the bars do not count."""
         output = tmp_path / "results.json"
         _, _, err = run(
             f"python {ROOT}/benchmarks/{script} --output {output}", tmp_path
@@ -198,44 +208,43 @@ class TestMake:
         assert "Traceback" not in err
         assert json.loads(output.read_text("utf-8"))
 
-    @pytest.mark.timeout(150)
     def test_demo(self, tmp_path: Path) -> None:
-        """All of docs/demo.md at once; make has the environment of this test."""
+        """All commands of docs/demo.md at the same time; make uses this environment."""
         (make,) = commands("make demo")
         scripts = blocks(ROOT / "docs/demo.md")
         assert make in scripts
         venv = f"VENV={BIN.parent} --assume-old={BIN.parent}/.ready"
         lines = [
-            # What they leave in the folder for temporary files goes with this one.
+            # pytest removes the temporary files of the demo with its own folder.
             f"export TMPDIR={tmp_path}; set -e\n"
             + (f"{make} -C {ROOT} {venv}" if script == make else script)
             for script in scripts
         ]
-        with started(lines, tmp_path) as demos:
+        with running_all(lines, tmp_path) as demos:
             for demo in demos:
-                out, err = demo.communicate(timeout=120)
+                out, err = demo.communicate(timeout=_TIMEOUT)
                 assert (demo.returncode, err) == (0, ""), (demo.args, out)
                 assert "sim-node-1" in out
         assert (tmp_path / "here/report.html").is_file()
 
 
 class TestTorchrun:
-    """Real jobs."""
+    """Commands that start real jobs."""
 
     def test_two_nodes(self, tmp_path: Path) -> None:
-        """Both of them on this machine, each with one rank."""
+        """Both nodes run on this machine, with one rank each."""
         (command,) = commands("torchrun --nnodes 2")
         command = command.replace("node1:29400", f"localhost:{free_port()}")
         command = command.replace("-node 8", "-node 1")
         (tmp_path / "train.py").write_text(train())
-        with started([command, command], tmp_path) as nodes:
-            ended = [node.communicate(timeout=50) for node in nodes]
+        with running_all([command, command], tmp_path) as nodes:
+            outputs = [node.communicate(timeout=_TIMEOUT) for node in nodes]
 
-        assert [node.returncode for node in nodes] == [0, 0], ended
-        assert all("the sum is 1.0" in out for out, _ in ended)
+        assert [node.returncode for node in nodes] == [0, 0], outputs
+        assert all("the sum is 1.0" in out for out, _ in outputs)
 
     def test_command_in_front(self, tmp_path: Path) -> None:
-        """With two ranks."""
+        """`tracedstore-run torchrun` with two ranks."""
         (command,) = commands("tracedstore-run torchrun")
         (tmp_path / "train.py").write_text(train())
         code, out, err = run(command.replace("-node 8", "-node 2"), tmp_path)
@@ -243,50 +252,50 @@ class TestTorchrun:
         assert (code, out.count("the sum is 1.0")) == (0, 2), err
 
     def test_zero_code(self, tmp_path: Path) -> None:
-        """All of docs/zero-code.md at once, on its train.py."""
+        """All commands of docs/zero-code.md at the same time, with its train.py."""
         (tmp_path / "train.py").write_text(train())
-        lines = shown(ROOT / "docs/zero-code.md")
-        with started(lines, tmp_path) as jobs:
-            plain, told, otel = [job.communicate(timeout=50) for job in jobs]
+        lines = commands_of(ROOT / "docs/zero-code.md")
+        with running_all(lines, tmp_path) as jobs:
+            plain, traced, otel = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 
-        assert [job.returncode for job in jobs] == [0, 0, 0], (told, otel)
-        for printed, _ in (plain, told, otel):
+        assert [job.returncode for job in jobs] == [0, 0, 0], (traced, otel)
+        for printed, _ in (plain, traced, otel):
             assert printed.count("the sum is 1.0") == 2
         assert "tracedstore.rank" not in plain[0]
-        assert re.search(r'"event": "store.operation.slow".*"rank": 1', told[1])
-        for printed, _ in (told, otel):
+        assert re.search(r'"event": "store.operation.slow".*"rank": 1', traced[1])
+        for printed, _ in (traced, otel):
             assert '"name": "set tracedstore/RANKS/*"' in printed
             assert '"tracedstore.rank": 1' in printed
-            # The agent's, which is no rank.
+            # A key of the agent, which has no rank.
             assert "torchelastic/role_info" in printed
 
     @pytest.mark.etcd
     def test_rendezvous(self, etcd_server: EtcdServer) -> None:
-        """All of docs/torchrun.md at once, on ports of their own."""
+        """All commands of docs/torchrun.md at the same time, on free ports."""
         page = ROOT / "docs/torchrun.md"
         lines = [
             line.replace("localhost:29400", f"localhost:{free_port()}").replace(
                 "localhost:2379", f"localhost:{etcd_server.port}"
             )
-            for line in shown(page)
+            for line in commands_of(page)
         ]
-        with started(lines, ROOT) as jobs:
-            done = [job.communicate(timeout=50) for job in jobs]
+        with running_all(lines, ROOT) as jobs:
+            outputs = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 
-        assert [job.returncode for job in jobs] == [0, 0, 1], done
-        for out, _ in done[:2]:
+        assert [job.returncode for job in jobs] == [0, 0, 1], outputs
+        for out, _ in outputs[:2]:
             assert len(re.findall(r"rank [01] of 2: done after 10 steps", out)) == 2
-        _, errors = done[2]
+        _, errors = outputs[2]
         assert "rendezvous.timeout" in errors
         text = page.read_text("utf-8")
         printed = re.search(r"```\n(RendezvousTimeoutError: .*)\n```", text)
         assert printed
-        # As it stands there, but for ports, names, process ids and times.
-        words = re.split(r"[\d.]+ s|:\d+|\S+ \(pid \d+\)", printed[1])
-        assert re.search(".*".join(map(re.escape, words)), errors), errors
+        # Ports, host names, process ids and durations differ.
+        parts = re.split(r"[\d.]+ s|:\d+|\S+ \(pid \d+\)", printed[1])
+        assert re.search(".*".join(map(re.escape, parts)), errors), errors
 
     def test_endpoint(self, tmp_path: Path) -> None:
-        """The first of two ranks serves its metrics while it trains."""
+        """Rank 0 serves its metrics while it trains."""
         (command,) = commands("TRACEDSTORE_HTTP_PORT=9400 torchrun")
         port, stop = free_port(), tmp_path / "stop"
         command = command.replace("9400", str(port)).replace("-node 4", "-node 2")
@@ -298,19 +307,19 @@ class TestTorchrun:
         )
         with running(command, tmp_path) as job:
             url = f"http://127.0.0.1:{port}/metrics"
-            metrics = wait_until(lambda: fetched(url), 40)
+            metrics = wait_until(lambda: fetch(url), _TIMEOUT)
             stop.touch()
-            _, err = job.communicate(timeout=40)
+            _, err = job.communicate(timeout=_TIMEOUT)
 
         assert job.returncode == 0, err
         assert "tracedstore_build_info{" in metrics
 
 
 class TestTracedstore:
-    """The commands, on what a job leaves in its store and in its logs."""
+    """The tracedstore commands, on the store and the logs of a job."""
 
     def test_status(self, store_url: str, tmp_path: Path) -> None:
-        """Rank 0 of 2 is missing."""
+        """`tracedstore status` reports that rank 0 of 2 is missing."""
         (command,) = commands("tracedstore status")
         code, out, err = run(command.replace("tcp://node1:29400", store_url), tmp_path)
 
@@ -319,20 +328,20 @@ class TestTracedstore:
         assert "missing 1 of 2" in out
 
     def test_sd(self, store_url: str, tmp_path: Path) -> None:
-        """The file is there while it goes on, until Ctrl-C."""
+        """`tracedstore sd --watch` writes the file, and ends on Ctrl-C."""
         (command,) = commands("tracedstore sd")
         command = command.replace("tcp://node1:29400", store_url)
         targets = tmp_path / "targets.json"
-        with running(f"exec {command}", tmp_path) as watching:
-            wait_until(targets.exists, 30)
-            watching.send_signal(signal.SIGINT)
-            _, err = watching.communicate(timeout=20)
+        with running(f"exec {command}", tmp_path) as watcher:
+            wait_until(targets.exists, _TIMEOUT)
+            watcher.send_signal(signal.SIGINT)
+            _, err = watcher.communicate(timeout=20)
 
-        assert (watching.returncode, err) == (130, "")
+        assert (watcher.returncode, err) == (130, "")
         assert json.loads(targets.read_text("utf-8")) == []
 
     def test_report(self, tmp_path: Path) -> None:
-        """Of the log of one rank that waited for another."""
+        """`tracedstore report` reads the log of a rank that waited for another."""
         (tmp_path / "logs").mkdir()
         script = (
             "import torch.distributed as dist, tracedstore\n"
@@ -348,7 +357,7 @@ class TestTracedstore:
         assert "checkpoint/7" in (tmp_path / "report.html").read_text("utf-8")
 
     def test_dashboards(self, tmp_path: Path) -> None:
-        """Into a folder that is made for them."""
+        """`tracedstore dashboards export` creates the folder."""
         for command in commands("tracedstore dashboards"):
             code, out, err = run(command, tmp_path)
 
@@ -358,8 +367,8 @@ class TestTracedstore:
 
 
 def test_traces_on_the_console(tmp_path: Path) -> None:
-    """The command of docs/configuration.md, on a train.py."""
-    (command,) = shown(ROOT / "docs/configuration.md")
+    """The command of docs/configuration.md, with a train.py."""
+    (command,) = commands_of(ROOT / "docs/configuration.md")
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist, tracedstore\n"
         "tracedstore.wrap(dist.HashStore()).set('key', 'value')\n"
@@ -373,16 +382,16 @@ def test_traces_on_the_console(tmp_path: Path) -> None:
 
 @pytest.fixture
 def store_url() -> Iterator[str]:
-    """Serve a store in which rank 1 of 2 came to a barrier, and gave up."""
+    """Serve a store in which rank 1 of 2 arrived at a barrier and timed out."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(tracedstore.BarrierTimeout):
         tracedstore.barrier(server, 2, "checkpoint/7", 0.1, rank=1)
     yield f"tcp://127.0.0.1:{server.port}"
-    del server  # not before: it serves as long as it is there
+    del server  # it serves until it is deleted
 
 
 def train() -> str:
-    """Give the program that docs/zero-code.md calls train.py."""
+    """Return the program that docs/zero-code.md calls train.py."""
     text = (ROOT / "docs/zero-code.md").read_text("utf-8")
     program: str = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     return program

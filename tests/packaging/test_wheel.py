@@ -1,5 +1,6 @@
-"""What people install."""
+"""The wheel: contents, entry points, metadata, and the files it ships."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,82 +11,95 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.cli.dashboards import SHIPPED
-
-ROOT = Path(__file__).parents[2]
+from support.tools import ROOT
+from support.wheel import build_wheel
+from tracedstore.cli.dashboards import shipped
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from this tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet"),
-            *("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)),
-            str(ROOT),
-        ],
-        check=True,
-        timeout=50,
-    )
-    (built,) = folder.glob("*.whl")
-    return zipfile.ZipFile(built)
+    """The wheel of this source tree."""
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 class TestWheel:
-    """The wheel has what is needed, and nothing else."""
+    """Contents and metadata of the wheel."""
 
     def test_contents(self, wheel: zipfile.ZipFile) -> None:
-        """Every module, the types marker, the schema; no tests, no benchmarks."""
+        """It has the package and the shipped files, and nothing else."""
         source = ROOT / "src"
         expected = {
             str(path.relative_to(source))
             for path in (source / "tracedstore").rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
         }
-        shipped = {
-            f"tracedstore/cli/shipped/{name}": path for name, path in SHIPPED.items()
+        originals = {
+            f"tracedstore/cli/shipped/{name}": path for name, path in shipped().items()
         }
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
 
-        assert packed == expected | shipped.keys()
-        for name, path in shipped.items():
-            assert wheel.read(name) == (ROOT / path).read_bytes()
+        assert packed == expected | originals.keys()
+        for name, path in originals.items():
+            assert wheel.read(name) == path.read_bytes()
         assert {"tracedstore/py.typed", "tracedstore/signals/events.schema.json"} <= (
             packed
         )
 
+    def test_export(self, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+        """`tracedstore dashboards export` writes the files of the installed wheel."""
+        installed, exported = tmp_path / "installed", tmp_path / "exported"
+        wheel.extractall(installed)
+        script = (
+            "import sys, tracedstore.cli.main as main\n"
+            "print(main.__file__, file=sys.stderr)\n"
+            f"sys.exit(main.main(['dashboards', 'export', '{exported}']))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            # In front of the editable installation.
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert Path(done.stderr.strip()).is_relative_to(installed)
+        for name, original in shipped().items():
+            assert (exported / name).read_bytes() == original.read_bytes()
+
     def test_start_up(self, wheel: zipfile.ZipFile) -> None:
-        """The folder for PYTHONPATH has one module and is no package."""
+        """The folder that tracedstore-run puts on PYTHONPATH holds one module."""
         folder = "tracedstore/auto/startup/"
         packed = [name for name in wheel.namelist() if name.startswith(folder)]
 
         assert packed == [folder + "sitecustomize.py"]
 
     def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
-        """The commands and the plug-ins point at what is there."""
+        """Commands and plug-ins refer to existing functions and classes."""
         (name,) = [name for name in wheel.namelist() if "entry_points" in name]
-        found = ConfigParser()
-        found.read_string(wheel.read(name).decode())
+        entry_points = ConfigParser()
+        entry_points.read_string(wheel.read(name).decode())
 
-        assert found["console_scripts"]["tracedstore-run"] == (
+        assert entry_points["console_scripts"]["tracedstore-run"] == (
             "tracedstore.auto.command:main"
         )
-        assert found["opentelemetry_instrumentor"]["torch_store"] == (
+        assert entry_points["opentelemetry_instrumentor"]["torch_store"] == (
             "tracedstore.auto.otel:TracedStoreInstrumentor"
         )
-        assert dict(found["torchrun.handlers"]) == {
+        assert dict(entry_points["torchrun.handlers"]) == {
             "traced-c10d": "tracedstore.rendezvous.plugins:traced_c10d",
             "traced-etcd-v2": "tracedstore.rendezvous.plugins:traced_etcd_v2",
         }
-        for group in found.sections():
-            for entry in found[group].values():
+        for group in entry_points.sections():
+            for entry in entry_points[group].values():
                 module, _, attribute = entry.partition(":")
                 assert hasattr(import_module(module), attribute), entry
 
     @pytest.mark.parametrize("first", ["tracedstore.rendezvous", "torchs"])
     def test_imports(self, first: str) -> None:
-        """Ours imports nothing of elastic's by itself; both may come first."""
+        """Importing the package does not import elastic; either can be first."""
         torchs = "torch.distributed.elastic.rendezvous"
         script = f"""
 import importlib, sys, tracedstore
@@ -107,7 +121,7 @@ assert "etcd" not in sys.modules
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_torch_has_a_floor_and_no_pin(self, wheel: zipfile.ZipFile) -> None:
-        """The job chooses its torch."""
+        """The job chooses the version of torch, above a lower bound."""
         (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
         metadata = Parser().parsestr(wheel.read(name).decode())
         required = metadata.get_all("Requires-Dist") or []

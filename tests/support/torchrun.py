@@ -1,4 +1,4 @@
-"""Real torchrun agents on this machine, and what they wrote."""
+"""Runs real torchrun agents and reads what they write."""
 
 import json
 import os
@@ -15,10 +15,10 @@ TRAIN = _ROOT / "examples/train_ddp.py"
 
 
 class Agent:
-    """One torchrun process, in a group of its own with its workers.
+    """One torchrun process; it and its workers share one process group.
 
     Attributes:
-        pid: Its process id.
+        pid: The process id of the agent.
     """
 
     def __init__(self, folder: Path, *args: str, env: dict[str, str]) -> None:
@@ -42,53 +42,55 @@ class Agent:
             )
         self.pid = self._process.pid
 
-    def exit_status(self, timeout: float = 50.0) -> int:
-        """Wait until it ends by itself."""
+    def exit_status(self, timeout: float = 100.0) -> int:
+        """Wait until the agent exits and return its exit status."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it goes on: {self.out()}\n{self.errors()}") from None
+            raise AssertionError(
+                f"torchrun is still running: {self.out()}\n{self.errors()}"
+            ) from None
 
     def out(self) -> str:
-        """What it and its workers wrote to standard output so far."""
+        """Return what the agent and its workers have written to standard output."""
         return self._out.read_text(errors="replace")
 
     def errors(self) -> str:
-        """What they wrote to standard error so far."""
+        """Return what the agent and its workers have written to standard error."""
         return self._errors.read_text(errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of that name, with those of its workers."""
+        """Return the events of one name from the agent and its workers."""
         lines = [line for line in self.errors().splitlines() if line[:1] == "{"]
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def metric(self, name: str, **labels: str) -> float:
-        """What a metric of the agent's said when it ended."""
+        """Return the sum of the agent's samples of a metric, as of its exit."""
         (text,) = [
             json.loads(line)["metrics"]
             for line in self.out().splitlines()
             if line.startswith('{"metrics":')
         ]
-        found = [
+        values = [
             sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name and sample.labels.items() >= labels.items()
         ]
-        assert found, f"no {name} with {labels} in {text}"
-        return sum(found)
+        assert values, f"no {name} with {labels} in {text}"
+        return sum(values)
 
     def spans(self) -> list[dict[str, Any]]:
-        """The spans that the console exporter wrote."""
-        found, text, decoder = [], self.out(), json.JSONDecoder()
+        """Return the spans that the console exporter has written."""
+        spans, text, decoder = [], self.out(), json.JSONDecoder()
         start = 0
         while (start := text.find("{\n", start)) >= 0:
             span, start = decoder.raw_decode(text, start)
-            found.append(span)
-        return found
+            spans.append(span)
+        return spans
 
     def kill(self) -> None:
-        """End it and its workers, without warning."""
+        """Send SIGKILL to the agent and its workers."""
         if self._process.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait(10)

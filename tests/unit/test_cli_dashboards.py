@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.cli.dashboards import SHIPPED
+from tracedstore.cli.dashboards import shipped
 from tracedstore.cli.main import main
 
 
@@ -23,9 +23,9 @@ class TestExport:
 
         assert main(["dashboards", "export", str(folder)]) == 0
 
-        assert files(folder) == set(SHIPPED)
+        assert files(folder) == set(shipped())
         said = capsys.readouterr().out.splitlines()
-        assert said == [str(folder / name) for name in SHIPPED]
+        assert said == [str(folder / name) for name in shipped()]
 
     def test_again(self, tmp_path: Path) -> None:
         """After an upgrade it writes over what it wrote; other files stay."""

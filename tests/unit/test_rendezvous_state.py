@@ -74,7 +74,7 @@ class TestParse:
             None,
             {"round": 1},
             dynamic._NodeDesc("a", 1, 0),
-            datetime.now(UTC),
+            datetime.fromtimestamp(1000, UTC),
             print,
         ],
         ids=str,

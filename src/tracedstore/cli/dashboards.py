@@ -12,27 +12,13 @@ Exit codes: 0 written, 1 cannot be written, 64 the command line makes no sense
 
 import argparse
 import sys
+import tomllib
 from pathlib import Path
 
 from tracedstore.core.errors import CommandError
 
-# Where each is written, and where it is in the repository. A wheel has them beside
-# this module, under the first of the two.
-SHIPPED = {
-    "dashboards/tracedstore-coordination.json": (
-        "dashboards/tracedstore-coordination.json"
-    ),
-    "dashboards/tracedstore-health.json": "dashboards/tracedstore-health.json",
-    "dashboards/tracedstore-internals.json": "dashboards/tracedstore-internals.json",
-    "rules/prometheus.yaml": "dashboards/rules/prometheus.yaml",
-    "rules/loki.yaml": "dashboards/rules/loki.yaml",
-    "alertmanager.yml": "deploy/alertmanager/alertmanager.yml",
-    "grafana/dashboards.yaml": "deploy/grafana/provisioning/dashboards/dashboards.yaml",
-    "grafana/datasources.yaml": (
-        "deploy/grafana/provisioning/datasources/datasources.yaml"
-    ),
-}
-_WHEEL = Path(__file__).parent / "shipped"
+# The wheel has the files here; pyproject.toml lists them.
+_IN_WHEEL = Path(__file__).parent / "shipped"
 _REPOSITORY = Path(__file__).parents[3]
 _RUNBOOK = "docs/runbook.md"
 
@@ -49,10 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def shipped() -> dict[str, Path]:
+    """Map each exported name to its file, in the wheel or in a development checkout."""
+    if _IN_WHEEL.is_dir():
+        paths = (path for path in _IN_WHEEL.rglob("*") if path.is_file())
+        files = {str(path.relative_to(_IN_WHEEL)): path for path in paths}
+    else:
+        project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))
+        wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+        files = {
+            str(Path(target).relative_to("tracedstore/cli/shipped")): _REPOSITORY / path
+            for path, target in wheel["force-include"].items()
+        }
+    return dict(sorted(files.items()))
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Write them all."""
-    for name, original in SHIPPED.items():
-        source = _WHEEL / name if _WHEEL.is_dir() else _REPOSITORY / original
+    for name, source in shipped().items():
         target: Path = arguments.folder / name
         try:
             text = source.read_text("utf-8")
