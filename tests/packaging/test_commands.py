@@ -24,7 +24,7 @@ import tracedstore
 from integration.harness import wait_until
 from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
-from tracedstore.cli.main import COMMANDS, parser
+from tracedstore.cli.main import COMMANDS, make_parser
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 # Pages of which one test takes every command: below, and in test_debug_page.py.
@@ -166,7 +166,7 @@ class TestOfALine:
     @staticmethod
     def _parse(line: str) -> None:
         words = shlex.split(re.split(r" [|>] ?| \|\| ", line)[0])[1:]
-        parser(loaded=words[:1]).parse_args(words)
+        make_parser(loaded=words[:1]).parse_args(words)
 
 
 class TestMake:

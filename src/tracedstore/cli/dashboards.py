@@ -1,13 +1,13 @@
-"""Write the dashboards, alert rules and provisioning that this version has.
+"""Write the Grafana dashboards, alert rules and provisioning of this version.
 
-For a Grafana, a Prometheus and a Loki of your own. They belong to the metrics
-of this version: export them anew after an upgrade.
+Use them with your own Grafana, Prometheus and Loki. They match the metrics of
+this version: export them again after an upgrade.
 
 Examples:
   tracedstore dashboards export monitoring/
   tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook
 
-Exit codes: 0 written, 1 cannot be written, 64 the command line makes no sense
+Exit codes: 0 written, 1 a file cannot be written, 64 invalid command line
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tracedstore.core.errors import CommandError
 
-# Where each is written, and where it is in the repository. A wheel has them beside
-# this module, under the first of the two.
+# The exported path of each file, and its path in the repository. A wheel has them in
+# the folder of this module, under shipped/ and the exported path.
 SHIPPED = {
     "dashboards/tracedstore-coordination.json": (
         "dashboards/tracedstore-coordination.json"
@@ -38,19 +38,21 @@ _RUNBOOK = "docs/runbook.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
-    parser.add_argument("action", choices=["export"], help="write them to a folder")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="made if need be")
+    """Declare the arguments."""
+    parser.add_argument("action", choices=["export"], help="write all files")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the target folder, made if missing"
+    )
     parser.add_argument(
         "--runbook-url",
         metavar="URL",
         default=_RUNBOOK,
-        help=f"where alerts say that the runbook is ({_RUNBOOK})",
+        help=f"the address of the runbook in alerts ({_RUNBOOK})",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write them all."""
+    """Write all files, and print their paths."""
     for name, original in SHIPPED.items():
         source = _WHEEL / name if _WHEEL.is_dir() else _REPOSITORY / original
         target: Path = arguments.folder / name
