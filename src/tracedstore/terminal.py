@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 _PLAIN_WIDTH = 80
@@ -75,6 +76,30 @@ def _ends(word: str, room: int) -> str:
     return f"{word[:half]}...{word[-half:]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Cropped:
+    """As much of a view as fits the terminal, above an empty line for the cursor.
+
+    The terminal echoes keys where the cursor is. At the end of a full line an echoed
+    ^C would begin a line that rich does not know of.
+    """
+
+    view: RenderableType
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        lines = console.render_lines(self.view, options, pad=False)
+        rows = max(1, options.size.height - 1)
+        if len(lines) > rows:
+            hidden = len(lines) - rows + 1
+            lines[rows - 1 :] = [[Segment(f"... {hidden} more lines")]]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+        yield Text("")
+
+
 class _Console(Console):
     """A console that keeps the cursor visible and lets BrokenPipeError pass.
 
@@ -94,20 +119,24 @@ class Screen:
 
     Where the stream is no terminal, NO_COLOR is set or TERM is dumb, lines are plain,
     80 columns wide, and there is no view. Use it in a ``with`` block, whose end
-    removes the view, or with `keep_view` leaves all of it.
+    removes the view, or with `keep_view` leaves all of it. With `quiet` it prints
+    nothing.
 
     Attributes:
         interactive: Whether there are colours and a view.
         console: The rich console, with the width and height of the terminal.
     """
 
-    def __init__(self, stream: TextIO, *, keep_view: bool = False) -> None:
-        self.interactive = is_interactive(stream)
+    def __init__(
+        self, stream: TextIO, *, keep_view: bool = False, quiet: bool = False
+    ) -> None:
+        self.interactive = is_interactive(stream) and not quiet
         self.console = _Console(
             file=stream,
             force_terminal=self.interactive,
             color_system="auto" if self.interactive else None,
             width=None if self.interactive else _PLAIN_WIDTH,
+            quiet=quiet,
             highlight=False,
             markup=False,
             emoji=False,
@@ -115,6 +144,7 @@ class Screen:
         self._keep_view = keep_view
         self._printed: list[RenderableType] = []
         self._live: Live | None = None
+        self._view: RenderableType = ""
         self._width = self.console.width
         self._continued = False
         self._sigcont: Any = None
@@ -144,10 +174,10 @@ class Screen:
         if not self.interactive:
             return
         self._adapt()
+        self._view = view
         if self._live is None:
             # Without a thread that refreshes: commands fork while the view is live.
             self._live = Live(
-                view,
                 console=self.console,
                 auto_refresh=False,
                 transient=not self._keep_view,
@@ -155,12 +185,14 @@ class Screen:
                 redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(view, refresh=True)
+        self._live.update(_Cropped(view), refresh=True)
 
     def clear(self) -> None:
         """End the view."""
         if self._live is not None:
             live, self._live = self._live, None
+            if self._keep_view:
+                live.update(self._view)
             live.stop()
 
     def _adapt(self) -> None:

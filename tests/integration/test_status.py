@@ -894,7 +894,7 @@ class TestWatch:
         for lines in shown[:3]:
             assert lines[0] == "missing: 20 barriers not complete"
             assert len(lines) == 10
-            assert lines[-1].split() == ["..."]
+            assert lines[-2:] == ["... 15 more lines", ""]
         assert last[:2] == ["missing: 20 barriers not complete", f"store: {url}"]
         assert last[-2:] == ["  b/19: 1 arrived", ""]
         # Nothing but the view is erased, and no mode of the terminal is changed.

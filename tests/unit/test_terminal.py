@@ -9,6 +9,7 @@ import sys
 import pytest
 from rich.console import Console, Group
 
+from support.terminal import frames
 from tracedstore.terminal import Line, Screen, escape, is_interactive
 
 
@@ -156,9 +157,9 @@ class TestScreen:
             screen.print(Line("news", "red"))
             printed = stream.getvalue()[start:]
 
-        erased = "\r\x1b[2K\x1b[1A\x1b[2K"
-        assert printed == f"{erased}\x1b[31mnews\x1b[0m\nhead\n\x1b[2mrow\x1b[0m"
-        assert stream.getvalue().endswith("\r" + "\x1b[1A\x1b[2K" * 2)
+        erased = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * 2
+        assert printed == f"{erased}\x1b[31mnews\x1b[0m\nhead\n\x1b[2mrow\x1b[0m\n"
+        assert [*frames(stream.getvalue())][-1] == ["\x1b[31mnews\x1b[0m", ""]
 
     def test_cursor_stays_visible(self) -> None:
         """No mode of the terminal is changed, so SIGKILL leaves none changed."""
@@ -171,14 +172,15 @@ class TestScreen:
     def test_view_is_kept(self) -> None:
         """With keep_view all of the last view stays, also what did not fit."""
         stream = Terminal()
+        rows = [f"row {number}" for number in range(30)]
         with Screen(stream, keep_view=True) as screen:
-            screen.show(Group(*(Line(f"row {number}") for number in range(30))))
-            shown = stream.getvalue()
+            screen.show(Group(*map(Line, rows)))
+            (shown,) = frames(stream.getvalue())
+        *_, kept = frames(stream.getvalue())
 
-        assert shown.startswith("row 0\n")
-        assert "row 22\n" in shown
-        assert "row 23" not in shown
-        assert stream.getvalue().endswith("row 28\nrow 29\n")
+        # The last line is for the cursor, and for keys that the terminal echoes.
+        assert shown == [*rows[:22], "... 8 more lines", ""]
+        assert kept == [*rows, ""]
 
     def test_narrower(self) -> None:
         """On a narrower terminal the lines are printed again on a cleared screen."""
@@ -197,8 +199,8 @@ class TestScreen:
 
         eight, four = " ".join(["word"] * 8), " ".join(["word"] * 4)
         short = "v" * 18 + "..." + "v" * 18
-        assert narrow == f"\x1b[2J\x1b[H{eight}\n  {four}\n{short}"
-        assert wide == "\r\x1b[2K" + "v" * 80
+        assert narrow == f"\x1b[2J\x1b[H{eight}\n  {four}\n{short}\n"
+        assert wide == "\r\x1b[2K\x1b[1A\x1b[2K" + "v" * 80 + "\n"
 
     def test_continues_after_a_stop(self) -> None:
         """After Ctrl-Z and fg the view is drawn below the text of the shell."""
@@ -211,7 +213,7 @@ class TestScreen:
             screen.show(Group(Line("head"), Line("row")))
             drawn = stream.getvalue()[start:]
 
-        assert drawn == "head\nrow"
+        assert drawn == "head\nrow\n"
         assert signal.getsignal(signal.SIGCONT) is before
 
     def test_closed_pipe(self) -> None:
