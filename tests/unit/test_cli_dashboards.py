@@ -1,5 +1,6 @@
 """``tracedstore dashboards export``."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,23 @@ class TestExport:
         error = capsys.readouterr().err
         assert error.startswith("tracedstore: ")
         assert error.count("\n") == 1
+
+    def test_full_disk(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A failed write is reported with its file, which the error does not name."""
+
+        def fail(*_arguments: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", fail)
+
+        assert main(["dashboards", "export", str(tmp_path)]) == 1
+
+        first = tmp_path / next(iter(SHIPPED))
+        assert capsys.readouterr().err == (
+            f"tracedstore: {first} cannot be read or written: No space left on device\n"
+        )

@@ -1,6 +1,6 @@
 """Write a script that makes your shell complete commands, options and file names.
 
-Let the shell read it when it starts.
+Run one of these commands once; the shell then reads the script at every start.
 
 Examples:
   echo 'eval "$(tracedstore completion bash)"' >> ~/.bashrc

@@ -61,8 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text.replace(_RUNBOOK, arguments.runbook_url), "utf-8")
         except OSError as error:
+            # A failed write has no file name.
+            path = error.filename or target
             raise CommandError(
-                f"{error.filename} cannot be read or written: {error.strerror}"
+                f"{path} cannot be read or written: {error.strerror}"
             ) from None
         sys.stdout.write(f"{target}\n")
     return 0

@@ -105,6 +105,7 @@ def _describe(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.filename is not None:
         return f"{error.filename} cannot be read or written: {reason}"
+    # Output that could not be written is still in the buffer, if there is one.
     try:
         sys.stdout.flush()
     except OSError:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-id", metavar="ID", help="only ranks of this job, and its run_id label"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
+        "--output", type=Path, metavar="FILE", help="write to this file"
     )
     add_watch_arguments(parser, "repeat, and write whenever the list changes", 15.0)
 

@@ -78,7 +78,7 @@ class Progress:
             total=self.total, completed=done, width=_BAR_WIDTH, complete_style="green"
         )
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(bar, Text(text, "bold", no_wrap=True))
+        grid.add_row(bar, Text(text, "bold", no_wrap=True, overflow="crop"))
         return grid
 
 
@@ -139,12 +139,13 @@ def _table(
     columns: Sequence[_Column], rows: Sequence[tuple[str, ...]], width: int
 ) -> Table:
     """Make a table of the columns that fit; each row has its style first."""
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP // 2))
+    # Padding on the right only: releases of rich differ in that of an edge.
+    table = Table(box=None, padding=(0, _GAP, 0, 0))
     free = width
     for heading, column_width, is_number in columns:
-        if len(table.columns) >= _MIN_COLUMNS and column_width > free:
+        if len(table.columns) >= _MIN_COLUMNS and column_width + _GAP > free:
             break
-        shown = min(column_width, max(free, 1))
+        shown = min(column_width, max(free - _GAP, 1))
         free -= shown + _GAP
         table.add_column(
             heading,
