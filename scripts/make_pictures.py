@@ -1,16 +1,15 @@
-"""Make the README's pictures, from a real run of the demo: ``make pictures``.
+"""Make the README's pictures from a real run of the demo: ``make pictures``.
 
-docs/pictures/demo.svg is what the demo writes on a terminal: its last act while the
-others still wait, and below that how it ends. docs/pictures/report.png is the page
-that ``tracedstore report`` makes of what the same run left. Both are made anew by one
-command; the run has a host name of its own, and a folder without a path.
+docs/pictures/demo.svg is the demo on a terminal: its last scenario while ranks wait,
+and below that its end. docs/pictures/report.png is the page of ``tracedstore report``
+for the same run. The run has its own host name and a relative folder, so that the
+pictures show neither the host nor a path of their maker.
 """
 
 import argparse
 import io
 import os
 import pty
-import re
 import subprocess
 import sys
 import termios
@@ -24,14 +23,14 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.pages import browse  # noqa: E402 - of the tests, which open pages too
+# The tests open pages and read terminals too.
+from support.pages import browse  # noqa: E402
+from support.terminal import frames, without_styles  # noqa: E402
 
 _COLUMNS, _ROWS = 80, 60
 _HOST = "demo-host"
-_WITHIN = 120.0
-_ERASE = re.compile(r"\r\x1b\[(\d+)A\x1b\[J")
-_STYLE = re.compile(r"\x1b\[\d*m")
-_PAGE = (1200, 700)
+_DEMO_TIMEOUT = 120.0
+_PAGE_SIZE = (1200, 700)
 # Readable on a light page and on a dark one.
 _THEME = TerminalTheme(
     (22, 27, 34),
@@ -41,7 +40,7 @@ _THEME = TerminalTheme(
         *[(121, 192, 255), (210, 168, 255), (86, 212, 221), (201, 209, 217)],
     ],
 )
-# No font is loaded: where the picture is shown as an image, none would be.
+# No font is loaded, because an image in a page cannot load one.
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -76,33 +75,34 @@ _SVG = """\
 
 
 def main() -> None:
-    """Run it, and make both."""
+    """Run the demo, and make both pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures")
     output: Path = parser.parse_args().output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="pictures-") as name:
         folder = Path(name)
-        seen = screens(run_demo(folder))
-        (output / "demo.svg").write_text(drawn(chosen(seen)), "utf-8")
-        photograph(folder, output / "report.png")
+        screens = list(frames(run_demo(folder)))
+        (output / "demo.svg").write_text(draw(select_lines(screens)), "utf-8")
+        take_screenshot(folder, output / "report.png")
     for picture in ("demo.svg", "report.png"):
         print(f"{output / picture}: {(output / picture).stat().st_size:,} bytes")
 
 
 def run_demo(folder: Path) -> str:
-    """Run the demo on a terminal; give what it wrote."""
+    """Run the demo on a terminal and return its output."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (_ROWS, _COLUMNS))
-    # Somebody who is not root needs a user namespace to name a host.
+    # Without root, a user namespace is needed to set a host name.
     namespace = (
         ["--uts"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--uts"]
     )
     named = ["sh", "-c", f'hostname {_HOST} && exec "$@"', "sh"]
     command = [sys.executable, "-m", "tracedstore.cli.main", "demo", "--output", "demo"]
-    environ = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    process = subprocess.Popen(  # noqa: S603 - as written here
-        ["unshare", *namespace, *named, *command],  # noqa: S607 - of the PATH
+    ignored = {"NO_COLOR", "LINES", "COLUMNS"}
+    environ = {name: os.environ[name] for name in os.environ.keys() - ignored}
+    process = subprocess.Popen(  # noqa: S603 - fixed commands
+        ["unshare", *namespace, *named, *command],  # noqa: S607 - from the PATH
         cwd=folder,
         env={**environ, "TERM": "xterm"},
         stdin=subprocess.DEVNULL,
@@ -115,51 +115,41 @@ def run_demo(folder: Path) -> str:
         with os.fdopen(ours, "rb", buffering=0) as terminal:
             while new := terminal.read(65536):
                 written += new
-    except OSError:  # its other end is closed: nobody writes any more
+    except OSError:  # the demo has closed the other end
         pass
-    text = written.decode().replace("\r\n", "\n")
-    if code := process.wait(_WITHIN):
+    text = written.decode()
+    if code := process.wait(_DEMO_TIMEOUT):
         sys.exit(f"the demo ended with {code}:\n{text}")
     return text
 
 
-def screens(written: str) -> list[list[str]]:
-    """Give the lines on the terminal after each time that something was drawn."""
-    first, *others = _ERASE.split(written)
-    lines = first.split("\n")
-    seen = [lines]
-    for up, text in zip(others[::2], others[1::2], strict=True):
-        lines = [*lines[: -1 - int(up)], *text.split("\n")]
-        seen.append(lines)
-    return seen
-
-
-def chosen(seen: list[list[str]]) -> list[str]:
-    """Choose what to show: the last act in its middle, and the end."""
-    *_, last = seen
-    act = _first(last, "Act 4 of ")
-    gives_up, files = _first(last, " gives up after "), _first(last, "Files in ")
-    # The early warning is there, and everybody still waits.
+def select_lines(screens: list[list[str]]) -> list[str]:
+    """Return the lines to show: the middle of the last scenario, and the end."""
+    *_, last = screens
+    heading = _find(last, "Scenario 4 of ")
+    timeout, files = _find(last, " times out after "), _find(last, "Files in ")
+    # Screens with the early warning, while all ranks still wait.
     stalled = [
         lines
-        for lines in seen
-        if len(lines) > gives_up
-        and lines[:gives_up] == last[:gives_up]
-        and any("no answer" in line for line in lines[gives_up:])
+        for lines in screens
+        if len(lines) > timeout
+        and lines[:timeout] == last[:timeout]
+        and any("no answer" in line for line in lines[timeout:])
+        and " times out after " not in "".join(lines)
     ]
-    stalled = [lines for lines in stalled if " gives up after " not in "".join(lines)]
     middle = stalled[len(stalled) // 2]
     later = "\x1b[2m" + " a few seconds later ".center(_COLUMNS - 1, "-") + "\x1b[0m"
-    return [*middle[act:], later, "", *last[gives_up : files - 1]]
+    # The empty line keeps the lower parts of the last line's letters in the picture.
+    return [*middle[heading:], later, "", *last[timeout : files - 1], ""]
 
 
-def _first(lines: list[str], text: str) -> int:
-    plain = (_STYLE.sub("", line) for line in lines)
+def _find(lines: list[str], text: str) -> int:
+    plain = map(without_styles, lines)
     return next(number for number, line in enumerate(plain) if text in line)
 
 
-def drawn(lines: list[str]) -> str:
-    """Draw lines with their colours."""
+def draw(lines: list[str]) -> str:
+    """Return an SVG of lines with their colours."""
     console = Console(
         record=True,
         width=_COLUMNS,
@@ -175,15 +165,15 @@ def drawn(lines: list[str]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in svg.splitlines() if line.strip())
 
 
-def photograph(folder: Path, picture: Path) -> None:
-    """Make the page of the run, and open it in a browser."""
+def take_screenshot(folder: Path, picture: Path) -> None:
+    """Make the report of the run, and open it in a browser."""
     command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
     given = ["demo/logs", "--traces", "demo/traces", "--output", "report.html"]
-    subprocess.run([*command, *given], cwd=folder, check=True)  # noqa: S603 - ours
+    subprocess.run([*command, *given], cwd=folder, check=True)  # noqa: S603 - our command
     browse(
         folder / "report.html",
         f"--screenshot={picture}",
-        f"--window-size={_PAGE[0]},{_PAGE[1]}",
+        f"--window-size={_PAGE_SIZE[0]},{_PAGE_SIZE[1]}",
         "--force-device-scale-factor=1",
     )
 

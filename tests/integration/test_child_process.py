@@ -1,4 +1,4 @@
-"""Doing something in a process of its own, which ends whatever it hangs in."""
+"""Running a function in a child process, which ends whatever it blocks in."""
 
 import ctypes
 import gc
@@ -13,78 +13,82 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tracedstore.attach.child_process import ChildTimeoutError, Mark, run_in_child
+from tracedstore.attach.child_process import (
+    ChildTimeoutError,
+    Heartbeat,
+    run_in_child,
+)
 from tracedstore.core.errors import CommandError
 
 # Keeps the GIL while it sleeps, as torch does while it lists keys.
-FREEZE = ctypes.PyDLL(None).sleep
+sleep_with_gil = ctypes.PyDLL(None).sleep
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No child is there, dead or alive, when a test has ended."""
-    made: list[int] = []
+def _no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After each test no child exists, not even as a zombie."""
+    children: list[int] = []
     fork = os.fork
 
-    def forked() -> int:
-        made.append(fork())
-        return made[-1]
+    def recorded_fork() -> int:
+        children.append(fork())
+        return children[-1]
 
-    monkeypatch.setattr(os, "fork", forked)
+    monkeypatch.setattr(os, "fork", recorded_fork)
     yield
-    for child in made:
+    for child in children:
         with pytest.raises(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
 
-def test_what_it_returned() -> None:
-    """Comes back, whole, from another process."""
-    found, process = run_in_child(20, lambda _: (b"x" * (1 << 22), os.getpid()))
+def test_result() -> None:
+    """A large result is returned whole, from another process."""
+    result, process = run_in_child(20, lambda _: (b"x" * (1 << 22), os.getpid()))
 
-    assert len(found) == 1 << 22
+    assert len(result) == 1 << 22
     assert process != os.getpid()
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (CommandError("no store"), "no store"),
         (ValueError("first\nsecond"), "ValueError: first"),
     ],
 )
-def test_what_it_raised(error: Exception, said: str) -> None:
-    """Is one sentence here."""
+def test_exception(error: Exception, message: str) -> None:
+    """An exception in the child is raised as a CommandError of one line."""
 
-    def work(_: Mark) -> None:
+    def work(_: Heartbeat) -> None:
         raise error
 
     with pytest.raises(CommandError) as raised:
         run_in_child(20, work)
-    assert str(raised.value) == said
+    assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_what_hangs(marked: bool) -> None:
-    """Is ended, even where it keeps the GIL; and how far it came is known."""
+@pytest.mark.parametrize("made_progress", [True, False])
+def test_timeout(made_progress: bool) -> None:
+    """A child that blocks with the GIL held is killed, and its progress is known."""
 
-    def work(mark: Mark) -> None:
-        if marked:
-            mark()
-        FREEZE(100)
+    def work(heartbeat: Heartbeat) -> None:
+        if made_progress:
+            heartbeat()
+        sleep_with_gil(100)
 
     began = time.monotonic()
-    with pytest.raises(ChildTimeoutError) as late:
+    with pytest.raises(ChildTimeoutError) as raised:
         run_in_child(1.0, work, 1.0)
 
-    assert late.value.marked == marked
+    assert raised.value.made_progress == made_progress
     assert time.monotonic() - began < 15
 
 
-def test_a_mark_gives_more_time() -> None:
-    """Who is under way may go on."""
+def test_heartbeat_extends_the_timeout() -> None:
+    """A child that makes progress may take longer."""
 
-    def work(mark: Mark) -> str:
-        mark()
+    def work(heartbeat: Heartbeat) -> str:
+        heartbeat()
         time.sleep(1.3)
         return "done"
 
@@ -92,36 +96,36 @@ def test_a_mark_gives_more_time() -> None:
 
 
 def crash() -> None:
-    """End as C++ does that reads where it must not."""
-    # pytest would tell where that was.
+    """End as after an invalid memory access."""
+    # pytest's handler would print a traceback.
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def die_while_speaking() -> None:
-    """End, for want of memory say, when a part of the answer is written."""
-    there = [one for one in gc.get_objects() if type(one) is Connection]
-    # The one that was made last.
-    writing = max(
-        (one for one in there if not one.closed and one.writable),
+def die_while_sending() -> None:
+    """End, as for lack of memory, when a part of the result is written."""
+    connections = [one for one in gc.get_objects() if type(one) is Connection]
+    # The latest one is that of this child.
+    sender = max(
+        (one for one in connections if not one.closed and one.writable),
         key=Connection.fileno,
     )
-    os.write(writing.fileno(), struct.pack("!i", 100) + b"half")
+    os.write(sender.fileno(), struct.pack("!i", 100) + b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [
         (crash, "ended by SIGSEGV"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"),
-        (lambda: os._exit(3), "ended with 3"),
-        (die_while_speaking, "ended by SIGKILL"),
+        (lambda: os._exit(3), "ended with exit code 3"),
+        (die_while_sending, "ended by SIGKILL"),
     ],
 )
-def test_what_dies(end: Callable[[], None], said: str) -> None:
-    """Says nothing itself, so that is said."""
-    with pytest.raises(ChildProcessError, match=said):
+def test_death(end: Callable[[], None], message: str) -> None:
+    """A child that dies without a result is reported with its signal or exit code."""
+    with pytest.raises(ChildProcessError, match=message):
         run_in_child(20, lambda _: end())
 
 
@@ -129,7 +133,7 @@ ORPHAN = """
 import ctypes, os, signal
 from tracedstore.attach.child_process import run_in_child
 
-def work(mark):
+def work(heartbeat):
     os.kill(os.getppid(), signal.SIGKILL)
     ctypes.PyDLL(None).sleep(100)
 
@@ -137,13 +141,13 @@ run_in_child(0.3, work)
 """
 
 
-def test_an_orphan() -> None:
-    """Ends by itself when nobody is there any more to end it."""
+def test_orphan() -> None:
+    """A child whose parent was killed ends itself."""
     with subprocess.Popen(
         [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
-        # Which has an end when nobody has it open any more.
+        # The pipe ends when neither process has it open.
         assert parent.stdout.read() == b""
 
     assert parent.returncode == -signal.SIGKILL

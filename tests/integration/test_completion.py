@@ -1,4 +1,4 @@
-"""``tracedstore completion``: real shells complete with what it writes."""
+"""``tracedstore completion``: its scripts in real shells."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Give a PATH on which the commands are."""
+    """Return a PATH with the commands."""
     folder = tmp_path_factory.mktemp("bin")
     for name in ("tracedstore", "tracedstore-run"):
         (folder / name).symlink_to(Path(sys.executable).parent / name)
@@ -29,8 +29,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Path:
-    """Make a folder with something to complete in it."""
+def folder(tmp_path: Path) -> Path:
+    """Make a folder with names to complete."""
     (tmp_path / "joblogs").mkdir()
     (tmp_path / "joblog.txt").touch()
     (tmp_path / "train.py").touch()
@@ -38,7 +38,7 @@ def shop(tmp_path: Path) -> Path:
 
 
 class Shell:
-    """An interactive shell on a terminal of its own."""
+    """An interactive shell on a pseudo-terminal."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal
@@ -47,21 +47,20 @@ class Shell:
         """Press keys."""
         os.write(self._terminal, keys.encode())
 
-    def answer(self, expected: str, within: float = 20.0) -> str:
-        """Read until something is there, which has to come."""
-        heard = ""
-        deadline = time.monotonic() + within
-        while expected not in heard:
+    def expect(self, text: str, timeout: float = 20.0) -> None:
+        """Read until the shell has written a text, or fail."""
+        output = ""
+        deadline = time.monotonic() + timeout
+        while text not in output:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._terminal], [], [], max(0.0, left))
-            assert ready, f"no {expected!r} in {heard!r}"
-            heard += os.read(self._terminal, 65536).decode(errors="replace")
-        return heard
+            assert ready, f"no {text!r} in {output!r}"
+            output += os.read(self._terminal, 65536).decode(errors="replace")
 
 
 @contextmanager
 def shell(*command: str, folder: Path, path: str) -> Iterator[Shell]:
-    """Start a shell, and kill it at the end."""
+    """Start a shell, and kill it on exit."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
     process = subprocess.Popen(
@@ -82,8 +81,8 @@ def shell(*command: str, folder: Path, path: str) -> Iterator[Shell]:
         os.close(ours)
 
 
-# What is typed, and what is there after Tab.
-TYPED = [
+# Typed text, and the text after Tab.
+COMPLETIONS = [
     ("tracedstore sta", "tracedstore status "),
     ("tracedstore report --ou", "tracedstore report --output "),
     ("tracedstore demo --store e", "tracedstore demo --store etcd "),
@@ -103,22 +102,22 @@ TYPED = [
     ids=["bash", "zsh"],
 )
 def test_bash_and_zsh(
-    name: str, options: list[str], before: str, shop: Path, path: str
+    name: str, options: list[str], before: str, folder: Path, path: str
 ) -> None:
-    """Commands, options, choices, files and folders, typed at a prompt."""
-    with shell(tool(name), *options, folder=shop, path=path) as prompt:
+    """Commands, options, choices, files and folders are completed at a prompt."""
+    with shell(tool(name), *options, folder=folder, path=path) as prompt:
         prompt.type(f'{before}eval "$(tracedstore completion {name})"; echo the""re\n')
-        prompt.answer("there")
-        for typed, completed in TYPED:
+        prompt.expect("there")
+        for typed, completed in COMPLETIONS:
             prompt.type(f"{typed}\t")
-            prompt.answer(completed)
-            # Thrown away, not run.
+            prompt.expect(completed)
+            # Ctrl-U deletes the line.
             prompt.type("\x15")
 
 
-def test_fish(shop: Path, path: str) -> None:
-    """Asked without a terminal, which it has a command for."""
-    for typed, completed in TYPED:
+def test_fish(folder: Path, path: str) -> None:
+    """Completions are listed by a command of fish, without a terminal."""
+    for typed, completed in COMPLETIONS:
         done = subprocess.run(
             [
                 tool("fish"),
@@ -126,8 +125,8 @@ def test_fish(shop: Path, path: str) -> None:
                 "-c",
                 f"tracedstore completion fish | source; complete -C '{typed}'",
             ],
-            cwd=shop,
-            env={"PATH": path, "HOME": str(shop), "TERM": "dumb"},
+            cwd=folder,
+            env={"PATH": path, "HOME": str(folder), "TERM": "dumb"},
             capture_output=True,
             text=True,
             timeout=50,

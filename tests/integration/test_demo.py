@@ -1,4 +1,4 @@
-"""``tracedstore demo``: what it shows, held against the files that it wrote."""
+"""``tracedstore demo``: its text, compared with the files that it writes."""
 
 import fcntl
 import json
@@ -21,24 +21,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.harness import wait_until
 from support.events import check
+from support.terminal import frames, without_styles
 from tracedstore import names
 from tracedstore.cli.main import main
 from tracedstore.demo.fetch import fetch
 
 pytestmark = pytest.mark.processes
 
-# What it must not take longer than, with 8 ranks.
-_WITHIN = 60.0
-_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Seconds for a demo with 8 ranks.
+_DEMO_TIMEOUT = 60.0
+# What changes the output on a terminal.
+_ENVIRONMENT = ("NO_COLOR", "LINES", "COLUMNS")
+_VIEW = re.compile("[━╸╺] Scenario 1 of 4: healthy steps")
 
 
 def _take_terminal() -> None:
-    """Have the keys of the terminal on standard input; for a session's first."""
+    """Make standard input the controlling terminal; for a session leader."""
     fcntl.ioctl(0, termios.TIOCSCTTY)
 
 
 class Run:
-    """One run of the demo, with what it writes."""
+    """One run of the demo."""
 
     def __init__(self, folder: Path, *options: str, terminal: bool = False) -> None:
         self.folder = folder
@@ -58,9 +61,9 @@ class Run:
                 *options,
             ],
             env={
-                **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
+                **{k: v for k, v in os.environ.items() if k not in _ENVIRONMENT},
                 "TERM": "xterm",
-                # Settings of the user's, which the demo is the same without.
+                # Settings of the user, which the demo ignores.
                 "TRACEDSTORE_DISABLED": "true",
                 "OTEL_TRACES_SAMPLER": "always_off",
             },
@@ -68,7 +71,7 @@ class Run:
             stdout=theirs,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_take_terminal if terminal else None,  # noqa: PLW1509 - a call
+            preexec_fn=_take_terminal if terminal else None,  # noqa: PLW1509 - one system call
         )
         os.close(theirs)
         self._written = b""
@@ -80,40 +83,47 @@ class Run:
             try:
                 while new := file.read(65536):
                     self._written += new
-            except OSError:  # a terminal whose other end is closed
+            except OSError:  # the other end of the terminal is closed
                 return
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """The output so far."""
         return self._written.decode().replace("\r\n", "\n")
 
+    @property
+    def frames(self) -> list[list[str]]:
+        """The lines on the terminal before each redraw and at the end."""
+        return [
+            [without_styles(line) for line in lines] for lines in frames(self.output)
+        ]
+
     def send(self, number: int) -> None:
-        """Send a signal to it and all that it started, as a terminal does."""
+        """Send a signal to the process group, as a terminal does."""
         os.killpg(self._process.pid, number)
 
     def press(self, key: bytes) -> None:
-        """Press a key on its terminal."""
+        """Press a key on the terminal."""
         os.write(self._keyboard, key)
 
-    def started(self) -> list[int]:
-        """The processes that it has started, and that live."""
+    def children(self) -> list[int]:
+        """Return its living child processes."""
         pid = self._process.pid
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
     def kill(self) -> None:
-        """End it, and it alone, without warning."""
+        """Kill the process alone, with SIGKILL."""
         self._process.kill()
 
-    def ended(self, within: float = _WITHIN) -> tuple[int, str]:
-        """Wait for its end: exit code, and what it said of errors."""
+    def wait(self, timeout: float = _DEMO_TIMEOUT) -> tuple[int, str]:
+        """Wait for its end; return the exit code and standard error."""
         assert self._process.stderr is not None
-        code = self._process.wait(max(1.0, self._began + within - time.monotonic()))
+        code = self._process.wait(max(1.0, self._began + timeout - time.monotonic()))
         self._reader.join(5)
         return code, self._process.stderr.read().decode()
 
     def close(self) -> None:
-        """Leave nothing."""
+        """Kill it if it runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(10)
@@ -121,7 +131,7 @@ class Run:
         self._process.stderr.close()
 
     def events(self) -> list[dict[str, Any]]:
-        """Everything that the ranks logged."""
+        """Return all events of the ranks."""
         return [
             json.loads(line)
             for log in self.folder.glob("logs/rank-*.jsonl")
@@ -130,18 +140,19 @@ class Run:
         ]
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank, as it said itself."""
+        """Return the process id of each rank, from its own log."""
         serving = [e for e in self.events() if e["event"] == names.TELEMETRY_SERVING]
         return {event["rank"]: event["pid"] for event in serving}
 
     def summary(self) -> dict[str, Any]:
-        """What it found."""
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
+        """Return the summary."""
+        text = (self.folder / "summary.json").read_text()
+        summary: dict[str, Any] = json.loads(text)
+        return summary
 
 
 def samples(page: Path, metric: names.Metric, suffix: str = "") -> list[Any]:
-    """The samples of one metric on a page that was saved."""
+    """Return the samples of one metric in a saved scrape."""
     return [
         sample
         for family in text_string_to_metric_families(page.read_text())
@@ -151,7 +162,7 @@ def samples(page: Path, metric: names.Metric, suffix: str = "") -> list[Any]:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, which has not ended."""
+    """Return whether a process exists and is no zombie."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -160,19 +171,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def screen(written: str) -> list[str]:
-    """The lines that a terminal has at the end, by the few escapes that are used."""
-    plain = re.sub(r"\x1b\[[0-9]*m", "", written)
-    first, *others = re.split(r"\r\x1b\[(\d+)A\x1b\[J", plain)
-    lines = first.split("\n")
-    for up, text in zip(others[::2], others[1::2], strict=True):
-        lines[-1 - int(up) :] = text.split("\n")
-    return lines
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
-    """Three at once, because each takes its time."""
+    """Start three demos at the same time, because each takes half a minute."""
     folder = tmp_path_factory.mktemp("demo")
     started = {
         "plain": Run(folder / "plain"),
@@ -190,43 +191,43 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
 
 @pytest.fixture
 def plain(runs: dict[str, Run]) -> Run:
-    """The one without a terminal, at its end."""
-    code, errors = runs["plain"].ended()
+    """Wait for the demo without a terminal."""
+    code, errors = runs["plain"].wait()
     assert (code, errors) == (0, "")
     return runs["plain"]
 
 
 @pytest.fixture(scope="module")
 def terminal(runs: dict[str, Run]) -> Run:
-    """The one on a terminal, which served and was ended."""
+    """Interrupt the demo on a terminal while it serves."""
     run = runs["terminal"]
     wait_until(lambda: "tracedstore sd --store" in run.output, timeout=50)
-    run.pids = run.started()
+    run.pids = run.children()
     run.press(b"\x03")
-    assert run.ended() == (0, "")
+    assert run.wait() == (0, "")
     return run
 
 
 class TestPlain:
-    """Without a terminal."""
+    """The demo without a terminal."""
 
     def test_lines(self, plain: Run) -> None:
-        """Nothing but lines, readable at 80 columns; all acts, and what is next."""
+        """Plain lines of 80 columns have all scenarios, and further commands."""
         lines = plain.output.splitlines()
 
         assert "\x1b" not in plain.output
         for line in lines:
-            # A path is as long as it is, and stays whole for whoever copies it.
+            # A path is never broken, so that it can be copied.
             assert len(line) <= 80 or str(plain.folder) in line
-        acts = re.findall(r"^Act (\d) of 4: (.*)", plain.output, re.MULTILINE)
-        assert [number for number, _ in acts] == ["1", "2", "3", "4"]
+        headings = re.findall(r"^Scenario (\d) of 4: (.*)", plain.output, re.MULTILINE)
+        assert [number for number, _ in headings] == ["1", "2", "3", "4"]
         assert "Hosts are simulated" in " ".join(lines)
         assert lines.index("Next, with DIR for that folder") > lines.index(
             f"Files in {plain.folder}"
         )
 
-    def test_who_was_missing(self, plain: Run) -> None:
-        """Log, exception, metric and trace of every survivor name those killed."""
+    def test_missing_ranks(self, plain: Run) -> None:
+        """Log, exception, metric and trace of every survivor name the killed ranks."""
         killed = plain.summary()["killed"]
         survivors = sorted(set(range(8)) - set(killed))
         events = [e for e in plain.events() if e.get("barrier") == "checkpoint/1"]
@@ -257,37 +258,36 @@ class TestPlain:
         assert 0 in killed
         assert sorted(logged) == sorted(raised) == sorted(traced) == survivors
         for rank in survivors:
-            found = traced[rank]["attributes"][names.BARRIER_MISSING_RANKS]
-            assert logged[rank]["missing_ranks"] == found == killed
+            missing = traced[rank]["attributes"][names.BARRIER_MISSING_RANKS]
+            assert logged[rank]["missing_ranks"] == missing == killed
             assert raised[rank]["missing_ranks"] == killed
             assert raised[rank]["missing_names"] == [
                 f"sim-node-{rank // 2 + 1}" for rank in killed
             ]
         assert len({span["context"]["trace_id"] for span in traced.values()}) == 1
-        named = [sorted(map(int, found)) for found in measured if found]
-        assert named in ([killed], [killed] * 2)  # the first two to arrive look
+        named = [sorted(map(int, ranks)) for ranks in measured if ranks]
+        # The first two ranks to arrive read the arrivals.
+        assert named in ([killed], [killed] * 2)
         assert plain.summary()["missing"]["agree"]
-        assert f"ranks {killed[0]},{killed[1]}. That is right." in re.sub(
-            r"\s+", " ", plain.output
-        )
+        assert f"name ranks {killed[0]},{killed[1]}: correct\n" in plain.output
 
     def test_early_warning(self, plain: Run) -> None:
-        """It is there, with the hosts, seconds before the first one gives up."""
+        """A warning names the hosts seconds before the first rank times out."""
         events = [e for e in plain.events() if e.get("barrier") == "checkpoint/1"]
         warned = [e for e in events if e["event"] == names.BARRIER_WAITING]
-        gave_up = [e for e in events if e["event"] == names.BARRIER_TIMEOUT]
+        timed_out = [e for e in events if e["event"] == names.BARRIER_TIMEOUT]
         first = min(event["waited_seconds"] for event in warned)
 
-        assert first < min(event["waited_seconds"] for event in gave_up) - 3
+        assert first < min(event["waited_seconds"] for event in timed_out) - 3
         assert plain.summary()["missing"]["warned_after_seconds"] == pytest.approx(
             first, abs=0.001
         )
         warning = plain.output.index("s into checkpoint/1")
-        assert warning < plain.output.index("gives up after")
+        assert warning < plain.output.index("times out after")
         assert warned[-1]["missing"] in plain.output[warning:]
 
     def test_numbers(self, plain: Run) -> None:
-        """Calls, lost compare-and-sets and last arrivals are what the metrics say."""
+        """Calls, lost compare-and-sets and last arrivals are those of the metrics."""
         pages = {rank: plain.folder / f"metrics/rank-{rank}.prom" for rank in range(8)}
         calls, lost, last = 0.0, 0.0, Counter[str]()
         for rank, page in pages.items():
@@ -306,14 +306,14 @@ class TestPlain:
 
         assert (summary["calls"], summary["cas_lost"]) == (calls, lost)
         assert lost > 100
-        assert summary["record_last_arrival"] == dict(+last)
-        # One barrier to join, 12 healthy steps, 3 with a straggler: one last each.
+        assert summary["last_arrivals"] == dict(+last)
+        # One barrier to join, 12 healthy steps, 3 with a straggler.
         assert last.total() == 16
         assert f"  calls          {int(calls):,}, failed: 6 timeout\n" in plain.output
         assert f"{int(lost):,} lost to another writer\n" in plain.output
 
     def test_straggler(self, plain: Run) -> None:
-        """It is named, with how late it was, which the warnings knew before."""
+        """The late rank is named with its delay, and before in the warnings."""
         late = plain.summary()["straggler"]
         warned = [
             event["missing_ranks"]
@@ -328,7 +328,7 @@ class TestPlain:
         assert f"rank {late['rank']} on {late['host']} was last" in plain.output
 
     def test_slowest_waits(self, plain: Run) -> None:
-        """The timeout first, then the straggler's steps."""
+        """The timeout is first, followed by the straggler's steps."""
         first, *others = plain.summary()["slowest_waits"]
 
         assert (first["what"], first["result"]) == ("barrier checkpoint/1", "timeout")
@@ -336,7 +336,7 @@ class TestPlain:
         assert all(wait["what"].startswith("barrier step/1") for wait in others)
 
     def test_files(self, plain: Run) -> None:
-        """Those that are named are there; the events keep to their schema."""
+        """The listed files exist, and the events match their schema."""
         listed = re.findall(
             r"^  (\S+/rank-\*\.\w+|\w+\.json) ", plain.output, re.MULTILINE
         )
@@ -347,8 +347,8 @@ class TestPlain:
         for event in plain.events():
             check(event)
 
-    def test_nothing_is_left(self, plain: Run) -> None:
-        """No process of it lives."""
+    def test_no_process_is_left(self, plain: Run) -> None:
+        """All ranks have ended."""
         pids = plain.ranks()
 
         assert sorted(pids) == list(range(8))
@@ -356,58 +356,64 @@ class TestPlain:
 
 
 class TestTerminal:
-    """On a terminal, with another store, until Ctrl-C."""
+    """The demo on a terminal, with another store, until Ctrl-C."""
 
     def test_view(self, terminal: Run) -> None:
-        """It draws: which act, and what each rank is in, within 80 columns."""
-        text = _ESCAPE.sub("", terminal.output)
-
-        # The view goes up by as many lines as it has: a head, its columns, the ranks.
-        assert f"\x1b[{3 + 4}A\x1b[J" in terminal.output
-        assert re.search(r"\[#+\.*\] Act 4 of 4: two ranks die, \d+ s\n", text)
-        assert re.search(r"   0  sim-node-1   no answer  ", text)
-        assert re.search(r"   1  sim-node-1   waiting \d\.\d s at checkpoint/1  ", text)
-        assert all(
-            len(line) < 80
-            for line in text.splitlines()
-            if str(terminal.folder) not in line
+        """The view has the scenario and the state of each rank, in 80 columns."""
+        views = ["\n".join(lines) for lines in terminal.frames]
+        view = next(
+            text
+            for text in views
+            if "Scenario 4 of 4: two ranks die, " in text
+            and re.search(r"waiting [1-5]\.\d s at checkpoint/1", text)
         )
+
+        assert re.search(
+            "^[━╸╺]{24} Scenario 4 of 4: two ranks die, [0-9]+ s$", view, re.MULTILINE
+        )
+        assert re.search(r"^   0  sim-node-1   no answer  ", view, re.MULTILINE)
+        assert re.search(
+            r"^   1  sim-node-1   waiting \d\.\d s at checkpoint/1  ",
+            view,
+            re.MULTILINE,
+        )
+        for line in view.splitlines():
+            assert len(line) <= 80
         assert terminal.summary()["missing"]["ranks"] == terminal.summary()["killed"]
 
-    def test_what_stays(self, terminal: Run) -> None:
-        """The lines, without a view; below what was typed there is a new line."""
-        lines = screen(terminal.output)
+    def test_final_screen(self, terminal: Run) -> None:
+        """The lines stay, the view is removed, and ^C has its own line."""
+        lines = terminal.frames[-1]
 
-        assert not [line for line in lines if line.startswith(("[", "rank  host"))]
-        assert [line for line in lines if line.startswith("Act ")] == [
-            "Act 1 of 4: healthy steps",
-            "Act 2 of 4: contention",
-            "Act 3 of 4: a straggler",
-            "Act 4 of 4: two ranks die",
+        assert not [line for line in lines if line.startswith(("━", "rank  host"))]
+        assert [line for line in lines if line.startswith("Scenario ")] == [
+            "Scenario 1 of 4: healthy steps",
+            "Scenario 2 of 4: contention",
+            "Scenario 3 of 4: a straggler",
+            "Scenario 4 of 4: two ranks die",
         ]
         assert lines[-3].startswith("  tracedstore sd --store file://")
-        # The terminal sends the signal first and then shows the key, so either may
-        # be there first.
+        # The terminal sends the signal before it echoes the key, so that either may be
+        # first.
         assert sorted(lines[-2:]) == ["", "^C"]
-        # Colours end where they begin, and the cursor was never hidden.
-        assert terminal.output.count("\x1b[0m") * 2 == len(
-            re.findall(r"\x1b\[\d+m", terminal.output)
-        )
+        # Every style is reset, and the cursor was never hidden.
+        styles = re.findall(r"\x1b\[([\d;]+)m", terminal.output)
+        assert styles.count("0") * 2 == len(styles)
         assert "\x1b[?" not in terminal.output
 
-    def test_nothing_is_left(self, terminal: Run) -> None:
-        """The two survivors served, and have ended too."""
+    def test_no_process_is_left(self, terminal: Run) -> None:
+        """The two survivors served, and have ended."""
         assert len(terminal.pids) == 2
         assert not any(map(alive, terminal.pids))
 
 
-class TestServing:
-    """With --serve and --json."""
+class TestServe:
+    """The demo with --serve and --json."""
 
-    def test_until_interrupted(
+    def test_until_ctrl_c(
         self, runs: dict[str, Run], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """JSON and no more; Prometheus finds the survivors; Ctrl-C ends it well."""
+        """Only JSON is printed, Prometheus finds the survivors, and Ctrl-C ends it."""
         run = runs["served"]
         wait_until(lambda: run.output.endswith("}\n"), timeout=50)
         summary = json.loads(run.output)
@@ -427,19 +433,19 @@ class TestServing:
         assert (code, json.loads(capsys.readouterr().out)) == (0, targets)
         assert len(targets) == 5
         assert answering == [str(rank) for rank in survivors]
-        assert run.ended() == (0, "")
+        assert run.wait() == (0, "")
         assert not any(map(alive, pids.values()))
         assert summary["cas_lost"] > 0
 
 
-class TestEndings:
-    """However it ends, it ends soon, says why, and leaves no process."""
+class TestEnd:
+    """However the demo ends, it leaves no process."""
 
     @pytest.fixture
     def running(self, tmp_path: Path) -> Iterator[Run]:
-        """One that is in its first act."""
+        """Start a demo, and wait for its first scenario."""
         run = Run(tmp_path / "demo", "--ranks=4", "--store=etcd")
-        wait_until(lambda: "Act 1 of 4" in run.output, timeout=30)
+        wait_until(lambda: "Scenario 1 of 4" in run.output, timeout=30)
         yield run
         run.close()
 
@@ -447,33 +453,33 @@ class TestEndings:
         ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
     )
     def test_interrupted(self, running: Run, number: int, code: int) -> None:
-        """Ctrl-C, and a supervisor's word, which the terminal's group gets."""
+        """SIGINT and SIGTERM of the process group end it, with a shell's exit code."""
         pids = running.ranks()
         running.send(number)
 
-        assert running.ended() == (code, "")
+        assert running.wait() == (code, "")
         assert len(pids) == 4
         assert not any(map(alive, pids.values()))
 
-    def test_a_key(self, tmp_path: Path) -> None:
-        """Ctrl-C in an act, on a terminal, which is left tidy."""
+    def test_ctrl_c_on_a_terminal(self, tmp_path: Path) -> None:
+        """Ctrl-C in a scenario removes the live view from the terminal."""
         run = Run(tmp_path / "demo", "--ranks=4", terminal=True)
         try:
-            wait_until(lambda: "] Act 1 of 4: healthy" in run.output, timeout=30)
-            pids = run.started()
+            wait_until(lambda: _VIEW.search(without_styles(run.output)), timeout=30)
+            pids = run.children()
             run.press(b"\x03")
 
-            assert run.ended() == (130, "")
+            assert run.wait() == (130, "")
         finally:
             run.close()
-        assert "] Act 1 of 4: healthy" not in "".join(screen(run.output))
-        assert screen(run.output)[-1] in ("", "^C")
+        assert not _VIEW.search("\n".join(run.frames[-1]))
+        assert run.frames[-1][-1] in ("", "^C")
         assert "\x1b[?" not in run.output
         assert len(pids) == 4
         assert not any(map(alive, pids))
 
     def test_killed(self, tmp_path: Path) -> None:
-        """SIGKILL, which nobody can handle: its processes end with it, etcd too."""
+        """After SIGKILL its processes end with it, etcd too."""
         runs = {
             store: Run(tmp_path / store, "--ranks=4", f"--store={store}")
             for store in ("tcp", "file", "etcd")
@@ -481,8 +487,8 @@ class TestEndings:
         pids: list[int] = []
         try:
             for run in runs.values():
-                wait_until(lambda: "Act 1 of 4" in run.output, timeout=30)  # noqa: B023
-                pids += run.started()
+                wait_until(lambda: "Scenario 1 of 4" in run.output, timeout=30)  # noqa: B023
+                pids += run.children()
                 run.kill()
 
             assert len(pids) == 4 + 4 + (4 + 1)
@@ -493,16 +499,16 @@ class TestEndings:
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
 
-    def test_a_rank_ends(self, running: Run) -> None:
-        """One that was not to: one sentence says which, and where its words are."""
+    def test_rank_ends(self, running: Run) -> None:
+        """A rank that ends unexpectedly is reported with its log."""
         pids = running.ranks()
         os.kill(pids[2], signal.SIGKILL)
 
-        code, errors = running.ended()
+        code, errors = running.wait()
 
         assert code == 1
         assert errors == (
-            "tracedstore: rank 2 ended by itself during healthy steps;"
-            f" {running.folder}/logs/rank-2.jsonl has its last words\n"
+            "tracedstore: rank 2 ended unexpectedly during healthy steps; see"
+            f" {running.folder}/logs/rank-2.jsonl\n"
         )
         assert not any(map(alive, pids.values()))

@@ -1,4 +1,4 @@
-"""``tracedstore sd``, on the stores of jobs that run, and on what is none."""
+"""``tracedstore sd``, with the stores of running jobs, and without a store."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
 
 Store = Any
-# Times that nobody can wait for.
-WRONG = ("-1", "nan", "inf", "1e300", "soon")
+# Not a number of seconds that a command can wait.
+INVALID_SECONDS = ("-1", "nan", "inf", "1e300", "soon")
 
 
 def register(
     store: Store, *numbers: int, world_size: int = 4, run_id: str | None = None
 ) -> None:
-    """Let ranks register that serve their metrics."""
+    """Register ranks that serve their metrics."""
     for rank in numbers:
         info = rank_registry.RankInfo(
             rank=rank,
@@ -42,18 +42,18 @@ def register(
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks keep the address that a test gives them."""
+    """Let ranks keep the metrics address of the test."""
     monkeypatch.setattr(rank_registry, "replace", lambda info, **_: info)
 
 
 @pytest.mark.usefixtures("served")
 class TestListing:
-    """What is written."""
+    """The targets that are written."""
 
-    def test_to_the_terminal(
+    def test_standard_output(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Every rank that serves, with its labels."""
+        """Every rank that serves its metrics is listed with its labels."""
         store, url = job
         register(store, 1, 0, run_id="job-7")
 
@@ -72,20 +72,20 @@ class TestListing:
         }
         assert second["targets"] == ["node1:9400"]
 
-    def test_nothing_is_written_to_the_store(self, job: tuple[Store, str]) -> None:
-        """Whoever looks leaves no trace."""
+    def test_store_is_unchanged(self, job: tuple[Store, str]) -> None:
+        """The command writes nothing to the store."""
         store, url = job
         register(store, 0)
-        before = _everything(url)
+        before = _contents(url)
 
         main(["sd", "--store", url])
 
-        assert _everything(url) == before
+        assert _contents(url) == before
 
-    def test_under_prefixes(
+    def test_prefixes(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A restart's entry counts, and a rank of a job that has shrunk does not."""
+        """A restarted rank is listed once, and a rank of a shrunk job is not."""
         store, url = job
         register(dist.PrefixStore("/worker/attempt_0", store), 0, 1, world_size=2)
         register(dist.PrefixStore("/worker/attempt_1", store), 2, world_size=4)
@@ -93,13 +93,13 @@ class TestListing:
 
         main(["sd", "--store", url])
 
-        found = [one["labels"]["rank"] for one in json.loads(capsys.readouterr().out)]
-        assert found == ["0", "1", "2"]
+        ranks = [one["labels"]["rank"] for one in json.loads(capsys.readouterr().out)]
+        assert ranks == ["0", "1", "2"]
 
-    def test_of_one_job(
+    def test_run_id(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Others' ranks are left out; those of no name get the one asked for."""
+        """Ranks of other jobs are left out; a rank without a run id gets this one."""
         store, url = job
         register(store, 0, run_id="mine")
         register(store, 1, run_id="yours")
@@ -107,14 +107,14 @@ class TestListing:
 
         main(["sd", "--store", url, "--run-id", "mine"])
 
-        found = [one["labels"] for one in json.loads(capsys.readouterr().out)]
-        assert [(one["rank"], one["run_id"]) for one in found] == [
+        labels = [one["labels"] for one in json.loads(capsys.readouterr().out)]
+        assert [(one["rank"], one["run_id"]) for one in labels] == [
             ("0", "mine"),
             ("2", "mine"),
         ]
 
-    def test_to_a_file(self, job: tuple[Store, str], tmp_path: Path) -> None:
-        """Readable by Prometheus, and nothing else is left in its folder."""
+    def test_file(self, job: tuple[Store, str], tmp_path: Path) -> None:
+        """The file is readable by Prometheus, and is the only one in its folder."""
         store, url = job
         register(store, 0)
         folder = tmp_path / "targets"
@@ -127,18 +127,18 @@ class TestListing:
         assert file.stat().st_mode & 0o444 == 0o444
 
     @pytest.mark.parametrize(
-        ("output", "why"),
+        ("output", "reason"),
         [("none/job.json", "No such file or directory"), ("", "Is a directory")],
     )
-    def test_to_no_file(
+    def test_unwritable_file(
         self,
         output: str,
-        why: str,
+        reason: str,
         job: tuple[Store, str],
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """Is told in a sentence, and nothing is left behind."""
+        """One sentence has the reason, and no temporary file is left."""
         store, url = job
         register(store, 0)
         folder = tmp_path / "targets"
@@ -146,13 +146,13 @@ class TestListing:
 
         assert main(["sd", "--store", url, "--output", str(folder / output)]) == 1
 
-        said = f"tracedstore: {folder / output} cannot be written: {why}\n"
-        assert capsys.readouterr().err == said
+        message = f"tracedstore: {folder / output} cannot be written: {reason}\n"
+        assert capsys.readouterr().err == message
         assert list(folder.iterdir()) == []
         assert not list(tmp_path.glob(".*"))
 
     def test_watch(self, job: tuple[Store, str], tmp_path: Path) -> None:
-        """The file follows the job."""
+        """The file is written again when another rank registers."""
         store, url = job
         register(store, 0)
         output = tmp_path / "targets.json"
@@ -169,21 +169,34 @@ class TestListing:
             watching.kill()
             watching.wait(10)
 
-    def test_ranks_that_do_not_serve(
+    def test_no_targets(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Are no targets; what is no entry is skipped."""
+        """An empty list is explained; keys that are no registry entry are skipped."""
         store, url = job
         store.set("tracedstore/RANKS/3", "nonsense")
         store.set("tracedstore/RANKS.bak", "nonsense")
 
         assert main(["sd", "--store", url]) == 0
-        assert json.loads(capsys.readouterr().out) == []
+        empty = capsys.readouterr()
+        entry = {"rank": 0, "host": "node0", "pid": 7, "world_size": 1, "started": 1.0}
+        store.set("tracedstore/RANKS/0", json.dumps(entry))
+        assert main(["sd", "--store", url]) == 0
+        without = capsys.readouterr()
+
+        assert json.loads(empty.out) == json.loads(without.out) == []
+        assert empty.err == "tracedstore: no rank has registered in the store\n"
+        assert without.err == (
+            "tracedstore: none of the 1 registered ranks serves its metrics; set"
+            " TRACEDSTORE_HTTP_PORT for the job\n"
+        )
 
 
-def _everything(url: str) -> dict[str, bytes]:
-    # Without how many have a FileStore open, under a name that list_keys gets wrong.
-    snapshot = Address(url).look(lambda keys: [k for k in keys if "count" not in k])
+def _contents(url: str) -> dict[str, bytes]:
+    # Without the number of a FileStore's users, whose key list_keys returns wrongly.
+    snapshot = Address(url).read_snapshot(
+        lambda keys: [key for key in keys if "count" not in key]
+    )
     return {key: snapshot.get(key) for key in snapshot.list_keys()}
 
 
@@ -197,7 +210,7 @@ class TestErrors:
     """One sentence on standard error, and exit code 1, within seconds."""
 
     @pytest.mark.parametrize(
-        ("url", "said"),
+        ("url", "message"),
         [
             ("redis://here:1", "--store is 'redis://here:1'; accepted is tcp://"),
             ("tcp://here", "--store is 'tcp://here'; accepted is tcp://"),
@@ -210,25 +223,25 @@ class TestErrors:
         ],
     )
     def test_no_store(
-        self, url: str, said: str, capsys: pytest.CaptureFixture[str]
+        self, url: str, message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Which says what is wrong."""
+        """The sentence names the URL or the file, and the reason."""
         assert main(["sd", "--store", url]) == 1
 
         error = capsys.readouterr().err
         assert error.startswith("tracedstore: ")
-        assert said in error
+        assert message in error
         assert error.count("\n") == 1
 
     @pytest.mark.parametrize("scheme", ["tcp", "etcd"])
-    def test_something_that_never_answers(
+    def test_silent_server(
         self,
         scheme: str,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Is not waited for."""
-        monkeypatch.setattr("tracedstore.attach.address._WITHIN", 0.5)
+        """A server that never answers is reported after the timeout."""
+        monkeypatch.setattr("tracedstore.attach.address._ANSWER_TIMEOUT", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
 
@@ -237,9 +250,9 @@ class TestErrors:
         assert "does not answer within 0.5 s" in capsys.readouterr().err
 
     def test_in_the_background(self) -> None:
-        """What ignores Ctrl-C goes on, and so does the process that looks for it."""
+        """A command that ignores SIGINT has a child that ignores it too."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            asking = subprocess.Popen(
+            command = subprocess.Popen(
                 [
                     *("sh", "-c", "trap '' INT; exec \"$@\"", "sh"),
                     *(sys.executable, "-m", "tracedstore.cli.main", "sd"),
@@ -251,11 +264,11 @@ class TestErrors:
             )
             connection, _ = silent.accept()
             with connection:
-                os.killpg(asking.pid, signal.SIGINT)
-                _, said = asking.communicate(timeout=30)
+                os.killpg(command.pid, signal.SIGINT)
+                _, errors = command.communicate(timeout=30)
 
-        assert asking.returncode == 1
-        assert "does not answer within" in said
+        assert command.returncode == 1
+        assert "does not answer within" in errors
 
     @pytest.mark.parametrize(
         "arguments",
@@ -263,15 +276,21 @@ class TestErrors:
             [],
             ["nonsense"],
             ["sd"],
-            *(["sd", "--store", "tcp://a:1", "--interval", wrong] for wrong in WRONG),
-            *(["status", "--store", "tcp://a:1", "--after", wrong] for wrong in WRONG),
+            *(
+                ["sd", "--store", "tcp://a:1", "--interval", text]
+                for text in INVALID_SECONDS
+            ),
+            *(
+                ["status", "--store", "tcp://a:1", "--after", text]
+                for text in INVALID_SECONDS
+            ),
         ],
         ids=" ".join,
     )
-    def test_bad_command_lines(
+    def test_invalid_command_lines(
         self, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Are told apart by their exit code."""
+        """The exit code is 64, and the message refers to --help."""
         with pytest.raises(SystemExit) as exited:
             main(arguments)
 
@@ -279,8 +298,8 @@ class TestErrors:
         assert " --help\n" in capsys.readouterr().err
 
 
-def test_watching_a_store_that_goes(tmp_path: Path, start_child: Any) -> None:
-    """Ends the command, and what it wrote last stays."""
+def test_store_ends_during_watch(tmp_path: Path, start_child: Any) -> None:
+    """The command ends with code 1, and the file stays as it was."""
     child = start_child("tcp_server")
     url = f"tcp://127.0.0.1:{child.next_report()['port']}"
     output = tmp_path / "targets.json"
@@ -290,17 +309,17 @@ def test_watching_a_store_that_goes(tmp_path: Path, start_child: Any) -> None:
         try:
             wait_until(output.exists, 40)
             child.kill()
-            _, said = watching.communicate(timeout=20)
+            _, errors = watching.communicate(timeout=20)
         finally:
             watching.kill()
 
     assert watching.returncode == 1
-    assert said.startswith(f"tracedstore: the store at {url} ")
+    assert errors.startswith(f"tracedstore: the store at {url} ")
     assert output.read_text() == "[]\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """With an example that can be copied."""
+    """The help has an example."""
     with pytest.raises(SystemExit) as exited:
         main(["sd", "--help"])
 

@@ -1,4 +1,4 @@
-"""Looking who arrived: three ways, one answer, and what each of them asks the store."""
+"""Reading arrivals in three ways: the same result, and the number of requests."""
 
 import math
 from collections.abc import Callable
@@ -20,14 +20,14 @@ MakeEtcd = Callable[[Path], Store]
 
 
 def arrive(store: Any, keys: BarrierKeys, *ranks: int) -> None:
-    """Do what ranks do that arrive."""
+    """Record the arrival of ranks."""
     for rank in ranks:
         record_arrival(store, keys, rank)
         store.add(keys.num_members, 1)
 
 
-class TestOneAnswer:
-    """By ledger, by listing or by halving: who is missing does not depend on it."""
+class TestSameResult:
+    """By ledger, listing or bisection, the same ranks are missing."""
 
     WORLD = 24
     STATES = (
@@ -40,40 +40,42 @@ class TestOneAnswer:
         (*range(3, 20), 7, 7, 11),
     )
 
-    def test_on_every_state(self, etcd_store: MakeEtcd, tmp_path: Path) -> None:
-        """The ranks sign as they do in a barrier, each store in its own way."""
-        ways: dict[str, Any] = {
+    def test_all_states(self, etcd_store: MakeEtcd, tmp_path: Path) -> None:
+        """Each store records arrivals as a barrier does on it."""
+        stores: dict[str, Any] = {
             "ledger": tcp(tmp_path),
             "listing": etcd_store(tmp_path),
-            "halving": file(tmp_path),
+            "bisection": file(tmp_path),
         }
-        for number, came in enumerate(self.STATES):
+        for number, arrived in enumerate(self.STATES):
             keys = BarrierKeys(f"barrier/{number}")
-            found: dict[str, Arrivals] = {}
-            for way, store in ways.items():
-                arrive(store, keys, *came)
-                found[way] = read_arrivals(store, keys, self.WORLD)
+            results: dict[str, Arrivals] = {}
+            for way, store in stores.items():
+                arrive(store, keys, *arrived)
+                results[way] = read_arrivals(store, keys, self.WORLD)
 
-            for way, arrivals in found.items():
-                assert set(arrivals.unseen_ranks) == {*range(self.WORLD)} - {*came}, way
-                assert arrivals.arrived_count == len(came), way
+            for way, arrivals in results.items():
+                assert set(arrivals.unseen_ranks) == {*range(self.WORLD)} - {
+                    *arrived
+                }, way
+                assert arrivals.arrived_count == len(arrived), way
                 assert arrivals.unidentified_count == 0, way
-                twice = {rank for rank in came if list(came).count(rank) > 1}
+                twice = {rank for rank in arrived if list(arrived).count(rank) > 1}
                 assert set(arrivals.duplicate_ranks) == twice, way
 
 
-class TestQuestions:
-    """How much the store is asked, by the size of the world."""
+class TestRequests:
+    """The number of requests to the store, by world size."""
 
     @pytest.fixture(autouse=True)
     def _configured(self, registry: CollectorRegistry) -> None:
         tracedstore.configure(registry=registry, log_format="off", spans="off")
 
     @staticmethod
-    def _asked(
+    def _count_calls(
         registry: CollectorRegistry, store: Any, keys: BarrierKeys, world_size: int
     ) -> dict[str, float]:
-        """Look, and count the calls it took."""
+        """Read the arrivals, and count the store calls."""
         before = operation_counts(registry)
         arrivals = read_arrivals(tracedstore.wrap(store), keys, world_size)
         assert arrivals.unseen_ranks == (0, world_size // 3, world_size - 1)
@@ -84,47 +86,47 @@ class TestQuestions:
         }
 
     @staticmethod
-    def _came(world_size: int) -> list[int]:
+    def _arrived(world_size: int) -> list[int]:
         missing = {0, world_size // 3, world_size - 1}
         return [rank for rank in range(world_size) if rank not in missing]
 
     def test_ledger(self, registry: CollectorRegistry, tmp_path: Path) -> None:
-        """The same few calls, whether sixteen came or thousands."""
+        """The same few calls, whether sixteen ranks arrived or thousands."""
         store = tcp(tmp_path)
-        asked = []
+        calls = []
         for world_size in (16, 4096):
             keys = BarrierKeys(f"barrier/{world_size}")
-            arrive(store, keys, *self._came(world_size))
-            asked.append(self._asked(registry, store, keys, world_size))
+            arrive(store, keys, *self._arrived(world_size))
+            calls.append(self._count_calls(registry, store, keys, world_size))
 
-        assert asked[0] == asked[1]
-        assert sum(asked[0].values()) <= 5
+        assert calls[0] == calls[1]
+        assert sum(calls[0].values()) <= 5
 
     @pytest.mark.parametrize("world_size", [16, 1024, 4096])
-    def test_halving(
+    def test_bisection(
         self, registry: CollectorRegistry, tmp_path: Path, world_size: int
     ) -> None:
-        """About m·log2(N) checks for m missing, without a ledger."""
+        """About m·log2(N) checks for m missing ranks, without a ledger."""
         store: Any = tcp(tmp_path)
         keys = BarrierKeys("barrier")
-        came = [keys.trace(rank) for rank in self._came(world_size)]
-        store.multi_set(came, ["here"] * len(came))
-        store.add(keys.num_members, len(came))
+        arrived = [keys.trace(rank) for rank in self._arrived(world_size)]
+        store.multi_set(arrived, ["here"] * len(arrived))
+        store.add(keys.num_members, len(arrived))
 
-        asked = self._asked(registry, store, keys, world_size)
+        calls = self._count_calls(registry, store, keys, world_size)
 
-        checks = asked.pop("tcp_store.check")
-        # Each missing one costs two checks on every level at most.
+        checks = calls.pop("tcp_store.check")
+        # Each missing rank costs at most two checks on every level.
         assert 3 < checks <= 2 * 3 * (math.log2(world_size) + 1)
-        assert asked == {"tcp_store.add": 1}
+        assert calls == {"tcp_store.add": 1}
 
     def test_listing(self, etcd_store: MakeEtcd, tmp_path: Path) -> None:
-        """The same few requests to etcd, whether eight came or a hundred."""
+        """The same few requests to etcd, whether nine ranks arrived or 93."""
         requests = []
         for world_size in (12, 96):
             store: Any = etcd_store(tmp_path)
             keys = BarrierKeys("barrier")
-            arrive(store, keys, *self._came(world_size))
+            arrive(store, keys, *self._arrived(world_size))
             client = count_requests_of(store)
             client.start()
             arrivals = read_arrivals(store, keys, world_size)

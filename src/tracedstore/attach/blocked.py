@@ -1,4 +1,4 @@
-"""Ask the ranks of a job what they are blocked in, those that can be asked."""
+"""Queries the ranks of a job for their Store calls in flight."""
 
 import ssl
 from collections.abc import Iterable
@@ -9,20 +9,25 @@ from tracedstore.attach.child_process import ChildTimeoutError, run_in_child
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.inflight_client import Reply, ask_each, fetch
 
-# Seconds that one rank has, and all of them together.
-_ONE_WITHIN = 1.0
-_ALL_WITHIN = 2.0
-# And more than that, where the machine is busy.
-_SURELY_WITHIN = 5.0
+# Seconds for one rank, and for all of them together.
+_RANK_TIMEOUT = 1.0
+_TOTAL_TIMEOUT = 2.0
+# Seconds for the process that queries them; longer, because the machine may be busy.
+_PROCESS_TIMEOUT = 5.0
 
 
-def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
-    """Ask those that serve; the others are `absent`."""
-    everybody = list(infos)
-    serving = [info for info in everybody if info.metrics or info.answers]
+def query_ranks(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
+    """Return a reply for each rank: `absent` without an endpoint, else in 5 seconds.
+
+    Args:
+        infos: The ranks.
+        token: The bearer token of their endpoints.
+    """
+    ranks = list(infos)
+    serving = [info for info in ranks if info.metrics or info.answers]
     tls = ssl.create_default_context() if _any_tls(serving) else None
 
-    async def in_flight_at(info: RankInfo) -> bytes:
+    async def fetch_in_flight(info: RankInfo) -> bytes:
         if info.metrics is None:
             host, _, number = str(info.answers).rpartition(":")
             return await fetch(host, int(number))
@@ -37,19 +42,21 @@ def ask(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
             url.hostname or "", port, path, headers, tls if secure else None
         )
 
-    asked: dict[RankInfo, Reply] = {}
+    replies: dict[RankInfo, Reply] = {}
     if serving:
-        # Apart, because threads that look up names stay behind when a name server is
-        # gone, and this may be done again and again.
+        # In a child, because threads that wait for a dead name server outlive the
+        # query, and --watch repeats it.
         with suppress(ChildTimeoutError, ChildProcessError):
-            asked = run_in_child(
-                _SURELY_WITHIN,
-                lambda _: ask_each(serving, in_flight_at, _ONE_WITHIN, _ALL_WITHIN),
+            replies = run_in_child(
+                _PROCESS_TIMEOUT,
+                lambda _: ask_each(
+                    serving, fetch_in_flight, _RANK_TIMEOUT, _TOTAL_TIMEOUT
+                ),
             )
-    late = Reply(state="silent", why=f"no response within {_ALL_WITHIN:g} s")
+    silent = Reply(state="silent", why=f"no response within {_TOTAL_TIMEOUT:g} s")
     absent = Reply(state="absent")
-    return dict.fromkeys(everybody, absent) | {
-        info: asked.get(info, late) for info in serving
+    return dict.fromkeys(ranks, absent) | {
+        info: replies.get(info, silent) for info in serving
     }
 
 

@@ -1,8 +1,8 @@
-"""Do something in a process of its own, which can be ended whatever it hangs in.
+"""Runs a function in a forked child, which can be killed whatever it blocks in.
 
-A thread cannot be: torch lists the keys of a store with the GIL held, and while it
-waits there for a server that was stopped nothing else runs, not even Ctrl-C. A name
-server that is gone and a file system that hangs are no better.
+A thread cannot be killed: torch lists the keys of a store with the GIL held. While it
+waits there for a stopped server, no other thread runs, and Ctrl-C has no effect. A
+dead name server and a hung file system block in the same way.
 """
 
 import os
@@ -16,106 +16,117 @@ from tracedstore.core.errors import CommandError
 
 T = TypeVar("T")
 
-# Says that something goes on as it should.
-Mark = Callable[[], None]
-# Seconds after its time was up that a child ends itself, if nobody has.
-_ORPHANED = 1.0
+# Called by the child whenever it has made progress.
+Heartbeat = Callable[[], None]
+# Seconds after its timeout that a child ends itself, in case its parent is dead.
+_ORPHAN_DELAY = 1.0
 
 
 class ChildTimeoutError(TimeoutError):
-    """It took too long, and was ended.
+    """The child took too long and was killed.
 
     Attributes:
-        marked: It had made a mark by then.
+        made_progress: It had sent a heartbeat.
     """
 
-    def __init__(self, *, marked: bool) -> None:
-        super().__init__("no end in time")
-        self.marked = marked
+    def __init__(self, *, made_progress: bool) -> None:
+        super().__init__("the child process timed out")
+        self.made_progress = made_progress
 
 
-def run_in_child(seconds: float, work: Callable[[Mark], T], then: float = 0.0) -> T:
-    """Do something in a forked child; give what it returned, which is pickled.
+def run_in_child(
+    timeout: float, work: Callable[[Heartbeat], T], heartbeat_timeout: float = 0.0
+) -> T:
+    """Run a function in a forked child and return its result, which is pickled.
 
     Args:
-        seconds: How long it may take.
-        work: What to do. It may make a mark whenever it has come a step further.
-        then: How many seconds it has from a mark on, at least.
+        timeout: Seconds that it may take.
+        work: The function. It may call the heartbeat that it is passed.
+        heartbeat_timeout: Seconds that it may take after a heartbeat, at least.
 
     Raises:
         ChildTimeoutError: It took too long.
-        ChildProcessError: It ended without a word.
-        CommandError: It raised that; or something else, which it then says.
+        ChildProcessError: The child ended without a result.
+        CommandError: The function raised one, or another exception, whose type and
+            first line are the text.
     """
-    reading, writing = Pipe(duplex=False)
+    receiver, sender = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        reading.close()
-        _be_the_child(seconds, work, then, writing)
+        receiver.close()
+        _run_child(timeout, work, heartbeat_timeout, sender)
     try:
-        writing.close()
-        failed, result = _outcome(reading, seconds, then)
+        sender.close()
+        failed, result = _receive(receiver, timeout, heartbeat_timeout)
     except EOFError:
         _, status = os.waitpid(child, 0)
-        raise ChildProcessError(_how(os.waitstatus_to_exitcode(status))) from None
+        reason = _describe_exit(os.waitstatus_to_exitcode(status))
+        raise ChildProcessError(reason) from None
     except BaseException:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
     finally:
-        reading.close()
+        receiver.close()
     os.waitpid(child, 0)
     if failed:
         raise CommandError(result)
     return cast("T", result)
 
 
-def _outcome(reading: Connection, seconds: float, then: float) -> tuple[bool, Any]:
-    deadline = time.monotonic() + seconds
-    marked = False
-    while reading.poll(max(0.0, deadline - time.monotonic())):
+def _receive(
+    receiver: Connection, timeout: float, heartbeat_timeout: float
+) -> tuple[bool, Any]:
+    deadline = time.monotonic() + timeout
+    made_progress = False
+    while receiver.poll(max(0.0, deadline - time.monotonic())):
         try:
-            said = reading.recv()
-        except OSError:  # it ended in the midst of it
+            message = receiver.recv()
+        except OSError:  # it ended in the middle of a message
             raise EOFError from None
-        if said is not None:
-            failed, result = said
+        if message is not None:
+            failed, result = message
             return failed, result
-        marked = True
-        deadline = max(deadline, time.monotonic() + then)
-    raise ChildTimeoutError(marked=marked)
+        made_progress = True
+        deadline = max(deadline, time.monotonic() + heartbeat_timeout)
+    raise ChildTimeoutError(made_progress=made_progress)
 
 
-def _be_the_child(
-    seconds: float, work: Callable[[Mark], T], then: float, writing: Connection
+def _run_child(
+    timeout: float,
+    work: Callable[[Heartbeat], T],
+    heartbeat_timeout: float,
+    sender: Connection,
 ) -> NoReturn:
-    def mark() -> None:
+    def heartbeat() -> None:
         left, _ = signal.getitimer(signal.ITIMER_REAL)
-        signal.setitimer(signal.ITIMER_REAL, max(left, then + _ORPHANED))
-        writing.send(None)
+        signal.setitimer(
+            signal.ITIMER_REAL, max(left, heartbeat_timeout + _ORPHAN_DELAY)
+        )
+        sender.send(None)
 
     try:
-        # Not Python's handlers, which wait for the GIL: these end it wherever it is.
-        # Who ignores Ctrl-C, as what runs in a shell's background does, goes on to.
+        # Default actions, because Python's handlers wait for the GIL. A parent that
+        # ignores SIGINT, as a shell's background job does, has children that do.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        # For when nobody is there any more to end it.
-        signal.setitimer(signal.ITIMER_REAL, seconds + _ORPHANED)
-        said: tuple[bool, Any]
+        # Ends the child if its parent is dead.
+        signal.setitimer(signal.ITIMER_REAL, timeout + _ORPHAN_DELAY)
+        message: tuple[bool, Any]
         try:
-            said = False, work(mark)
+            message = False, work(heartbeat)
         except CommandError as error:
-            said = True, str(error)
+            message = True, str(error)
         except Exception as error:
-            said = True, f"{type(error).__name__}: {error}".partition("\n")[0]
-        writing.send(said)
+            message = True, f"{type(error).__name__}: {error}".partition("\n")[0]
+        sender.send(message)
     finally:
-        # Nothing of what the parent has to do at its end is to be done twice.
+        # Skips the parent's exit handlers and unflushed buffers.
         os._exit(0)
 
 
-def _how(code: int) -> str:
-    return (
-        f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    )
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,7 +1,7 @@
-"""Look at the store that was named, and at those that it points to.
+"""Reads a job's store, and the worker stores that it points to.
 
-torchrun's agents meet in the store of ``--rdzv-endpoint``, and make another one for
-their workers, which is where the ranks are. People know the first.
+torchrun's agents meet in the store of ``--rdzv-endpoint``, which is the one that
+people know. They make another store for their workers, where the ranks are.
 """
 
 from collections.abc import Sequence
@@ -9,34 +9,52 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tracedstore.attach.address import Address
-from tracedstore.attach.collect import JobState, tells_of_workers, wanted, workers_of
+from tracedstore.attach.collect import (
+    is_worker_store_key,
+    read_job_state,
+    select_keys,
+    worker_stores,
+)
+from tracedstore.attach.job_state import JobState
 from tracedstore.coordination.rank_registry import RankInfo, prefix_of, read_all
 from tracedstore.core.errors import CommandError
 
 
-def surveyed(address: Address, run_id: str | None) -> JobState:
-    """Find out about the one job, or whatever is there, and its workers."""
-    found = JobState.of(address.look(wanted), run_id)
-    for url in found.running_workers() - {address.url}:
+def collect_job(address: Address, run_id: str | None) -> JobState:
+    """Read the state of one job, or of everything in the store, with its workers.
+
+    Raises:
+        CommandError: The store cannot be read. A worker store that cannot be read is
+            in `JobState.unreadable_stores` instead.
+    """
+    job = read_job_state(address.read_snapshot(select_keys), run_id)
+    for url in job.running_worker_stores() - {address.url}:
         try:
-            workers = JobState.of(Address(url).look(wanted), run_id)
+            workers = read_job_state(Address(url).read_snapshot(select_keys), run_id)
         except CommandError as error:
-            found = replace(found, unread={**found.unread, url: str(error)})
+            unreadable = {**job.unreadable_stores, url: str(error)}
+            job = replace(job, unreadable_stores=unreadable)
         else:
-            found = found.joined(workers)
-    return found
+            job = job.merge(workers)
+    return job
 
 
-def registered(address: Address) -> list[RankInfo]:
-    """List the ranks that registered there, and among its workers."""
-    snapshot = address.look(_of_ranks)
+def registered_ranks(address: Address) -> list[RankInfo]:
+    """Return the ranks that registered in the store and in its worker stores.
+
+    Raises:
+        CommandError: The store cannot be read.
+    """
+    snapshot = address.read_snapshot(_select_rank_keys)
     infos = read_all(snapshot)
-    for url in set(workers_of(snapshot).values()) - {address.url}:
-        # A job that has ended, or one that cannot be reached from here.
+    for url in set(worker_stores(snapshot).values()) - {address.url}:
+        # The job has ended, or its worker store is unreachable from here.
         with suppress(CommandError):
-            infos += read_all(Address(url).look(_of_ranks))
+            infos += read_all(Address(url).read_snapshot(_select_rank_keys))
     return infos
 
 
-def _of_ranks(keys: Sequence[str]) -> list[str]:
-    return [key for key in keys if prefix_of(key) is not None or tells_of_workers(key)]
+def _select_rank_keys(keys: Sequence[str]) -> list[str]:
+    return [
+        key for key in keys if prefix_of(key) is not None or is_worker_store_key(key)
+    ]

@@ -1,4 +1,4 @@
-"""What stood in a store at one time, read without a trace and without waiting."""
+"""The contents of a store at one time, read without writing and without waiting."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -10,124 +10,130 @@ from torch.distributed import DistNetworkError, DistStoreError
 from tracedstore.coordination.arrivals import etcd_items, list_keys
 from tracedstore.core.errors import CommandError
 
-# Values to a request, and seconds for one: a key that was deleted after it was listed
-# is waited for.
-_AT_ONCE = 1024
-_PATIENCE = 1.0
+# BarrierKeys per multi_get request.
+_BATCH_SIZE = 1024
+# Seconds for one request, which waits for a key that was deleted after it was listed.
+_READ_TIMEOUT = 1.0
+_ETCD_RENDEZVOUS = "/torch/elastic/rendezvous"
 
 
 class StoreSnapshot:
-    """To be read as a store is, by those that only read.
+    """A copy of a store's keys, with the reading half of the Store interface.
 
-    A key that is not there is a KeyError instead of a wait.
+    Reading an absent key raises KeyError instead of waiting for it.
 
     Attributes:
-        keys: All the keys there were.
-        beside: What torch's etcd-v2 keeps of rendezvous beside its store, by run id.
+        keys: All keys of the store.
+        etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend keeps
+            outside its store, by run id.
     """
 
     def __init__(
         self,
         keys: Iterable[str],
         values: dict[str, bytes],
-        beside: Mapping[str, bytes] | None = None,
+        etcd_rendezvous: Mapping[str, bytes] | None = None,
     ) -> None:
         self.keys = frozenset(keys)
         self._values = values
-        self.beside = beside or {}
+        self.etcd_rendezvous = etcd_rendezvous or {}
 
     @classmethod
-    def of(
+    def take(
         cls,
         store: Any,
-        wanted: Callable[[Sequence[str]], list[str]],
-        answered: Callable[[], None] = lambda: None,
+        select: Callable[[Sequence[str]], list[str]],
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> "StoreSnapshot":
-        """Take one, with the values of those of the keys that are wanted.
+        """Read all keys of a store, and the values of some.
 
         Args:
-            store: Of what.
-            wanted: Chooses them.
-            answered: Is called after each answer of the store's.
+            store: The store.
+            select: Returns the keys whose values are read.
+            heartbeat: Is called after each answer of the store.
+
+        Raises:
+            CommandError: torch here or in the job is too old to list keys.
         """
         contents = etcd_items(store)
         if contents is not None:
-            answered()
-            return cls(contents, contents, _beside(store))
-        keys = _listed(store)
-        answered()
-        store.set_timeout(timedelta(seconds=_PATIENCE))
+            heartbeat()
+            return cls(contents, contents, _etcd_rendezvous(store))
+        keys = _list_keys(store)
+        heartbeat()
+        store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
         values: dict[str, bytes] = {}
-        chosen = wanted(keys)
-        left = iter(chosen)
-        while some := list(islice(left, _AT_ONCE)):
-            values |= _values_of(store, some, answered)
-            answered()
-        gone = set(chosen) - values.keys()
-        return cls(set(keys) - gone, values)
+        selected = select(keys)
+        remaining = iter(selected)
+        while batch := list(islice(remaining, _BATCH_SIZE)):
+            values |= _read_values(store, batch, heartbeat)
+            heartbeat()
+        deleted = set(selected) - values.keys()
+        return cls(set(keys) - deleted, values)
 
     def list_keys(self) -> list[str]:
-        """List the keys that have their values here."""
+        """Return the keys whose values were read."""
         return list(self._values)
 
     def get(self, key: str) -> bytes:
-        """Read a value."""
+        """Return a value that was read."""
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all of these were there."""
+        """Return whether all of the keys exist."""
         return self.keys.issuperset(keys)
 
-    def add(self, key: str, _nothing: int) -> int:
-        """Read a number, as those do who add nothing to it."""
+    def add(self, key: str, _zero: int) -> int:
+        """Return a counter; callers read one by adding 0 to it."""
         return int(self._values[key])
 
     @staticmethod
     def has_extended_api() -> bool:
-        """Nothing can be appended here, and nothing swapped."""
+        """Return False: a snapshot has no append and no compare_set."""
         return False
 
 
-def _listed(store: Any) -> list[str]:
+def _list_keys(store: Any) -> list[str]:
     try:
         return sorted(list_keys(store))
     except (AttributeError, NotImplementedError):
         raise CommandError(
             "the torch installed here is too old to list the keys of a store; use the"
-            " one that the job has"
+            " version that the job uses"
         ) from None
     except DistNetworkError:
         raise CommandError(
-            "the store hung up when it was asked for its keys: the job has just ended,"
-            " or its torch is too old to list them"
+            "the store closed the connection when its keys were requested: the job has"
+            " just ended, or its torch is too old to list them"
         ) from None
 
 
-def _values_of(
-    store: Any, keys: list[str], answered: Callable[[], None]
+def _read_values(
+    store: Any, keys: list[str], heartbeat: Callable[[], None]
 ) -> dict[str, bytes]:
     try:
         return dict(zip(keys, store.multi_get(keys), strict=True))
     except (DistStoreError, RuntimeError):
-        # Somebody deleted one meanwhile. A second time is for the next look.
-        still = []
+        # A key was deleted meanwhile. If another one is, the next snapshot has it.
+        present = []
         for key in keys:
             if store.check([key]):
-                still.append(key)
-            answered()
-        return dict(zip(still, store.multi_get(still), strict=True)) if still else {}
+                present.append(key)
+            heartbeat()
+        if not present:
+            return {}
+        return dict(zip(present, store.multi_get(present), strict=True))
 
 
-def _beside(store: Any) -> dict[str, bytes]:
+def _etcd_rendezvous(store: Any) -> dict[str, bytes]:
     if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
         return {}
-    folder = "/torch/elastic/rendezvous"
     try:
-        nodes = store.client.get(folder).children
-    except Exception:  # there is none, and the store has been read
+        nodes = store.client.get(_ETCD_RENDEZVOUS).children
+    except Exception:  # no rendezvous, or etcd failed after the store was read
         return {}
     return {
-        str(node.key).removeprefix(f"{folder}/"): str(node.value).encode()
+        str(node.key).removeprefix(f"{_ETCD_RENDEZVOUS}/"): str(node.value).encode()
         for node in nodes
         if not node.dir
     }

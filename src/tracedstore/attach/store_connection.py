@@ -1,4 +1,4 @@
-"""Attach to the store of a running job as one more client."""
+"""Connects to the store of a running job as one more client."""
 
 import fcntl
 import os
@@ -15,26 +15,26 @@ from torch.distributed import DistError, FileStore, TCPStore
 from tracedstore.attach.address import Address
 from tracedstore.core.errors import CommandError
 
-# For as long torch tries again where something else listens, and then half as long.
-_CONNECT_WITHIN = timedelta(seconds=0.5)
-# Seconds for one answer; whoever attaches is ended when all of it takes too long.
-_READ_WITHIN = 5
+# torch retries for this long where another server listens, and then half as long.
+_CONNECT_TIMEOUT = timedelta(seconds=0.5)
+# Seconds for one answer. The process that reads is killed if all of it takes too long.
+_READ_TIMEOUT = 5
 
 
 @contextmanager
-def attached(address: Address) -> Iterator[Any]:
-    """Give the store, which has answered by then.
+def connect(address: Address) -> Iterator[Any]:
+    """Yield a client of the store, which has answered by then.
 
     Raises:
-        CommandError: There is none, or something else is there.
+        CommandError: There is no store, or another server answers.
     """
-    # torch asks for the name behind the address, and does not need it. A name server
-    # that is gone would take more time than there is.
+    # torch looks up the host name of the address and does not need it. With a dead
+    # name server that would exceed the time that a command has.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    address.reach()
-    attach = {"tcp": _tcp, "file": _file, "etcd": _etcd}[address.scheme]
+    address.check_reachable()
+    connect_to = {"tcp": _tcp, "file": _file, "etcd": _etcd}[address.scheme]
     try:
-        with attach(address) as store:
+        with connect_to(address) as store:
             yield store
     except CommandError:
         raise
@@ -49,12 +49,12 @@ def attached(address: Address) -> Iterator[Any]:
 def _tcp(address: Address) -> Iterator[Any]:
     try:
         store = TCPStore(
-            address.host, address.port, None, is_master=False, timeout=_CONNECT_WITHIN
+            address.host, address.port, None, is_master=False, timeout=_CONNECT_TIMEOUT
         )
         store.num_keys()
     except DistError:
-        raise address.no_tcp_store() from None
-    store.set_timeout(timedelta(seconds=_READ_WITHIN))
+        raise address.not_a_tcpstore() from None
+    store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
     yield store
 
 
@@ -65,13 +65,13 @@ def _file(address: Address) -> Iterator[Any]:
             tempfile.TemporaryFile() as copy,
             Path(address.path).open("rb") as original,
         ):
-            # Of a copy, because a FileStore counts its users in the file. Nobody
-            # writes to it meanwhile: writers have the same lock.
+            # A copy, because a FileStore counts its users in the file. Writers take
+            # the same lock, so the copy is consistent.
             fcntl.flock(original, fcntl.LOCK_SH)
             shutil.copyfileobj(original, copy)
             fcntl.flock(original, fcntl.LOCK_UN)
             copy.flush()
-            # It has no name, so that nothing is left if this is ended before its end.
+            # Opened by descriptor: an unnamed file disappears however this ends.
             yield FileStore(f"/dev/fd/{copy.fileno()}", -1)
     except OSError as error:
         raise address.unreadable(error.strerror) from None
@@ -79,20 +79,20 @@ def _file(address: Address) -> Iterator[Any]:
 
 @contextmanager
 def _etcd(address: Address) -> Iterator[Any]:
-    import etcd  # noqa: PLC0415 - only where there is one
+    import etcd  # noqa: PLC0415 - only for an etcd:// address
     from torch.distributed.elastic.rendezvous.etcd_store import (  # noqa: PLC0415
         EtcdStore,
     )
 
     client = etcd.Client(
-        host=address.host, port=address.port, read_timeout=_READ_WITHIN
+        host=address.host, port=address.port, read_timeout=_READ_TIMEOUT
     )
     try:
         yield EtcdStore(client, address.path)
     except etcd.EtcdKeyNotFound:
         raise CommandError(
-            f"the etcd of {address.url} has nothing under {address.path}; torch's own"
+            f"the etcd of {address.url} has no key under {address.path}; torch's own"
             " rendezvous keeps its store under /torch/elastic/store"
         ) from None
     except etcd.EtcdException:
-        raise address.no_etcd() from None
+        raise address.not_an_etcd() from None

@@ -1,8 +1,8 @@
-"""Ask whether a TCPStore is there, without torch, which takes seconds to load.
+"""Detects a TCPStore without importing torch, which takes seconds.
 
-A client of torch begins with two requests that its server answers with a number the
-client chose. Whoever answers them is a TCPStore; whoever does not is none that this
-torch could read. Nothing of it is kept by the server.
+A torch client begins with two requests: VALIDATE, and PING with a number that the
+server echoes. A server that echoes it is a TCPStore; torch cannot read another. The
+server keeps nothing of either request.
 """
 
 import re
@@ -10,35 +10,35 @@ import socket
 import struct
 from importlib.metadata import PackageNotFoundError, version
 
-# The last torch that is known to begin so; tests hold it against the one that is there.
-_KNOWN = (2, 13)
-# "Validate" with its magic number, and "ping" with ours.
-_NUMBER = 0x74726163
-_GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NUMBER)
-_ANSWER = struct.pack("=I", _NUMBER)
+# The latest torch whose client is known to begin so; a test compares the installed one.
+_KNOWN_TORCH = (2, 13)
+# VALIDATE (0) with torch's magic number, PING (13) with ours.
+_NONCE = 0x74726163
+_REQUEST = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NONCE)
+_RESPONSE = struct.pack("=I", _NONCE)
 
 
-def greet(connection: socket.socket) -> bool:
-    """Greet as torch does; tell whether the answer is a TCPStore's.
+def probe(connection: socket.socket) -> bool:
+    """Return whether a TCPStore server answers.
 
-    It waits for one for as long as the connection lets it.
+    Blocks until the server answers or hangs up, or the connection times out.
     """
-    heard = b""
+    received = b""
     try:
-        connection.sendall(_GREETING)
-        while len(heard) < len(_ANSWER):
-            if not (more := connection.recv(len(_ANSWER) - len(heard))):
+        connection.sendall(_REQUEST)
+        while len(received) < len(_RESPONSE):
+            if not (more := connection.recv(len(_RESPONSE) - len(received))):
                 break
-            heard += more
+            received += more
     except ConnectionError:
         return False
-    return heard == _ANSWER
+    return received == _RESPONSE
 
 
-def is_known() -> bool:
-    """Tell whether the torch that is installed begins so, as far as is known."""
+def is_supported() -> bool:
+    """Return whether the installed torch is known to begin with these requests."""
     try:
-        found = re.match(r"(\d+)\.(\d+)", version("torch"))
+        match = re.match(r"(\d+)\.(\d+)", version("torch"))
     except PackageNotFoundError:
         return False
-    return found is not None and (int(found[1]), int(found[2])) <= _KNOWN
+    return match is not None and (int(match[1]), int(match[2])) <= _KNOWN_TORCH

@@ -1,13 +1,13 @@
-"""Write the dashboards, alert rules and provisioning that this version has.
+"""Write the Grafana dashboards, alert rules and provisioning of this version.
 
-For a Grafana, a Prometheus and a Loki of your own. They belong to the metrics
-of this version: export them anew after an upgrade.
+Use them with your own Grafana, Prometheus and Loki. They match the metrics of
+this version: export them again after an upgrade.
 
 Examples:
   tracedstore dashboards export monitoring/
   tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook
 
-Exit codes: 0 written, 1 cannot be written, 64 the command line makes no sense
+Exit codes: 0 written, 1 a file cannot be written, 64 invalid command line
 """
 
 import argparse
@@ -24,14 +24,16 @@ _RUNBOOK = "docs/runbook.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
-    parser.add_argument("action", choices=["export"], help="write them to a folder")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="made if need be")
+    """Declare the arguments."""
+    parser.add_argument("action", choices=["export"], help="write all files")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the target folder, made if missing"
+    )
     parser.add_argument(
         "--runbook-url",
         metavar="URL",
         default=_RUNBOOK,
-        help=f"where alerts say that the runbook is ({_RUNBOOK})",
+        help=f"the address of the runbook in alerts ({_RUNBOOK})",
     )
 
 
@@ -51,7 +53,7 @@ def shipped() -> dict[str, Path]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write them all."""
+    """Write all files, and print their paths."""
     for name, source in shipped().items():
         target: Path = arguments.folder / name
         try:
@@ -59,8 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text.replace(_RUNBOOK, arguments.runbook_url), "utf-8")
         except OSError as error:
+            # A failed write has no file name.
+            path = error.filename or target
             raise CommandError(
-                f"{error.filename} cannot be read or written: {error.strerror}"
+                f"{path} cannot be read or written: {error.strerror}"
             ) from None
         sys.stdout.write(f"{target}\n")
     return 0

@@ -1,10 +1,11 @@
-"""``tracedstore``: what can be asked of a job from a terminal.
+"""``tracedstore``: the command line.
 
-Each command is a module of this package: its docstring is its help, `add_arguments`
-says what it takes and `run` gives its exit code.
+Each command is a module of this package. Its docstring is the help text,
+`add_arguments` declares its arguments, and `run` returns its exit code.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Container, Sequence
@@ -16,47 +17,46 @@ from typing import Final, NoReturn
 from tracedstore._version import __version__
 from tracedstore.core.errors import CommandError
 
-# Loaded when they are asked for: torch takes a second.
+# A command's module is imported when the command is run, because torch takes a second.
 COMMANDS: Final = {
-    "completion": "write what makes a shell complete these commands",
+    "completion": "write a completion script for your shell",
     "dashboards": "write Grafana dashboards and alert rules",
     "demo": "see it at work, in half a minute, on this machine",
-    "report": "make a page of the logs of many ranks",
+    "report": "make a page from the logs of many ranks",
     "sd": "list the ranks of a job for Prometheus",
-    "status": "show who is there, who is missing and what is blocked",
+    "status": "show a job's ranks, missing ranks and blocked calls",
 }
-_ABOUT = """\
+_EPILOG = """\
 Examples:
   tracedstore demo
   tracedstore status --store tcp://node1:29400
   tracedstore COMMAND --help
 
-Exit codes: 0 done, 1 could not be done, 64 the command line makes no sense,
-130 Ctrl-C, 141 nobody reads what it writes; status also has 2, something is
-missing
+Exit codes: 0 success, 1 failure, 64 invalid command line, 130 Ctrl-C, 141 the
+reader of the output has closed it; status also has 2, something is missing
 """
-# As sysexits.h has it. Not argparse's 2, which is what status says of a job.
+# EX_USAGE of sysexits.h, because argparse's 2 is an exit code of status.
 USAGE: Final = 64
-# As a shell says it of whoever was ended by SIGINT or SIGPIPE.
-_INTERRUPTED, _NOBODY_READS = 130, 141
+# 128 + SIGINT and 128 + SIGPIPE, as shells report them.
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, not under ten lines of usage."""
+    """Reports an error in one sentence, without ten lines of usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; try {self.prog} --help\n")
 
 
-def parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Make what reads the command line, with the arguments of some commands."""
-    whole = _Parser(
+def make_parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with the arguments of some commands."""
+    parser = _Parser(
         prog="tracedstore",
         description="See what a distributed PyTorch job's coordination is doing.",
-        epilog=_ABOUT,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = whole.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -65,45 +65,60 @@ def parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
         )
         if name in loaded:
             module = import_module(f"tracedstore.cli.{name}")
-            said = str(module.__doc__)
-            command.description, _, command.epilog = said.partition("\n\n")
+            help_text = str(module.__doc__)
+            command.description, _, command.epilog = help_text.partition("\n\n")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    for one in (whole, *commands.choices.values()):
+    for one in (parser, *commands.choices.values()):
         one.add_argument(
             "--version", action="version", version=f"tracedstore {__version__}"
         )
-    return whole
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; give its exit code."""
+    """Run one command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # who closed it does not want to read
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - to the end
+    if sys.stdout is None:  # it was closed by the caller
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Keys and host names may have characters that its encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(given)
         finally:
-            # Not left to the end of Python, which complains in words of its own.
+            # Flushed here, because Python reports a failure at exit in its own way.
             sys.stdout.flush()
     except BrokenPipeError:
-        code = _NOBODY_READS
+        code = _BROKEN_PIPE
     except OSError as error:
-        sys.stderr.write(f"tracedstore: cannot go on: {error}\n")
+        sys.stderr.write(f"tracedstore: {_describe(error)}\n")
         code = 1
-    # What could not be written is not tried again.
+    # Discards what could not be written, which Python would try again at exit.
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
-def _run(given: Sequence[str]) -> int:
-    # What torch's C++ says of a connection it tries again is not for here.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    chosen = parser(loaded=given[:1]).parse_args(given)
+def _describe(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{error.filename} cannot be read or written: {reason}"
+    # Output that could not be written is still in the buffer, if there is one.
     try:
-        code: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except OSError:
+        return f"standard output cannot be written: {reason}"
+    return f"the operating system refused a request: {reason}"
+
+
+def _run(given: Sequence[str]) -> int:
+    # torch's C++ logs every connection that it retries.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    arguments = make_parser(loaded=given[:1]).parse_args(given)
+    try:
+        code: int = arguments.run(arguments)
     except CommandError as error:
         sys.stderr.write(f"tracedstore: {error}\n")
         return 1

@@ -6,42 +6,43 @@ from collections.abc import Callable
 
 from tracedstore.attach.address import ACCEPTED
 
-_LONGEST_WAIT = 86400.0
+_MAX_SECONDS = 86400.0
 
 
 def add_store_argument(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a store."""
+    """Add ``--store``."""
     parser.add_argument(
         "--store", required=True, metavar="URL", help=f"the job's store: {ACCEPTED}"
     )
 
 
 def add_watch_arguments(
-    parser: argparse.ArgumentParser, what: str, interval: float
+    parser: argparse.ArgumentParser, help_text: str, interval: float
 ) -> None:
-    """Let a command look again and again."""
-    parser.add_argument("--watch", action="store_true", help=what)
+    """Add ``--watch`` and ``--interval``."""
+    parser.add_argument("--watch", action="store_true", help=help_text)
     parser.add_argument(
         "--interval",
         type=seconds(0.1),
         default=interval,
         metavar="SECONDS",
-        help=f"how often to look, with --watch ({interval:g})",
+        help=f"seconds between two readings, with --watch ({interval:g})",
     )
 
 
-def seconds(least: float) -> Callable[[str], float]:
-    """Read a time of so many seconds at least from a command line."""
+def seconds(minimum: float) -> Callable[[str], float]:
+    """Return an argparse type for a number of seconds, up to a day."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         try:
-            found = float(text)
+            number = float(text)
         except ValueError:
-            found = math.nan
-        if not least <= found <= _LONGEST_WAIT:
+            number = math.nan
+        if not minimum <= number <= _MAX_SECONDS:
             raise argparse.ArgumentTypeError(
-                f"is {text!r}; accepted are seconds from {least:g} to {_LONGEST_WAIT:g}"
+                f"is {text!r}; accepted are seconds from {minimum:g} to"
+                f" {_MAX_SECONDS:g}"
             )
-        return found
+        return number
 
-    return read
+    return parse

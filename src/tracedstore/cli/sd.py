@@ -1,16 +1,16 @@
 """List the ranks of a job for Prometheus, as a file_sd file.
 
-Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) are in the job's store,
-with their addresses. Any rank's /sd says the same over HTTP; this is for
-clusters where Prometheus cannot reach the ranks' /sd.
+Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) register their addresses
+in the job's store. The /sd page of any rank has the same list over HTTP; use
+this command where Prometheus cannot reach it.
 
 Examples:
   tracedstore sd --store tcp://node1:29400
   tracedstore sd --store tcp://node1:29400 --output targets.json --watch
 
 Exit codes: 0 written; 1 the store cannot be reached or read, or the file cannot
-be written, which also ends --watch, and what was written last stays; 64 the
-command line makes no sense; 130 Ctrl-C
+be written, which also ends --watch and keeps the file as it was; 64 invalid
+command line; 130 Ctrl-C
 """
 
 import argparse
@@ -23,48 +23,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracedstore.attach.address import Address
-from tracedstore.attach.torch_import import loading
+from tracedstore.attach.torch_import import interruptible_import
 from tracedstore.cli.options import add_store_argument, add_watch_arguments
 from tracedstore.core.errors import CommandError
+from tracedstore.export.settings import PREFIX
 
 if TYPE_CHECKING:
     from tracedstore.coordination.rank_registry import RankInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
+    """Declare the arguments."""
     add_store_argument(parser)
     parser.add_argument(
         "--run-id", metavar="ID", help="only ranks of this job, and its run_id label"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
+        "--output", type=Path, metavar="FILE", help="write to this file"
     )
-    add_watch_arguments(parser, "go on, and write when something changes", 15.0)
+    add_watch_arguments(parser, "repeat, and write whenever the list changes", 15.0)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the list, once or again and again."""
+    """Write the list, once or at intervals."""
     address = Address(arguments.store)
     address.probe()
-    # Only where there is something to look at: torch takes seconds.
-    with loading():
-        from tracedstore.attach.job_discovery import registered  # noqa: PLC0415
+    # Only for a store that answers, because torch takes seconds.
+    with interruptible_import():
+        from tracedstore.attach.job_discovery import registered_ranks  # noqa: PLC0415
         from tracedstore.export.discovery import listed  # noqa: PLC0415
 
     written = None
     while True:
-        infos = _of_job(registered(address), arguments.run_id)
+        infos = _of_job(registered_ranks(address), arguments.run_id)
         targets = listed(infos)
-        found = json.dumps(targets, indent=2) + "\n"
-        if found != written:
-            _write(found, arguments.output)
-            written = found
+        text = json.dumps(targets, indent=2) + "\n"
+        if text != written:
+            _write(text, arguments.output)
+            written = text
         if not targets and not arguments.watch:
-            sys.stderr.write(
-                f"tracedstore: of {len(infos)} ranks that have registered there none"
-                " serves its metrics; TRACEDSTORE_HTTP_PORT makes them\n"
-            )
+            sys.stderr.write(f"tracedstore: {_explain_no_targets(len(infos))}\n")
         if not arguments.watch:
             return 0
         time.sleep(arguments.interval)
@@ -73,9 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _of_job(infos: "list[RankInfo]", run_id: str | None) -> "list[RankInfo]":
     if run_id is None:
         return infos
-    # Where nobody named the job, who asks does.
+    # A rank without a run id gets the requested one.
     ours = [info for info in infos if info.run_id in (None, run_id)]
     return [replace(info, run_id=run_id) for info in ours]
+
+
+def _explain_no_targets(ranks: int) -> str:
+    if not ranks:
+        return "no rank has registered in the store"
+    return (
+        f"none of the {ranks} registered ranks serves its metrics; set"
+        f" {PREFIX}HTTP_PORT for the job"
+    )
 
 
 def _write(text: str, output: Path | None) -> None:
@@ -84,22 +91,22 @@ def _write(text: str, output: Path | None) -> None:
         sys.stdout.flush()
         return
     try:
-        _put(text, output)
+        _replace_file(output, text)
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _put(text: str, output: Path) -> None:
-    # Prometheus reads the file whenever it changes, so it is never half written.
+def _replace_file(output: Path, text: str) -> None:
+    # Atomically, because Prometheus reads the file whenever it changes.
     with tempfile.NamedTemporaryFile(
         "w", dir=output.parent, prefix=f".{output.name}.", delete=False
     ) as file:
-        made = Path(file.name)
+        temporary = Path(file.name)
         try:
             file.write(text)
             file.flush()
-            made.chmod(0o644)
-            made.replace(output)
+            temporary.chmod(0o644)
+            temporary.replace(output)
         except BaseException:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise

@@ -1,1 +1,1 @@
-"""A job of real processes on this machine, which loses two ranks and tells of it."""
+"""A demo job of real processes on this machine, which loses two ranks."""

@@ -1,13 +1,13 @@
-"""Ask something on this machine over HTTP."""
+"""HTTP requests to servers on this machine."""
 
 import urllib.request
 
-# Whatever proxy the user has, it is not for this machine.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Without the user's proxy, which is not for this machine.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def fetch(url: str, within: float) -> bytes:
-    """Give a page; OSError where there is none in time."""
-    with _direct.open(url, timeout=within) as answer:
-        page: bytes = answer.read()
-        return page
+def fetch(url: str, timeout: float) -> bytes:
+    """Return the body of a page; raise OSError if the request fails."""
+    with _opener.open(url, timeout=timeout) as response:
+        body: bytes = response.read()
+        return body

@@ -1,4 +1,4 @@
-"""The processes of the demo: started, told what to do, killed, and always ended."""
+"""The rank processes of the demo: starts, commands, kills and always ends them."""
 
 import json
 import os
@@ -11,21 +11,22 @@ from typing import Any, Self
 
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.errors import CommandError
-from tracedstore.demo.parent_death import end_with
-from tracedstore.demo.rank import Folder, live
+from tracedstore.demo.output_folder import OutputFolder
+from tracedstore.demo.parent_death import die_with_parent
+from tracedstore.demo.rank import run_rank
 
 
 class Fleet:
     """Ranks as forked processes; at the end of a ``with`` block none is left.
 
-    Forked, because torch takes seconds to load: from a process that has loaded it and
-    has made no store yet, so that there is no thread of one to lose.
+    They are forked because importing torch takes seconds. The parent has imported it
+    and has no store yet, so no thread of a store is lost in the fork.
 
     Attributes:
         living: The ranks that were not killed, in order.
     """
 
-    def __init__(self, count: int, seed: int, folder: Folder) -> None:
+    def __init__(self, count: int, seed: int, folder: OutputFolder) -> None:
         self.living = list(range(count))
         self._folder = folder
         self._pids: dict[int, int] = {}
@@ -34,13 +35,13 @@ class Fleet:
             for rank in self.living:
                 self._start(rank, count, seed)
         except OSError as error:
-            self.end()
+            self.close()
             raise CommandError(
                 f"{count} processes cannot be started here: {error.strerror}; try fewer"
                 " with --ranks"
             ) from None
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def _start(self, rank: int, count: int, seed: int) -> None:
@@ -53,11 +54,11 @@ class Fleet:
             theirs.close()
             raise
         if pid == 0:
-            end_with(parent)
-            # A rank ends when nobody holds the other end of its channel any more.
+            die_with_parent(parent)
+            # A rank ends when no process has the other end of its channel open.
             for channel in (ours, *self._channels.values()):
                 channel.close()
-            live(rank, count, seed, self._folder, theirs)
+            run_rank(rank, count, seed, self._folder, theirs)
         theirs.close()
         ours.setblocking(False)
         self._pids[rank], self._channels[rank] = pid, ours
@@ -66,55 +67,63 @@ class Fleet:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.end()
+        self.close()
 
-    def tell(self, act: str, **given: Any) -> None:
-        """Have all that live do something."""
+    def send(self, command: str, **arguments: Any) -> None:
+        """Send a command to all living ranks."""
+        message = json.dumps([command, arguments]).encode() + b"\n"
         for rank in self.living:
-            # Who has died meanwhile is found out by whoever waits for it.
+            # A rank that has died is reported by wait().
             with suppress(OSError):
-                self._channels[rank].sendall(json.dumps([act, given]).encode() + b"\n")
+                self._channels[rank].sendall(message)
 
-    def wait(self, what: str, seconds: float, meanwhile: Callable[[], None]) -> None:
-        """Wait until all that live have done what they were told last.
+    def wait(
+        self, scenario: str, timeout: float, meanwhile: Callable[[], None]
+    ) -> None:
+        """Wait until all living ranks have finished the last command.
+
+        Args:
+            scenario: Its name, for errors.
+            timeout: Seconds that it may take.
+            meanwhile: Is called again and again.
 
         Raises:
-            CommandError: One of them ended, or takes too long.
+            CommandError: A rank has ended, or the timeout has passed.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout
         busy = set(self.living)
         while busy:
             meanwhile()
-            busy = {rank for rank in busy if not self._is_done(rank, what)}
+            busy = {rank for rank in busy if not self._is_done(rank, scenario)}
             if busy and time.monotonic() > deadline:
                 raise CommandError(
-                    f"ranks {fold(busy)} are not through with {what} after"
-                    f" {seconds:g} s: is this machine very busy? Their logs are in"
+                    f"ranks {fold(busy)} have not finished {scenario} after"
+                    f" {timeout:g} s: this machine may be too busy; their logs are in"
                     f" {self._folder.path / 'logs'}"
                 )
 
-    def _is_done(self, rank: int, what: str) -> bool:
+    def _is_done(self, rank: int, scenario: str) -> bool:
         try:
-            heard = self._channels[rank].recv(4096)
+            received = self._channels[rank].recv(4096)
         except BlockingIOError:
             return False
         except OSError:
-            heard = b""
-        if not heard:
+            received = b""
+        if not received:
             raise CommandError(
-                f"rank {rank} ended by itself during {what}; {self._folder.log(rank)}"
-                " has its last words"
+                f"rank {rank} ended unexpectedly during {scenario}; see"
+                f" {self._folder.log(rank)}"
             )
-        return heard.endswith(b"\n")
+        return received.endswith(b"\n")
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Kill ranks, without warning."""
+        """Kill ranks with SIGKILL."""
         for rank in ranks:
             self.living.remove(rank)
             self._end(rank)
 
-    def end(self) -> None:
-        """Leave none."""
+    def close(self) -> None:
+        """Kill all ranks that are left."""
         for rank in [*self._pids]:
             self._end(rank)
 
@@ -124,6 +133,6 @@ class Fleet:
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
-        # At last, so that whoever is interrupted here can do it again.
+        # Removed last, so that close() can repeat this after an interrupt.
         self._channels.pop(rank).close()
         del self._pids[rank]

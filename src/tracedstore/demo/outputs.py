@@ -1,6 +1,6 @@
-"""What the ranks of the demo tell: read from their logs, traces, metrics and pages.
+"""Reads the logs, traces, metrics and in-flight pages of the ranks of the demo.
 
-The demo shows only what is read here, as somebody would who did not start the job.
+The demo shows only what is read here, so it shows no more than an operator can see.
 """
 
 import json
@@ -17,35 +17,37 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tracedstore import names
 from tracedstore.demo.fetch import fetch
-from tracedstore.demo.rank import Folder
+from tracedstore.demo.output_folder import OutputFolder
 from tracedstore.export.process_status import ProcessStatus
 
 _CALLS = f"{names.OPERATION_DURATION.name}_count"
-_VISITS = f"{names.BARRIER_DURATION.name}_count"
+_BARRIER_CALLS = f"{names.BARRIER_DURATION.name}_count"
 _CAS = names.CAS_ATTEMPTS.name
-_LAST = names.BARRIER_LAST_ARRIVALS.name
+_LAST_ARRIVALS = names.BARRIER_LAST_ARRIVALS.name
 _MISSING = names.BARRIER_RANK_MISSING.name
-# A page has a thousand lines; these are the ones to parse.
-_READ = tuple(f"{name}{{" for name in (_CALLS, _VISITS, _CAS, _LAST, _MISSING))
-# Of so many ranks at a time: a page takes a rank ten milliseconds to write.
-_AT_ONCE = 16
-# Seconds that a rank gets to answer.
-_WITHIN = 5.0
+# A scrape has a thousand lines; only these are parsed.
+_PARSED = tuple(
+    f"{name}{{" for name in (_CALLS, _BARRIER_CALLS, _CAS, _LAST_ARRIVALS, _MISSING)
+)
+# Ranks scraped per poll: a scrape costs a rank ten milliseconds.
+_SCRAPES_PER_POLL = 16
+# Seconds for one page.
+_FETCH_TIMEOUT = 5.0
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedSpan:
-    """A span, as far as it is shown.
+    """The parts of a span that the demo uses.
 
     Attributes:
-        rank: Whose.
-        name: The operation and the key, or the barrier's prefix.
-        start: When it began, in seconds since the epoch.
-        seconds: How long it took.
-        trace_id: Which trace it is in.
-        attributes: What else is known.
+        rank: The rank that exported it.
+        name: The operation and the key, or ``barrier`` and its prefix.
+        start: The start, in seconds since the epoch.
+        seconds: The duration.
+        trace_id: The trace.
+        attributes: The attributes.
     """
 
     rank: int
@@ -56,36 +58,45 @@ class ExportedSpan:
     attributes: dict[str, Any]
 
     @classmethod
-    def read(cls, rank: int, written: dict[str, Any]) -> "ExportedSpan":
-        """Read what OpenTelemetry's console exporter writes."""
+    def parse(cls, rank: int, exported: dict[str, Any]) -> "ExportedSpan":
+        """Parse a span of OpenTelemetry's console exporter."""
         start, end = (
-            datetime.fromisoformat(written[name]).timestamp()
+            datetime.fromisoformat(exported[name]).timestamp()
             for name in ("start_time", "end_time")
         )
-        attributes = written["attributes"]
+        attributes = exported["attributes"]
         prefix = attributes.get(names.BARRIER_PREFIX)
         return cls(
             rank=rank,
-            name=f"barrier {prefix}" if prefix else written["name"],
+            name=f"barrier {prefix}" if prefix else exported["name"],
             start=start,
             seconds=end - start,
-            trace_id=written["context"]["trace_id"],
+            trace_id=exported["context"]["trace_id"],
             attributes=attributes,
         )
 
 
 class ScrapedMetrics:
-    """What a rank's metrics said when they were last read."""
+    """The values of one scrape of a rank.
+
+    Attributes:
+        calls: The number of Store calls.
+        failed: The number of failed calls by error type.
+        cas: The number of compare-and-sets by result.
+        barriers: The number of barrier calls by result.
+        last_arrivals: How often the rank was the last to arrive.
+        missing: The missing ranks and their hosts, by barrier family.
+    """
 
     def __init__(self, page: bytes = b"") -> None:
         self.calls = 0
         self.failed: Counter[str] = Counter()
         self.cas: Counter[str] = Counter()
-        self.visits: Counter[str] = Counter()
-        self.record_last_arrival = 0
+        self.barriers: Counter[str] = Counter()
+        self.last_arrivals = 0
         self.missing: defaultdict[str, dict[int, str]] = defaultdict(dict)
         lines = page.decode().splitlines(keepends=True)
-        text = "".join(line for line in lines if line.startswith(_READ))
+        text = "".join(line for line in lines if line.startswith(_PARSED))
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 self._add(sample.name, sample.labels, int(sample.value))
@@ -97,98 +108,98 @@ class ScrapedMetrics:
                 self.failed[labels["error_type"]] += value
         elif name == _CAS:
             self.cas[labels["result"]] += value
-        elif name == _VISITS:
-            self.visits[labels["result"]] += value
-        elif name == _LAST:
-            self.record_last_arrival += value
+        elif name == _BARRIER_CALLS:
+            self.barriers[labels["result"]] += value
+        elif name == _LAST_ARRIVALS:
+            self.last_arrivals += value
         elif name == _MISSING:
             missing = self.missing[labels["barrier"]]
             missing[int(labels["missing_rank"])] = labels["missing_host"]
 
 
-class Signals:
-    """Everything that the ranks told so far.
+class RankOutputs:
+    """Everything that was read from the ranks.
 
     Attributes:
-        events: What they logged, as it was read.
-        spans: Their spans, likewise.
-        metrics: What each one's metrics said last.
-        answers: What each one is doing now; None for one that does not answer.
-        waiting: By barrier and rank that waited at it: who was missing, and on which
-            host, as that rank's metrics said.
+        events: Their events, in the order in which they were read.
+        spans: Their spans, in the same order.
+        metrics: The last scrape of each rank.
+        statuses: What each rank is doing; None for a rank that does not answer.
+        missing: The missing ranks and their hosts in the metrics of a waiting rank, by
+            barrier family and waiting rank.
     """
 
-    def __init__(self, folder: Folder, ranks: Iterable[int]) -> None:
+    def __init__(self, folder: OutputFolder, ranks: Iterable[int]) -> None:
         self._folder = folder
         self.events: list[Event] = []
         self.spans: list[ExportedSpan] = []
         self.metrics = {rank: ScrapedMetrics() for rank in ranks}
-        self.answers: dict[int, ProcessStatus | None] = dict.fromkeys(self.metrics)
-        self.waiting: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(dict)
+        self.statuses: dict[int, ProcessStatus | None] = dict.fromkeys(self.metrics)
+        self.missing: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(dict)
         self._urls: dict[int, str] = {}
         self._turns = cycle(self.metrics)
-        self._read: defaultdict[Path, int] = defaultdict(int)
+        self._offsets: defaultdict[Path, int] = defaultdict(int)
 
-    def poll(self, *, whole: bool = False) -> list[Event]:
-        """Read what is new; give the new events, in their order.
+    def poll(self, *, scrape_all: bool = False) -> list[Event]:
+        """Read what is new, and return the new events by time.
 
         Args:
-            whole: Read the metrics of every rank, and not of some in turn, which is
-                enough while something goes on.
+            scrape_all: Scrape every rank. Otherwise 16 ranks are scraped in turn, which
+                is enough while a scenario runs.
         """
         new: list[Event] = []
         for rank in self.metrics:
-            new += self._lines(self._folder.log(rank))
-            for line in self._lines(self._folder.trace(rank)):
-                self.spans.append(ExportedSpan.read(rank, line))
+            new += self._new_lines(self._folder.log(rank))
+            for line in self._new_lines(self._folder.trace(rank)):
+                self.spans.append(ExportedSpan.parse(rank, line))
         new.sort(key=lambda event: str(event["timestamp"]))
         self.events += new
         for event in new:
             if event["event"] == names.TELEMETRY_SERVING:
                 self._urls[event["rank"]] = event["url"]
-        turn = {next(self._turns) for _ in range(_AT_ONCE)}
+        turn = {next(self._turns) for _ in range(_SCRAPES_PER_POLL)}
         for rank, url in self._urls.items():
-            self._ask(rank, url, metrics=whole or rank in turn)
+            self._query(rank, url, scrape=scrape_all or rank in turn)
         return new
 
     def has_started(self, rank: int) -> bool:
-        """Tell whether it has said where it can be asked."""
+        """Return whether a rank has logged the address of its endpoint."""
         return rank in self._urls
 
     def url_of(self, rank: int, page: str) -> str:
-        """Give the address of one of a rank's pages."""
+        """Return the URL of one of a rank's pages."""
         return self._urls[rank].removesuffix("/metrics") + page
 
-    def _ask(self, rank: int, url: str, *, metrics: bool) -> None:
+    def _query(self, rank: int, url: str, *, scrape: bool) -> None:
         try:
-            inflight = fetch(self.url_of(rank, "/inflight"), _WITHIN)
-            answer = self.answers[rank] = ProcessStatus.from_bytes(inflight)
-            # Who is missing is in the metrics only while somebody waits.
-            page = fetch(url, _WITHIN) if metrics or answer.barriers else None
+            in_flight = fetch(self.url_of(rank, "/inflight"), _FETCH_TIMEOUT)
+            status = self.statuses[rank] = ProcessStatus.from_bytes(in_flight)
+            # Missing ranks are in the metrics only while a rank waits.
+            page = fetch(url, _FETCH_TIMEOUT) if scrape or status.barriers else None
         except (OSError, HTTPException, ValueError):
-            self.answers[rank] = None
+            self.statuses[rank] = None
             return
         if page is not None:
-            self._read_metrics(rank, page)
+            self._store_metrics(rank, page)
 
-    def _read_metrics(self, rank: int, page: bytes) -> None:
+    def _store_metrics(self, rank: int, page: bytes) -> None:
         metrics = self.metrics[rank] = ScrapedMetrics(page)
         self._folder.metrics(rank).write_bytes(page)
         for family, missing in metrics.missing.items():
-            self.waiting[family][rank] = missing
+            self.missing[family][rank] = missing
             self._folder.metrics(rank, waiting=True).write_bytes(page)
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        """Read the lines that were added, whole ones only."""
+    def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Parse the complete lines that were added to a file."""
         try:
             with path.open("rb") as file:
-                file.seek(self._read[path])
-                new = file.read()
+                file.seek(self._offsets[path])
+                added = file.read()
         except FileNotFoundError:
             return
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read[path] += len(whole)
-        for line in whole.splitlines():
-            # torch's own words are in the log too.
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offsets[path] += len(complete)
+        for line in complete.splitlines():
+            # torch's own log lines are in the same file.
             if line.startswith(b"{"):
                 yield json.loads(line)

