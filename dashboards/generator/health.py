@@ -66,8 +66,8 @@ def _scraping() -> Row:
         [
             panels.lines(
                 "Failures of the telemetry",
-                "By the part that failed. A failed part is switched off, so it fails"
-                " once. telemetry.disabled in the logs has the error.",
+                "By the part that failed. An observer that failed is off; any other"
+                " part is tried again. telemetry.disabled in the logs has the error.",
                 "short",
                 over_time(
                     "sum by (observer)"
@@ -83,6 +83,16 @@ def _scraping() -> Row:
                 "ops",
                 over_time(
                     f"sum by (reason) ({rate(names.SPANS_SUPPRESSED)})", "{{reason}}"
+                ),
+            ),
+            panels.lines(
+                "Events dropped",
+                "Events that were not written, because the log of a process blocked and"
+                " its queue was full. Check what reads the job's standard error.",
+                "ops",
+                over_time(
+                    f"sum by (run_id, host) ({rate(names.EVENTS_DROPPED)})",
+                    "{{run_id}} {{host}}",
                 ),
             ),
             panels.lines(
@@ -130,8 +140,8 @@ def _logs() -> Row:
         [
             panels.log_lines(
                 "Events",
-                "Parts that were switched off, with the error, and the addresses of the"
-                " HTTP endpoints. Report the error to the maintainers of tracedstore.",
+                "Failures of the telemetry itself, with the error, and the addresses of"
+                " the HTTP endpoints. Report the error to the maintainers of tracedstore.",
                 targets.events(names.TELEMETRY_DISABLED, names.TELEMETRY_SERVING),
             ),
         ],

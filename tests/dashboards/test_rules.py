@@ -76,7 +76,7 @@ class TestPromtool:
         ("labels", "receiver"),
         [
             (["alertname=TracedstoreBarrierStalled", "severity=critical"], "on-call"),
-            (["alertname=TracedstoreTelemetryOff", "severity=info"], "nobody"),
+            (["alertname=TracedstoreTelemetryOff", "severity=info"], "discard"),
         ],
     )
     def test_routes(self, labels: list[str], receiver: str) -> None:

@@ -23,7 +23,7 @@ import tracedstore
 from support import events as schema
 from support.events import Events
 from tracedstore.auto import debug_page
-from tracedstore.auto.debug_page import rank_client
+from tracedstore.auto.debug_page import install, rank_client
 from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
 from tracedstore.auto.debug_page.view import view
 from tracedstore.coordination.decoders import default_name
@@ -378,6 +378,21 @@ class TestAdd:
         assert names[:3] == ["IndexHandler", "StoreHandler", "StacksHandler"]
         assert [link.path for link in handlers[1].nav_links()] == ["/tracedstore"]
         assert events() == []
+
+    def test_forked(self, rank_0: dist.Store) -> None:
+        """A forked child does not register the port of its parent's server."""
+        debug_page.add()
+        parent = install._status_server
+        assert parent is not None
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if install._status_server is None else 1)
+
+        _, status = os.waitpid(child, 0)
+
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert install._status_server is parent
+        assert parent.listening
 
     def test_spawned(self, rank_0: dist.Store) -> None:
         """The page can be pickled for a frontend that is spawned."""
