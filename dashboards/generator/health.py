@@ -141,7 +141,7 @@ def _logs() -> Row:
             panels.log_lines(
                 "Events",
                 "Failures of the telemetry itself, with the error, and the addresses of"
-                " the HTTP endpoints. Report the error to the maintainers of tracedstore.",
+                " the HTTP endpoints. Report errors to the maintainers of tracedstore.",
                 targets.events(names.TELEMETRY_DISABLED, names.TELEMETRY_SERVING),
             ),
         ],

@@ -94,9 +94,18 @@ class BarrierCall:
         """
         order = 0
         with self._telemetry.span.suppress_call_spans():
+            # Before the arrival: between arrival and wait there must be no delay. The
+            # last rank may serve the store, and exit as soon as it has returned.
+            watch = self._watch(warn_after)
             try:
-                order = self._arrive()
-                last = self._wait(order, warn_after)
+                try:
+                    order = self._arrive()
+                    if watch is not None and order > _READERS:
+                        WATCHER.remove(watch)
+                    last = self._wait(order)
+                finally:
+                    if watch is not None:
+                        WATCHER.remove(watch)
             except Exception as error:
                 if error_type(error) != TIMEOUT:
                     from_torch = is_from_torch(bare_store(self._store))
@@ -108,6 +117,14 @@ class BarrierCall:
                 self._telemetry.interrupted()
                 raise
             self._telemetry.completed(last)
+
+    def _watch(self, warn_after: float) -> Watch | None:
+        """Let the watcher warn while this call waits."""
+        if warn_after <= 0 or self._world_size == 1:
+            return None
+        watch = Watch(names.BARRIERS, self._warn, warn_after)
+        guarded(WATCHER.add, watch)
+        return watch
 
     def _arrive(self) -> int:
         """Record the arrival; return its position, from 1."""
@@ -124,19 +141,11 @@ class BarrierCall:
             guarded(self._publish_traceparent)
         return order
 
-    def _wait(self, order: int, warn_after: float) -> LastArrival:
+    def _wait(self, order: int) -> LastArrival:
         """Wait for the last rank; return what it wrote."""
         if order == self._world_size:
             return self._complete()
-        watch = None
-        if warn_after > 0 and order <= _READERS:
-            watch = Watch(names.BARRIERS, self._warn, warn_after)
-            guarded(WATCHER.add, watch)
-        try:
-            self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
-        finally:
-            if watch is not None:
-                WATCHER.remove(watch)
+        self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
         if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
             return LastArrival()
         written = guarded(read_key, self._store, self._keys.last_member)

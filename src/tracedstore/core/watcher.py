@@ -68,6 +68,7 @@ class Watcher:
         with self._changed:
             self._watches.add(watch)
             if self._thread is not None:
+                self._stopping = False
                 self._changed.notify()
                 return
             thread = threading.Thread(

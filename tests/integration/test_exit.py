@@ -1,0 +1,128 @@
+"""The end of a process: nothing of ours delays it for long or aborts it."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+# The verdict is read by the watcher and by the rank itself when the process ends.
+WARNING_AT_THE_TIMEOUT = """
+import torch.distributed as dist, tracedstore
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+traced = tracedstore.wrap(store)
+tracedstore.barrier(traced, 2, "b", 0.3, rank=0, warn_after=0.3, trace_timeout=0)
+"""
+
+SPANS = """
+import os, time
+import torch.distributed as dist, tracedstore
+tracedstore.configure(tracing=True, log_format="off", spans="all")
+store = tracedstore.wrap(dist.HashStore())
+for number in range(100):
+    store.set(f"key/{number}", "value")
+print(time.time(), flush=True)
+"""
+
+# Each server is the last rank to arrive, and ends at once.
+SERVER_ENDS_AT_ONCE = """
+import os, threading, time
+import torch.distributed as dist, tracedstore
+from tracedstore.elastic import barrier
+tracedstore.configure(log_format="off", spans="off")
+
+def signal_when_waiting(port):
+    other = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while "wait" not in {call.operation for call in tracedstore.in_flight()}:
+        time.sleep(0.001)
+    other.set("waiting", "")
+
+completed = 0
+for attempt in range(20):
+    read, write = os.pipe()
+    server = os.fork()
+    if server == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode() + b"\\n")
+        store.wait(["waiting"])
+        barrier(store, 2, "b", 20)
+        os._exit(0)
+    with os.fdopen(read) as ports:
+        port = int(ports.readline())
+    os.close(write)
+    threading.Thread(target=signal_when_waiting, args=(port,)).start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    barrier(tracedstore.wrap(store), 2, "b", 20)
+    os.waitpid(server, 0)
+    completed += 1
+print(completed)
+"""
+
+
+def start(script: str, **environ: str) -> subprocess.Popen[str]:
+    """Start a script."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={"PATH": "/usr/bin:/bin", "RES_OPTIONS": "attempts:0", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def silent_collector() -> Iterator[str]:
+    """The URL of a collector that accepts connections and never responds."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+class TestAbort:
+    """No thread of ours returns from a Store call while Python finalizes."""
+
+    @pytest.mark.timeout(120)
+    def test_warning_at_the_timeout(self) -> None:
+        """The process ends with its exception, not with SIGABRT."""
+        children = [start(WARNING_AT_THE_TIMEOUT) for _ in range(6)]
+        for child in children:
+            _, errors = child.communicate(timeout=100)
+
+            assert child.returncode == 1, errors
+            assert "BarrierTimeout" in errors
+            assert "terminate called" not in errors
+
+
+class TestCollector:
+    """A collector that is down or hangs."""
+
+    @pytest.mark.parametrize("state", ["refused", "silent"])
+    def test_exit_is_bounded(self, state: str, silent_collector: str) -> None:
+        """Exporting at the end takes `exit_timeout` at most."""
+        endpoint = silent_collector if state == "silent" else "http://127.0.0.1:9"
+        child = start(
+            SPANS,
+            OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
+            TRACEDSTORE_EXIT_TIMEOUT="1",
+        )
+        output, errors = child.communicate(timeout=50)
+        ended = time.time()
+
+        assert child.returncode == 0, errors
+        # One second, and what Python and a busy machine need to end a process.
+        assert ended - float(output) < 15
+
+
+class TestServer:
+    """A process that serves the store and ends."""
+
+    @pytest.mark.timeout(120)
+    def test_last_rank_serves_the_store(self) -> None:
+        """The last rank returns from the barrier when the others are released."""
+        child = start(SERVER_ENDS_AT_ONCE)
+        output, errors = child.communicate(timeout=100)
+
+        assert (output, child.returncode) == ("20\n", 0), errors
