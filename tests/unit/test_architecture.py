@@ -11,7 +11,7 @@ import tracedstore
 
 ROOT = Path(tracedstore.__file__).parent
 
-# The subpackages and top-level modules, each with those that it may import.
+# The subpackages and top-level modules that each one may import.
 ALLOWED_IMPORTS = {
     "names": set[str](),
     "core": {"names"},

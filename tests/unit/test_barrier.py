@@ -59,10 +59,10 @@ class TestDropIn:
     def test_same_parameters(self) -> None:
         """Names, order and defaults are torch's; added parameters are keyword-only."""
         ours = inspect.signature(tracedstore.barrier).parameters.values()
-        theirs = inspect.signature(torch_store.barrier).parameters.values()
+        torch_parameters = inspect.signature(torch_store.barrier).parameters.values()
 
         assert [(p.name, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY] == [
-            (p.name, p.default) for p in theirs
+            (p.name, p.default) for p in torch_parameters
         ]
 
     def test_decoder_needs_rank(self, store: Any) -> None:
