@@ -283,6 +283,35 @@ class TestAccess:
         assert endpoint.get("/metrics", Authorization=authorization)[0] == status
         assert endpoint.get("/healthz")[0] == 200
 
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [
+            ("127.0.0.1:9400", 200),
+            ("10.1.2.3", 200),
+            ("[::1]:9400", 200),
+            ("localhost", 200),
+            (socket.gethostname().upper(), 200),
+            ("metrics.cluster:9400", 200),
+            ("attacker.example", 421),
+            ("localhost.attacker.example", 421),
+            ("[::1", 421),
+            ("", 421),
+        ],
+    )
+    def test_host_header(self, endpoint: Endpoint, host: str, status: int) -> None:
+        """Only names of this machine, IP addresses and configured names are served."""
+        endpoint.serve(http_hosts="metrics.cluster, other")
+
+        assert endpoint.get("/metrics", Host=host)[0] == status
+
+    @pytest.mark.parametrize("token", ["a b", "a\nb", "a\tb", "ä"])
+    def test_token_that_no_header_can_carry(self, token: str) -> None:
+        """The error does not show the token."""
+        with pytest.raises(
+            tracedstore.ConfigurationError, match="http_token is not shown here"
+        ):
+            tracedstore.configure(http_token=token)
+
     @pytest.mark.parametrize("name", ["http_key", "http_client_ca"])
     def test_tls_needs_certificate(self, name: str) -> None:
         """A key or a client CA without a certificate is rejected."""

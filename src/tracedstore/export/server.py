@@ -6,6 +6,7 @@ bound is closed without a response.
 """
 
 import errno
+import functools
 import ipaddress
 import socket
 import ssl
@@ -77,10 +78,18 @@ class Access:
         if header is None:  # not a browser
             return True
         name = (urlsplit(f"//{header}").hostname or "").lower()
-        own = socket.gethostname().lower()
-        return name in {"localhost", own, own.partition(".")[0], *self.hosts} or (
-            _is_ip_address(name)
+        return (
+            name in {"localhost", *self.hosts}
+            or _is_ip_address(name)
+            or name in _own_names()
         )
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    """Return the names of this machine; the full one may take a name lookup."""
+    own = socket.gethostname().lower()
+    return frozenset({own, own.partition(".")[0], socket.getfqdn().lower()})
 
 
 def _is_ip_address(name: str) -> bool:
