@@ -1,5 +1,6 @@
 """The store's server ends while ranks, real processes, wait at a barrier."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
 from integration.children.fleet import connect
@@ -122,3 +124,26 @@ class TestKilledAtTimeout:
         assert time.monotonic() - started < 10
         assert raised.value.missing_ranks == ()
         assert "the missing ranks could not be determined" in str(raised.value)
+
+
+class TestPaused:
+    """The server is stopped with SIGSTOP and does not respond."""
+
+    def test_verdict_is_bounded(self, tmp_path: Path) -> None:
+        """The barrier times out within 5 s of its timeout, without names."""
+        server = EtcdServer(tmp_path)
+        server.start()
+        try:
+            store = tracedstore.wrap(EtcdStore(server.client(), "/paused"))
+            pause = threading.Timer(0.5, server.pause)
+            pause.start()
+            started = time.monotonic()
+            with pytest.raises(tracedstore.BarrierTimeout) as raised:
+                tracedstore.barrier(store, 2, "b", 3, rank=0)
+            took = time.monotonic() - started
+        finally:
+            server.resume()
+            server.stop()
+
+        assert raised.value.missing_ranks == ()
+        assert took < 3 + 5 + 4  # the timeout, the bound, and a busy machine

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -128,6 +129,16 @@ class EtcdServer:
                 return b"true" in response.read()
         except (OSError, urllib.error.URLError):
             return False
+
+    def pause(self) -> None:
+        """Stop the server with SIGSTOP: connections stay open, nothing responds."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused server continue."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> etcd.Client:
         """Return a python-etcd client of the server."""
