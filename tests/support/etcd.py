@@ -30,7 +30,9 @@ def _ports() -> Iterator[int]:
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     size = len(_PORTS) // workers
-    share = _PORTS[worker * size : (worker + 1) * size : _PORT_STEP]
+    # The replacement of a crashed worker has a number beyond the count.
+    first = worker % workers * size
+    share = _PORTS[first : first + size : _PORT_STEP]
     start = random.SystemRandom().randrange(len(share))
     return itertools.islice(itertools.cycle(share), start, None)
 
