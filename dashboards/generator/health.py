@@ -94,6 +94,7 @@ def _scraping() -> Row:
                     f"sum by (run_id, host) ({rate(names.EVENTS_DROPPED)})",
                     "{{run_id}} {{host}}",
                 ),
+                width=8,
             ),
             panels.lines(
                 "Scrape duration",
@@ -105,6 +106,7 @@ def _scraping() -> Row:
                     f" ({series('scrape_duration_seconds')}))",
                     "rank {{rank}} on {{host}}",
                 ),
+                width=8,
             ),
             panels.lines(
                 "Series per process",
@@ -115,6 +117,7 @@ def _scraping() -> Row:
                     f"max by (job, run_id) ({series('scrape_samples_scraped')})",
                     "{{job}} {{run_id}}",
                 ),
+                width=8,
             ),
             panels.rows(
                 "Versions",

@@ -203,7 +203,7 @@ class TestTimeout:
         assert event["cause"] == "too_few_nodes"
         assert str(raised.value) == event["message"]
         assert "1 of 3 to 4 nodes joined: late (pid" in event["message"]
-        assert "were there and left: early (pid" in event["message"]
+        assert "joined and left: early (pid" in event["message"]
 
     def test_no_room(self, endpoints: dict[str, str], events: Events) -> None:
         """A node that joins a running job times out on the wait list."""

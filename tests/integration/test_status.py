@@ -485,7 +485,7 @@ class TestBlocked:
             line.startswith("rank 0: wait b/last_member for ") for line in result.lines
         )
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
-        assert "unknown: rank 0 (answered 401 Unauthorized)" in refused.lines
+        assert "unknown: rank 0 (responded 401 Unauthorized)" in refused.lines
 
     @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
     def test_over_https(

@@ -84,6 +84,8 @@ class BarrierCall:
         self._decoder = decoder
         self._trace_timeout = trace_timeout
         self._in_ledger = False
+        # The position of this rank's arrival, 0 before it.
+        self._order = 0
         self._telemetry = BarrierTelemetry(TELEMETRY, key_prefix, rank, world_size)
 
     def run(self, warn_after: float) -> None:
@@ -92,17 +94,16 @@ class BarrierCall:
         Raises:
             BarrierTimeout: A rank did not arrive in time.
         """
-        order = 0
         with self._telemetry.span.suppress_call_spans():
             # Before the arrival: between arrival and wait there must be no delay. The
             # last rank may serve the store, and exit as soon as it has returned.
             watch = self._watch(warn_after)
             try:
                 try:
-                    order = self._arrive()
-                    if watch is not None and order > _READERS:
+                    self._order = self._arrive()
+                    if watch is not None and self._order > _READERS:
                         WATCHER.remove(watch)
-                    last = self._wait(order)
+                    last = self._wait()
                 finally:
                     if watch is not None:
                         WATCHER.remove(watch)
@@ -111,7 +112,7 @@ class BarrierCall:
                     from_torch = is_from_torch(bare_store(self._store))
                     self._telemetry.failed(error, from_torch=from_torch)
                     raise
-                timeout = self._timed_out(order)
+                timeout = self._timed_out()
                 raise timeout from None
             except BaseException:
                 self._telemetry.interrupted()
@@ -141,9 +142,9 @@ class BarrierCall:
             guarded(self._publish_traceparent)
         return order
 
-    def _wait(self, order: int) -> LastArrival:
+    def _wait(self) -> LastArrival:
         """Wait for the last rank; return what it wrote."""
-        if order == self._world_size:
+        if self._order == self._world_size:
             return self._complete()
         self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
         if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
@@ -201,6 +202,8 @@ class BarrierCall:
         self._telemetry.stale(arrived, arrivals.duplicate_ranks)
 
     def _warn(self) -> None:
+        if not 0 < self._order <= _READERS:
+            return
         report = run_with_timeout(_READ_TIMEOUT, self._read_while_waiting)
         if report.unseen_ranks:
             self._telemetry.waiting(report)
@@ -215,12 +218,10 @@ class BarrierCall:
                 store.set(self._keys.missing_report, report.to_bytes())
             return report
 
-    def _timed_out(self, order: int) -> BarrierTimeout:
+    def _timed_out(self) -> BarrierTimeout:
         report = MissingReport.unknown(self._world_size)
         try:
-            report = run_with_timeout(
-                _READ_TIMEOUT, lambda: self._read_after_timeout(order)
-            )
+            report = run_with_timeout(_READ_TIMEOUT, self._read_after_timeout)
             report = self._wait_for_names(report)
             run_with_timeout(_READ_TIMEOUT, lambda: self._publish(report))
         except Exception as error:
@@ -232,7 +233,7 @@ class BarrierCall:
     # Not a side connection from here on: the wait is over, so the store's own one is
     # free. A new one fails where rank 0 served the store, timed out first and exited.
 
-    def _read_after_timeout(self, order: int) -> MissingReport:
+    def _read_after_timeout(self) -> MissingReport:
         """Return who is missing, from another rank's report or by reading."""
         store = self._store
         with self._telemetry.span.suppress_call_spans():
@@ -241,7 +242,7 @@ class BarrierCall:
                 if store.has_extended_api():
                     # Plain torch's rank 0 reads this key. Other stores have it already.
                     store.set(self._keys.trace(self._rank), "here")
-            if order > _READERS and self._name_timeout:
+            if self._order > _READERS and self._name_timeout:
                 # The first ranks to arrive time out first, or at about the same time.
                 report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)
                 with suppress(Exception):

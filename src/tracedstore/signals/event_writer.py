@@ -61,13 +61,13 @@ class EventWriter:
             self._submitted += 1
             number = self._submitted
             self._changed.notify_all()
-            if wait and threading.current_thread() is not self._thread:
-                self._wait_until_written(number, self._patience())
+            if wait and not self._is_own_thread():
+                self._wait_until_written(number, self._wait_timeout())
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything is written; return False after the timeout."""
         with self._changed:
-            if self._thread is None or threading.current_thread() is self._thread:
+            if self._thread is None or self._is_own_thread():
                 return True
             return self._wait_until_written(self._submitted, timeout)
 
@@ -77,10 +77,14 @@ class EventWriter:
             thread = self._thread
             self._stopping = True
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not self._is_own_thread():
             thread.join(timeout)
 
-    def _patience(self) -> float:
+    def _is_own_thread(self) -> bool:
+        # Not current_thread(), which registers a thread of torch's C++ with Python.
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _wait_timeout(self) -> float:
         since = self._writing_since
         stuck = since is not None and time.monotonic() - since > _WAIT_TIMEOUT
         return 0.0 if stuck else _WAIT_TIMEOUT

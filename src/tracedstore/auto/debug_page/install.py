@@ -87,20 +87,20 @@ def _start_status_server() -> server.Server:
         started = server.Server(page, "::", 0)  # accepts IPv4 too
     except OSError:
         started = server.Server(page, "0.0.0.0", 0)  # noqa: S104 - queried by rank 0
-    os.register_at_fork(after_in_child=_after_fork)
+
+    def after_fork() -> None:
+        """Drop the parent's server: a child that serves a status has its own.
+
+        The child inherits the socket without the thread. It would accept connections
+        and never answer, even after the parent has ended.
+        """
+        global _status_server  # noqa: PLW0603 - one per process
+        started.reset()
+        if _status_server is started:
+            _status_server = None
+
+    os.register_at_fork(after_in_child=after_fork)
     return started
-
-
-def _after_fork() -> None:
-    """Drop the parent's server: a child that serves a status has its own.
-
-    The child inherits the socket without the thread. It would accept connections and
-    never answer, even after the parent has ended.
-    """
-    global _status_server  # noqa: PLW0603 - one per process
-    if _status_server is not None:
-        _status_server.reset()
-        _status_server = None
 
 
 def _other_handlers(
