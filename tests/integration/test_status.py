@@ -460,6 +460,15 @@ class TestRendezvous:
         assert "missing 1 of 3: " in workers.out
 
 
+def register_endpoint(folder: Path, port: int) -> str:
+    """Register a rank with an endpoint here in a FileStore; return its URL."""
+    entry = {"rank": 0, "host": "node", "pid": 1, "world_size": 1, "started": 1.0}
+    entry |= {"metrics": f"http://127.0.0.1:{port}/metrics"}
+    store: Store = dist.FileStore(str(folder / "store"), -1)
+    store.set(f"{rank_registry.REGISTRY}/0", json.dumps(entry))
+    return f"file://{folder / 'store'}"
+
+
 class TestBlocked:
     """The replies of the ranks."""
 
@@ -487,6 +496,59 @@ class TestBlocked:
         assert calls[0]["in_flight"][0]["key"] == "b/last_member"
         assert "unknown: rank 0 (responded 401 Unauthorized)" in refused.lines
 
+    @pytest.mark.parametrize(
+        ("options", "sent"),
+        [([], False), (["--token-host", "127.0.0.1"], True)],
+        ids=["not named", "named"],
+    )
+    def test_token_policy(
+        self, options: list[str], sent: bool, tmp_path: Path, run: RunStatus
+    ) -> None:
+        """A host that the user has not named gets no token, and the status why."""
+        requests: list[bytes] = []
+
+        def refuse(client: socket.socket) -> None:
+            requests.append(client.recv(1000))
+            client.sendall(b"HTTP/1.1 401 Unauthorized\r\n\r\n")
+
+        with answering(refuse) as port:
+            url = register_endpoint(tmp_path, port)
+            result = run(url, "--token", "secret", *options)
+            document = json.loads(run(url, "--token", "secret", *options, "--json").out)
+
+        refusal = (
+            f"token not sent to http://127.0.0.1:{port} (not TLS): use --token-host"
+            " 127.0.0.1"
+        )
+        assert len(requests) == 2
+        assert [b"secret" in request for request in requests] == [sent, sent]
+        reason = "responded 401 Unauthorized" if sent else refusal
+        assert document["blocked"][0]["why"] == reason
+        assert f"unknown: rank 0 ({reason})" in " ".join(result.lines)
+        assert result.code == 0
+
+    def test_redirects_are_not_followed(self, tmp_path: Path, run: RunStatus) -> None:
+        """A rank cannot send the token elsewhere."""
+        requests: list[bytes] = []
+
+        def record(client: socket.socket) -> None:
+            requests.append(client.recv(1000))
+
+        with answering(record) as elsewhere:
+
+            def redirect(client: socket.socket) -> None:
+                client.recv(1000)
+                location = f"Location: http://127.0.0.1:{elsewhere}/inflight"
+                client.sendall(f"HTTP/1.1 302 Found\r\n{location}\r\n\r\n".encode())
+
+            with answering(redirect) as port:
+                url = register_endpoint(tmp_path, port)
+                named = ("--token-host", "127.0.0.1")
+                result = run(url, "--token", "secret", *named)
+
+        assert "unknown: rank 0 (responded 302 Found)" in result.lines
+        assert requests == []
+
     @pytest.mark.parametrize("token", [None, "secret"], ids=["open", "with a token"])
     def test_over_https(
         self,
@@ -512,7 +574,7 @@ class TestBlocked:
         tracedstore.barrier(store, 1, "b", rank=0)
         waiting = in_background(lambda: store.wait(["never"]), "waits")
         wait_until(tracedstore.in_flight)
-        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not needed")
+        monkeypatch.setenv("TRACEDSTORE_HTTP_TOKEN", token or "not-needed")
 
         monkeypatch.setenv("SSL_CERT_FILE", str(ours.certificate))
         trusted = run(url)

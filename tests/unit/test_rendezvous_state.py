@@ -1,6 +1,9 @@
 """Parsing the state of a rendezvous: torch's states only."""
 
+import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -12,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
+from support.hostile_pickles import OPCODES, hostile_pickles
 from support.rendezvous import pickled_state
 from tracedstore.rendezvous.state import Attendance, Node, RendezvousState, parse_state
+
+HOSTILE = hostile_pickles()
 
 
 def make_state(
@@ -118,6 +124,48 @@ class TestParse:
             st.integers(0, 255)
         )
         parse_state(bytes(state[: data.draw(st.integers(0, len(state)))]))
+
+    @pytest.mark.parametrize("name", HOSTILE)
+    def test_time_of_hostile_pickles(self, name: str) -> None:
+        """A pickle that would block the process is refused within 0.5 s."""
+        began = time.process_time()
+        assert parse_state(HOSTILE[name]) is None
+        assert time.process_time() - began < 0.5
+
+    def test_memory_of_hostile_pickles(self) -> None:
+        """No pickle takes more than 64 MB."""
+        script = (
+            "import resource\n"
+            "from pathlib import Path\n"
+            "from support.hostile_pickles import hostile_pickles\n"
+            "from tracedstore.rendezvous.state import parse_state\n"
+            "pickles = list(hostile_pickles().values())\n"
+            "pages = int(Path('/proc/self/statm').read_text().split()[0])\n"
+            "size = pages * resource.getpagesize() + 64 * 1024 * 1024\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size, size))\n"
+            "assert not any(map(parse_state, pickles))\n"
+        )
+        folder = Path(__file__).parent.parent
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    @given(st.lists(st.sampled_from(OPCODES), max_size=60))
+    def test_any_opcodes(self, opcodes: list[bytes]) -> None:
+        """Opcodes of a state in any order do not raise."""
+        parse_state(b"\x80\x04" + b"".join(opcodes) + b".")
+
+    def test_many_nodes(self) -> None:
+        """The state of a job with 98,304 ranks is parsed."""
+        state = parse_state(pickled_state({f"node{n}": 0 for n in range(12_288)}))
+        assert state is not None
+        assert len(state.participants) == len(state.heartbeats) == 12_288
 
     def test_too_large(self) -> None:
         """Bytes beyond the limit are not unpickled."""

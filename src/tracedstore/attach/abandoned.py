@@ -78,7 +78,8 @@ class AbandonedBarriers:
         prefixes = [one for one in self._registry_keys if barrier.startswith(one)]
         keys = self._registry_keys[max(prefixes, key=len)] if prefixes else []
         entries = StoreSnapshot(keys, {key: self._snapshot.get(key) for key in keys})
-        registered = {info.rank: info for info in rank_registry.read_all(entries)}
+        registry = rank_registry.read_registry(entries)
+        registered = {info.rank: info for info in registry.ranks()}
         return {
             info.rank
             for info in current

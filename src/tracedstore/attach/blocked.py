@@ -6,8 +6,9 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from tracedstore.attach.child_process import ChildTimeoutError, run_in_child
+from tracedstore.attach.token_policy import TokenPolicy
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export.inflight_client import Reply, ask_each, fetch
+from tracedstore.export.inflight_client import Reply, ResponseError, ask_each, fetch
 
 # Seconds for one rank, and for all of them together.
 _RANK_TIMEOUT = 1.0
@@ -16,12 +17,15 @@ _TOTAL_TIMEOUT = 2.0
 _PROCESS_TIMEOUT = 5.0
 
 
-def query_ranks(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, Reply]:
+def query_ranks(
+    infos: Iterable[RankInfo], tokens: TokenPolicy
+) -> dict[RankInfo, Reply]:
     """Return a reply for each rank: `absent` without an endpoint, else in 5 seconds.
 
     Args:
         infos: The ranks.
-        token: The bearer token of their endpoints.
+        tokens: The bearer token of their endpoints. A rank that does not get it, and
+            requires one, has a reply with the remedy.
     """
     ranks = list(infos)
     serving = [info for info in ranks if info.metrics or info.answers]
@@ -33,14 +37,18 @@ def query_ranks(infos: Iterable[RankInfo], token: str | None) -> dict[RankInfo, 
             return await fetch(host, int(number))
         url = urlsplit(info.metrics)
         path = url.path.removesuffix("/metrics") + "/inflight"
-        headers = {"Host": url.netloc}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+        headers = {"Host": url.netloc, **tokens.headers(url)}
         secure = url.scheme == "https"
         port = url.port or (443 if secure else 80)
-        return await fetch(
-            url.hostname or "", port, path, headers, tls if secure else None
-        )
+        try:
+            return await fetch(
+                url.hostname or "", port, path, headers, tls if secure else None
+            )
+        except ResponseError as error:
+            refusal = tokens.refusal(url)
+            if error.unauthorized and refusal is not None:
+                raise ResponseError(refusal) from None
+            raise
 
     replies: dict[RankInfo, Reply] = {}
     if serving:

@@ -3,17 +3,19 @@
 import re
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tracedstore.attach.abandoned import AbandonedBarriers
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.coordination import rank_registry
+from tracedstore.coordination import rank_registry, validation
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
 from tracedstore.coordination.decoders import chain, default_name
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import BarrierKeys, LastArrival
+from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
+from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import keys as families
 
 if TYPE_CHECKING:
@@ -28,39 +30,55 @@ _COUNT_KEY = "/num_members"
 # store that they made for their workers.
 _RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.((?:(?!\.\d+/).)+)", re.DOTALL)
 _WORKER_STORE = re.compile(
-    r"(?:.*/)?torch\.rendezvous\.(.+)\.(\d+)/MASTER_(?:ADDR|PORT)", re.DOTALL
+    r"(?:.*/)?torch\.rendezvous\.(.+)\.([0-9]{1,18})/MASTER_(?:ADDR|PORT)", re.DOTALL
 )
+# The expressions above take the square of the length on some keys.
+_MAX_RENDEZVOUS_KEY = 1024
+# A name or an address, of IPv6 without brackets.
+_HOST = re.compile(rb"[0-9A-Za-z._:%-]{1,253}")
+# Maximum size of a ledger; 98,304 ranks have 1.2 MB.
+_MAX_LEDGER_BYTES = 4 * 1024 * 1024
+# Maximum size of all rendezvous states, in base64. Parsing so much takes up to 4 s.
+_MAX_RENDEZVOUS_BYTES = 8 * 1024 * 1024
 
 
 def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobState:
     """Read the state of one job, or without a run id of everything in the store."""
+    registry = rank_registry.read_registry(snapshot)
     all_groups = [
         Group(
             prefix=prefix,
             world_size=rank_registry.latest_world_size(infos),
             ranks=tuple(infos),
         )
-        for prefix, infos in rank_registry.read_groups(snapshot).items()
+        for prefix, infos in registry.groups.items()
     ]
     groups = [group for group in all_groups if _belongs_to(group, run_id)]
     other_groups = [group for group in all_groups if not _belongs_to(group, run_id)]
     incomplete, complete = _barriers(snapshot.keys)
     newest_incomplete, newest_complete = _newest(incomplete), _newest(complete)
+    unreadable: list[str] = []
 
     def read_barriers(prefixes: Sequence[str]) -> tuple[BarrierState, ...]:
-        barriers = (
-            _read_barrier(snapshot, prefix, group)
-            for prefix in prefixes
-            if (group := _group_of(prefix, all_groups)) not in other_groups
-            and snapshot.get(BarrierKeys(prefix).num_members).isdigit()
-        )
+        barriers = []
+        for prefix in prefixes:
+            group = _group_of(prefix, all_groups)
+            if group in other_groups:
+                continue
+            try:
+                barriers.append(_read_barrier(snapshot, prefix, group))
+            except (ValueError, KeyError):  # KeyError: deleted after it was listed
+                unreadable.append(prefix)
         # Barriers without a known time are first, ordered by their numbers.
         return tuple(sorted(barriers, key=lambda one: one.last_arrival or 0.0))
 
     unfinished = read_barriers(newest_incomplete)
-    compared = [*newest_incomplete, *newest_complete] if unfinished else []
+    finished = read_barriers(newest_complete)
+    read = [one.prefix for one in (*unfinished, *finished)]
     past = AbandonedBarriers(
-        snapshot, compared, lambda prefix: _group_of(prefix, all_groups)
+        snapshot,
+        read if unfinished else [],
+        lambda prefix: _group_of(prefix, all_groups),
     )
     abandoned = tuple(one for one in unfinished if one.prefix in past)
     return JobState(
@@ -68,10 +86,12 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         in_progress=tuple(one for one in unfinished if one not in abandoned),
         unread_in_progress=len(incomplete) - len(newest_incomplete),
         abandoned=abandoned,
-        finished=read_barriers(newest_complete),
+        finished=finished,
         unread_finished=len(complete) - len(newest_complete),
         rendezvous=_read_rendezvous(snapshot, run_id),
         worker_stores=worker_stores(snapshot),
+        unreadable_barriers=tuple(unreadable),
+        invalid_entries=registry.invalid_count,
     )
 
 
@@ -102,7 +122,7 @@ def select_keys(keys: Sequence[str]) -> list[str]:
         for key in keys
         if key in barrier_keys
         or rank_registry.prefix_of(key) is not None
-        or _RENDEZVOUS.fullmatch(key)
+        or _match_rendezvous(key)
         or is_worker_store_key(key)
     ]
 
@@ -143,9 +163,15 @@ def _group_of(prefix: str, groups: Iterable[Group]) -> Group | None:
 def _read_barrier(
     snapshot: StoreSnapshot, prefix: str, group: Group | None
 ) -> BarrierState:
+    """Read a barrier.
+
+    Raises:
+        ValueError: A value is malformed, or too large.
+        KeyError: A key was deleted after it was listed.
+    """
     keys = BarrierKeys(prefix)
     ledger = read_ledger(snapshot, keys)
-    times, signed = ledger.times(), ledger.ranks()
+    times, signed = _check_ledger(ledger)
     hosts = {} if group is None else group.hosts
     barrier = partial(
         BarrierState,
@@ -174,6 +200,18 @@ def _read_barrier(
     return barrier(complete=False, world_size=world_size, missing_report=report)
 
 
+def _check_ledger(ledger: Ledger) -> tuple[Sequence[float], Sequence[int]]:
+    """Return the times and ranks of a ledger; raise ValueError if one is absurd."""
+    if len(ledger.entries) > _MAX_LEDGER_BYTES:
+        raise ValueError(f"more than {_MAX_LEDGER_BYTES} bytes")
+    times, ranks = ledger.times(), ledger.ranks()
+    if len(times) != len(ranks) or max(ranks, default=0) >= MAX_RANKS:
+        raise ValueError("a rank that is too high")
+    for time in times:
+        validation.seconds(time)
+    return times, ranks
+
+
 def _world_size_and_names(
     snapshot: StoreSnapshot, keys: BarrierKeys, group: Group | None
 ) -> tuple[int | None, dict[int, str]]:
@@ -186,7 +224,9 @@ def _world_size_and_names(
         report = MissingReport.from_bytes(snapshot.get(keys.missing_report), 0)
         if report is not None and report.arrived_count and not report.duplicate_ranks:
             identified = report.arrived_count - report.unidentified_count
-            return identified + len(report.unseen_ranks), dict(report.names)
+            world_size = identified + len(report.unseen_ranks)
+            if 0 < world_size <= MAX_RANKS:
+                return world_size, dict(report.names)
     if group is None or snapshot.add(keys.num_members, 0) > group.world_size:
         return None, {}
     return group.world_size, {}
@@ -198,7 +238,7 @@ def _read_rendezvous(
     in_store = {
         match[1]: snapshot.get(key)
         for key in snapshot.list_keys()
-        if (match := _RENDEZVOUS.fullmatch(key))
+        if (match := _match_rendezvous(key))
     }
     states = {
         name: value
@@ -210,30 +250,53 @@ def _read_rendezvous(
     # Imported only if needed: it imports torch's elastic modules, which takes a while.
     from tracedstore.rendezvous.state import parse_state  # noqa: PLC0415
 
-    def parse(value: bytes) -> "RendezvousState | None":
-        try:
-            return parse_state(b64decode(value, validate=True))
-        except ValueError:
-            return None
+    parsed: dict[str, RendezvousState | None] = dict.fromkeys(sorted(states))
+    remaining = _MAX_RENDEZVOUS_BYTES
+    # The smallest first, so that large values of other programs do not keep a state
+    # from being read.
+    for name, value in sorted(states.items(), key=lambda one: len(one[1])):
+        remaining -= len(value)
+        if remaining < 0:
+            break
+        with suppress(ValueError):
+            parsed[name] = parse_state(b64decode(value, validate=True))
+    return parsed
 
-    return {name: parse(value) for name, value in sorted(states.items())}
+
+def _match_rendezvous(key: str) -> re.Match[str] | None:
+    return _RENDEZVOUS.fullmatch(key) if len(key) <= _MAX_RENDEZVOUS_KEY else None
 
 
 def is_worker_store_key(key: str) -> bool:
     """Return whether a key holds the address or port of a store for workers."""
-    return _WORKER_STORE.fullmatch(key) is not None
+    return len(key) <= _MAX_RENDEZVOUS_KEY and _WORKER_STORE.fullmatch(key) is not None
 
 
-def worker_stores(snapshot: StoreSnapshot) -> dict[str, str]:
-    """Return the URL of the worker store of each run id's latest round."""
-    latest: dict[str, tuple[int, str]] = {}
+def worker_stores(snapshot: StoreSnapshot) -> dict[str, str | None]:
+    """Return the URL of the worker store of each run id's latest round.
+
+    It is None if the values are not a host and a port.
+    """
+    latest: dict[str, tuple[int, str | None]] = {}
     for key in snapshot.list_keys():
         if key.endswith("ADDR") and (match := _WORKER_STORE.fullmatch(key)):
             port = key.removesuffix("ADDR") + "PORT"
             if not snapshot.check([port]):
                 continue
-            host = snapshot.get(key).decode("utf-8", "replace")
-            url = f"tcp://{host}:{snapshot.get(port).decode('utf-8', 'replace')}"
+            url = _worker_store_url(snapshot.get(key), snapshot.get(port))
             run_id, number = match[1], int(match[2])
-            latest[run_id] = max(latest.get(run_id, (-1, "")), (number, url))
+            if number > latest.get(run_id, (-1, None))[0]:
+                latest[run_id] = number, url
     return {run_id: url for run_id, (_, url) in latest.items()}
+
+
+def _worker_store_url(host: bytes, port: bytes) -> str | None:
+    if not _HOST.fullmatch(host):
+        return None
+    name = host.decode("ascii")
+    bracketed = f"[{name}]" if ":" in name else name
+    try:
+        address = f"{bracketed}:{port[:6].decode()}"
+        return f"tcp://{validation.host_and_port(address)}"
+    except ValueError:
+        return None

@@ -4,7 +4,7 @@ torchrun's agents meet in the store of ``--rdzv-endpoint``, which is the one tha
 people know. They make another store for their workers, where the ranks are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,8 +16,11 @@ from tracedstore.attach.collect import (
     worker_stores,
 )
 from tracedstore.attach.job_state import JobState
-from tracedstore.coordination.rank_registry import RankInfo, prefix_of, read_all
+from tracedstore.coordination.rank_registry import RankInfo, prefix_of, read_registry
 from tracedstore.core.errors import CommandError
+
+# Maximum number of worker stores read. Each may take seconds to time out.
+_MAX_WORKER_STORES = 8
 
 
 def collect_job(address: Address, run_id: str | None) -> JobState:
@@ -28,7 +31,7 @@ def collect_job(address: Address, run_id: str | None) -> JobState:
             in `JobState.unreadable_stores` instead.
     """
     job = read_job_state(address.read_snapshot(select_keys), run_id)
-    for url in job.running_worker_stores() - {address.url}:
+    for url in _followed(job.running_worker_stores(), address):
         try:
             workers = read_job_state(Address(url).read_snapshot(select_keys), run_id)
         except CommandError as error:
@@ -46,12 +49,18 @@ def registered_ranks(address: Address) -> list[RankInfo]:
         CommandError: The store cannot be read.
     """
     snapshot = address.read_snapshot(_select_rank_keys)
-    infos = read_all(snapshot)
-    for url in set(worker_stores(snapshot).values()) - {address.url}:
+    infos = read_registry(snapshot).ranks()
+    for url in _followed(worker_stores(snapshot).values(), address):
         # The job has ended, or its worker store is unreachable from here.
         with suppress(CommandError):
-            infos += read_all(Address(url).read_snapshot(_select_rank_keys))
+            workers = Address(url).read_snapshot(_select_rank_keys)
+            infos += read_registry(workers).ranks()
     return infos
+
+
+def _followed(urls: Iterable[str | None], address: Address) -> list[str]:
+    others = {url for url in urls if url is not None and url != address.url}
+    return sorted(others)[:_MAX_WORKER_STORES]
 
 
 def _select_rank_keys(keys: Sequence[str]) -> list[str]:

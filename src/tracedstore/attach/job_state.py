@@ -79,8 +79,11 @@ class JobState:
         rendezvous: The state of each rendezvous by run id; None if it cannot be
             parsed.
         worker_stores: The URL of the store that a rendezvous made for its workers, by
-            run id.
+            run id; None if its address is not a host and a port.
         unreadable_stores: Why a worker store could not be read, by its URL.
+        unreadable_barriers: The prefixes of barriers whose keys have values that are
+            not a barrier's, or that are too large.
+        invalid_entries: The number of registry entries that are not valid.
     """
 
     groups: tuple[Group, ...]
@@ -90,15 +93,17 @@ class JobState:
     finished: tuple[BarrierState, ...]
     unread_finished: int
     rendezvous: "dict[str, RendezvousState | None]"
-    worker_stores: dict[str, str]
+    worker_stores: dict[str, str | None]
     unreadable_stores: dict[str, str] = field(default_factory=dict)
+    unreadable_barriers: tuple[str, ...] = ()
+    invalid_entries: int = 0
 
     def running_worker_stores(self) -> set[str]:
         """Return the URLs of worker stores whose rendezvous is not closed."""
         return {
             url
             for run_id, url in self.worker_stores.items()
-            if (state := self.rendezvous.get(run_id)) and not state.closed
+            if url and (state := self.rendezvous.get(run_id)) and not state.closed
         }
 
     def merge(self, workers: "JobState") -> "JobState":
@@ -111,4 +116,6 @@ class JobState:
             abandoned=self.abandoned + workers.abandoned,
             finished=self.finished + workers.finished,
             unread_finished=self.unread_finished + workers.unread_finished,
+            unreadable_barriers=self.unreadable_barriers + workers.unreadable_barriers,
+            invalid_entries=self.invalid_entries + workers.invalid_entries,
         )

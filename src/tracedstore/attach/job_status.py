@@ -91,9 +91,11 @@ class Status:
                 }
                 for group in job.groups
             ],
+            "invalid_entries": job.invalid_entries,
             "barriers_in_progress": [self._barrier(one) for one in job.in_progress],
             "more_barriers_in_progress": job.unread_in_progress,
             "barriers_abandoned": [self._barrier(one) for one in job.abandoned],
+            "barriers_unreadable": list(job.unreadable_barriers),
             "barriers_finished": [self._barrier(one) for one in job.finished],
             "more_barriers_finished": job.unread_finished,
             "rendezvous": [

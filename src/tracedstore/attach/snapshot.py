@@ -1,19 +1,22 @@
 """The contents of a store at one time, read without writing and without waiting."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import etcd_items, list_keys
 from tracedstore.core.errors import CommandError
 
-# BarrierKeys per multi_get request.
+# Keys per multi_get request.
 _BATCH_SIZE = 1024
 # Seconds for one request, which waits for a key that was deleted after it was listed.
 _READ_TIMEOUT = 1.0
+_MAX_COUNTER = 10**12
 _ETCD_RENDEZVOUS = "/torch/elastic/rendezvous"
 
 
@@ -84,8 +87,12 @@ class StoreSnapshot:
         return self.keys.issuperset(keys)
 
     def add(self, key: str, _zero: int) -> int:
-        """Return a counter; callers read one by adding 0 to it."""
-        return int(self._values[key])
+        """Return a counter; callers read one by adding 0 to it.
+
+        Raises:
+            ValueError: The value is not a number below 10**12.
+        """
+        return validation.digits(self._values[key], _MAX_COUNTER)
 
     @staticmethod
     def has_extended_api() -> bool:
@@ -114,15 +121,14 @@ def _read_values(
     try:
         return dict(zip(keys, store.multi_get(keys), strict=True))
     except (DistStoreError, RuntimeError):
-        # A key was deleted meanwhile. If another one is, the next snapshot has it.
-        present = []
+        # A key was deleted meanwhile. Others may be deleted while these are read.
+        values = {}
         for key in keys:
-            if store.check([key]):
-                present.append(key)
+            with suppress(DistStoreError, RuntimeError):
+                if store.check([key]):
+                    values[key] = store.get(key)
             heartbeat()
-        if not present:
-            return {}
-        return dict(zip(present, store.multi_get(present), strict=True))
+        return values
 
 
 def _etcd_rendezvous(store: Any) -> dict[str, bytes]:

@@ -1,9 +1,9 @@
 """The text of ``tracedstore status``, in sections of lines."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tracedstore.attach.job_state import BarrierState, Group
+from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.job_status import Status, count, no_answer_reason
 from tracedstore.coordination.ranges import by_host, fold
 from tracedstore.coordination.rank_registry import RankInfo
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 _MAX_IN_PROGRESS = 16
 _MAX_ABANDONED = 4
+_MAX_UNREADABLE = 4
 _MAX_FINISHED = 8
 _MAX_HOSTS = 32
 _MAX_CALLS = 24
+_MAX_REASONS = 16
 _HEADING, _WARNING = "bold", "yellow"
 
 
@@ -30,10 +32,13 @@ def status_lines(status: Status) -> list[Line]:
         _blocked(status),
         *(_rendezvous(status, *one) for one in job.rendezvous.items()),
         _abandoned(status),
+        _unreadable(status),
         _finished(status),
     ]
     if not job.groups:
         sections.insert(1, [_line("ranks: none registered")])
+    if job.invalid_entries:
+        sections.insert(1 + max(1, len(job.groups)), [_invalid_entries(job)])
     lines: list[Line] = []
     for section in map(list, sections):
         if lines and section:
@@ -74,6 +79,12 @@ def _ranks(group: Group) -> Iterator[Line]:
         yield _line(f"  not registered: {_rank_ranges(absent)}", _WARNING)
 
 
+def _invalid_entries(job: JobState) -> Line:
+    verb = "are" if job.invalid_entries > 1 else "is"
+    noun = "entries" if job.invalid_entries > 1 else "entry"
+    return _line(f"{job.invalid_entries} registry {noun} {verb} not valid", _WARNING)
+
+
 def _in_progress(status: Status) -> Iterator[Line]:
     job = status.job
     shown = job.in_progress[-_MAX_IN_PROGRESS:]
@@ -105,6 +116,16 @@ def _incomplete(status: Status, barriers: Iterable[BarrierState]) -> Iterator[Li
             yield _line(f"    {barrier.missing_report.describe()}", _WARNING)
 
 
+def _unreadable(status: Status) -> Iterator[Line]:
+    barriers = status.job.unreadable_barriers
+    if barriers:
+        shown = min(len(barriers), _MAX_UNREADABLE)
+        heading = f"barriers that cannot be read{_last_of(len(barriers), shown)}:"
+        yield _line(heading, _WARNING)
+    for prefix in barriers[-_MAX_UNREADABLE:]:
+        yield _line(f"  {prefix}: cannot be read")
+
+
 def _finished(status: Status) -> Iterator[Line]:
     shown = status.job.finished[-_MAX_FINISHED:]
     total = status.job.unread_finished + len(status.job.finished)
@@ -133,7 +154,11 @@ def _rendezvous(
     closed = ", closed" if state.closed else ""
     heading = f"rendezvous {run_id}: round {state.round}, {complete}{closed}"
     yield _line(heading, _HEADING)
-    if url := status.job.worker_stores.get(run_id):
+    url = status.job.worker_stores.get(run_id)
+    if url is None and run_id in status.job.worker_stores:
+        text = "its MASTER_ADDR and MASTER_PORT are not a host and a port"
+        yield _line(f"  worker store: {text}", _WARNING)
+    elif url is not None:
         yield _line(f"  worker store: {url}")
         if reason := status.job.unreadable_stores.get(url):
             yield _line(f"    {reason}", _WARNING)
@@ -172,9 +197,16 @@ def _blocked(status: Status) -> Iterator[Line]:
         yield _line(f"  and {count(rest, 'more call')}")
     if idle:
         yield _line(f"  in no call: {_rank_ranges(info.rank for info in idle)}")
-    for reason, infos in unknown.items():
+    yield from _unknown(unknown)
+
+
+def _unknown(ranks_by_reason: Mapping[str, Sequence[RankInfo]]) -> Iterator[Line]:
+    reasons = list(ranks_by_reason.items())
+    for reason, infos in reasons[:_MAX_REASONS]:
         ranks = _rank_ranges(info.rank for info in infos)
         yield _line(f"  unknown: {ranks} ({reason})")
+    if rest := sum(len(infos) for _, infos in reasons[_MAX_REASONS:]):
+        yield _line(f"  unknown: {count(rest, 'more rank')}")
 
 
 def _rank_ranges(ranks: Iterable[int]) -> str:

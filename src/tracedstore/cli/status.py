@@ -18,7 +18,6 @@ invalid command line; 130 Ctrl-C
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +26,18 @@ from typing import TYPE_CHECKING
 
 from tracedstore.attach.address import Address
 from tracedstore.attach.torch_import import interruptible_import
-from tracedstore.cli.options import add_store_argument, add_watch_arguments, seconds
-from tracedstore.export.settings import PREFIX
+from tracedstore.cli.options import (
+    add_store_argument,
+    add_token_arguments,
+    add_watch_arguments,
+    seconds,
+    token_policy,
+)
 
 if TYPE_CHECKING:
     from tracedstore.attach.job_status import Status
 
 _MISSING = 2
-_TOKEN_VARIABLE = f"{PREFIX}HTTP_TOKEN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,17 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_watch_arguments(parser, "repeat until Ctrl-C", 2.0)
-    parser.add_argument(
-        "--token",
-        default=os.environ.get(_TOKEN_VARIABLE),
-        help=f"the token of the ranks' endpoints (${_TOKEN_VARIABLE})",
-    )
+    add_token_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, once or at intervals."""
     address = Address(arguments.store)
     address.probe()
+    tokens = token_policy(arguments, address.host)
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
         from tracedstore.attach.blocked import query_ranks  # noqa: PLC0415
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 store=arguments.store,
                 now=time.time(),
                 job=job,
-                replies=query_ranks(infos, arguments.token),
+                replies=query_ranks(infos, tokens),
                 after=arguments.after,
             )
             show(status)

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracedstore.coordination import decoders, ranges
+from tracedstore.coordination import decoders, ranges, validation
 from tracedstore.coordination.arrivals import Arrivals
+
+# A report that names 98,304 missing ranks has 5 MB.
+_MAX_REPORT_BYTES = 8 * 1024 * 1024
+# Ranks may arrive more than once.
+_MAX_COUNT = 2 * ranges.MAX_RANKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +168,36 @@ class MissingReport:
 
     @classmethod
     def from_bytes(cls, value: bytes, world_size: int) -> "MissingReport | None":
-        """Decode a report; None if the value is not a report."""
+        """Decode a report; None if the value is malformed or too large."""
         try:
-            fields = json.loads(value)
+            fields = validation.load_json(value, _MAX_REPORT_BYTES)
             return cls(
                 world_size=world_size,
-                arrived_count=int(fields["arrived_count"]),
-                unseen_ranks=tuple(ranges.unfold(fields["unseen_ranks"])),
-                unidentified_count=int(fields["unidentified_count"]),
-                duplicate_ranks=tuple(ranges.unfold(fields["duplicate_ranks"])),
-                uncounted_ranks=tuple(ranges.unfold(fields["uncounted_ranks"])),
-                names={int(rank): str(n) for rank, n in fields["names"].items()},
-                traceparent=str(fields.get("traceparent", "")),
+                arrived_count=validation.integer(fields["arrived_count"], _MAX_COUNT),
+                unseen_ranks=_unfold(fields["unseen_ranks"]),
+                unidentified_count=validation.integer(
+                    fields["unidentified_count"], _MAX_COUNT
+                ),
+                duplicate_ranks=_unfold(fields["duplicate_ranks"]),
+                uncounted_ranks=_unfold(fields["uncounted_ranks"]),
+                names={
+                    validation.digits(rank.encode(), ranges.MAX_RANKS): (
+                        validation.text(name)
+                    )
+                    for rank, name in fields["names"].items()
+                },
+                traceparent=_traceparent(fields.get("traceparent", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
+
+
+def _unfold(text: str) -> tuple[int, ...]:
+    ranks = ranges.unfold(text)
+    if ranks and ranks[-1] >= ranges.MAX_RANKS:
+        raise ValueError(f"a rank from {ranges.MAX_RANKS}")
+    return tuple(ranks)
+
+
+def _traceparent(value: Any) -> str:
+    return validation.text(value) if value else ""

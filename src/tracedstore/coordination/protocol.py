@@ -12,6 +12,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tracedstore.coordination import validation
+
+_MAX_LAST_ARRIVAL_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class BarrierKeys:
@@ -98,11 +102,13 @@ class LastArrival:
     def from_bytes(cls, value: bytes) -> "LastArrival":
         """Parse a value; both fields are empty if another program wrote it."""
         try:
-            fields = json.loads(value)
+            fields = validation.load_json(value, _MAX_LAST_ARRIVAL_BYTES)
             rank, traceparent = fields["rank"], fields["traceparent"]
+            if rank is not None:
+                validation.integer(rank, _FIRST_TRACEPARENT_ENTRY)
+            return cls(rank, validation.text(traceparent) if traceparent else "")
         except (ValueError, TypeError, KeyError):
             return cls()
-        return cls(rank if isinstance(rank, int) else None, str(traceparent))
 
 
 # One ledger entry: the rank and its time of arrival, in seconds since the epoch.

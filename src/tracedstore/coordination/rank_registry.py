@@ -8,12 +8,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import (
     etcd_keys,
     find_absent,
@@ -21,6 +22,7 @@ from tracedstore.coordination.arrivals import (
     side_connection,
 )
 from tracedstore.coordination.decoders import Decoder
+from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.timeouts import run_with_timeout
 
@@ -28,11 +30,29 @@ from tracedstore.core.timeouts import run_with_timeout
 REGISTRY = "tracedstore/RANKS"
 # Seconds for writing to a store whose server may not respond.
 _WRITE_TIMEOUT = 5.0
+# An entry has about 200 bytes; four texts of 1024 characters may be escaped in JSON.
+_MAX_ENTRY_BYTES = 64 * 1024
+_MAX_PID = 2**32
+_REQUIRED: dict[str, Callable[[Any], Any]] = {
+    "rank": partial(validation.integer, below=MAX_RANKS),
+    "host": validation.text,
+    "pid": partial(validation.integer, below=_MAX_PID),
+    "world_size": partial(validation.integer, below=MAX_RANKS + 1),
+    "started": validation.seconds,
+}
+_OPTIONAL: dict[str, Callable[[Any], Any]] = {
+    "local_rank": partial(validation.integer, below=MAX_RANKS),
+    "run_id": validation.text,
+    "metrics": validation.http_url,
+    "answers": validation.host_and_port,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
     """What a rank has registered.
+
+    Ranks and world sizes are at most a million, and texts have at most 1024 characters.
 
     Attributes:
         rank: The rank.
@@ -129,16 +149,28 @@ def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
 
     If a rank has registered twice, the later entry is returned.
     """
-    entries = map(_parse, _read_existing(store, [_key(rank) for rank in ranks]))
+    entries = map(parse_entry, _read_existing(store, [_key(rank) for rank in ranks]))
     return {info.rank: info for info in entries if info is not None}
 
 
-def read_all(store: Any) -> list[RankInfo]:
-    """Read all registered ranks, under all prefixes of the store."""
-    return [info for group in read_groups(store).values() for info in group]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """All registered ranks of a store.
+
+    Attributes:
+        groups: The ranks, by the prefix of their keys.
+        invalid_count: The number of entries that are not valid.
+    """
+
+    groups: dict[str, list[RankInfo]]
+    invalid_count: int
+
+    def ranks(self) -> list[RankInfo]:
+        """Return the ranks of all groups."""
+        return [info for group in self.groups.values() for info in group]
 
 
-def read_groups(store: Any) -> dict[str, list[RankInfo]]:
+def read_registry(store: Any) -> Registry:
     """Read all registered ranks, grouped by the prefix of their keys.
 
     A job registers under the prefixes of its stores, and again after each restart.
@@ -146,10 +178,14 @@ def read_groups(store: Any) -> dict[str, list[RankInfo]]:
     rank counts. Ranks beyond the latest world size are omitted: the job has shrunk.
     """
     groups: dict[str, dict[int, RankInfo]] = {}
+    invalid = 0
     for key in sorted(list_keys(store)):
         prefix = prefix_of(key)
-        info = None if prefix is None else _parse(store.get(key))
-        if prefix is None or info is None:
+        if prefix is None:
+            continue
+        info = parse_entry(store.get(key))
+        if info is None:
+            invalid += 1
             continue
         group = groups.setdefault(without_numbers(prefix), {})
         before = group.get(info.rank)
@@ -158,10 +194,13 @@ def read_groups(store: Any) -> dict[str, list[RankInfo]]:
     sizes = {
         prefix: latest_world_size(group.values()) for prefix, group in groups.items()
     }
-    return {
-        prefix: [info for info in group.values() if info.rank < sizes[prefix]]
-        for prefix, group in groups.items()
-    }
+    return Registry(
+        groups={
+            prefix: [info for info in group.values() if info.rank < sizes[prefix]]
+            for prefix, group in groups.items()
+        },
+        invalid_count=invalid,
+    )
 
 
 def prefix_of(key: str) -> str | None:
@@ -203,12 +242,21 @@ def _read_existing(store: Any, keys: list[str]) -> list[bytes]:
     return values
 
 
-def _parse(value: bytes) -> RankInfo | None:
+def parse_entry(value: bytes) -> RankInfo | None:
+    """Parse a registry entry; None if a field is missing, malformed or out of bounds.
+
+    Fields with other names are ignored: a later version may have written them.
+    """
     try:
-        entry = json.loads(value)
-        if not (isinstance(entry["rank"], int) and isinstance(entry["host"], str)):
-            return None
-        known = {field.name for field in fields(RankInfo)}
-        return RankInfo(**{key: entry[key] for key in known & entry.keys()})
-    except (ValueError, TypeError, KeyError):
+        entry = validation.load_json(value, _MAX_ENTRY_BYTES)
+        info = RankInfo(
+            **{name: check(entry[name]) for name, check in _REQUIRED.items()},
+            **{
+                name: check(entry[name])
+                for name, check in _OPTIONAL.items()
+                if entry.get(name) is not None
+            },
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
+    return info if info.rank < info.world_size else None

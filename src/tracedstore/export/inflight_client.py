@@ -19,8 +19,16 @@ _MAX_RESPONSE_BYTES = 4 << 20
 State = Literal["answered", "silent", "without", "absent"]
 
 
-class _ResponseError(ValueError):
-    """The response cannot be used; the text has the reason."""
+class ResponseError(ValueError):
+    """The response cannot be used; the text has the reason.
+
+    Attributes:
+        unauthorized: Its status is 401.
+    """
+
+    def __init__(self, reason: str, *, unauthorized: bool = False) -> None:
+        super().__init__(reason)
+        self.unauthorized = unauthorized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,7 @@ async def _reply(
         answer = ProcessStatus.from_bytes(written)
     except TimeoutError:
         why = f"no response within {within:.0f} s"
-    except _ResponseError as error:
+    except ResponseError as error:
         why = str(error)
     except ConnectionRefusedError:
         why = "connection refused"
@@ -125,7 +133,13 @@ async def fetch(
     extra: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> bytes:
-    """Return the body of an HTTP response; with extra headers, over TLS if given."""
+    """Return the body of an HTTP response; with extra headers, over TLS if given.
+
+    Redirects are not followed, because the headers may have a token.
+
+    Raises:
+        ResponseError: The status is not 200, or the body has no or a too high length.
+    """
     lines = [f"GET {path} HTTP/1.0"]
     lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
@@ -133,13 +147,15 @@ async def fetch(
         writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
         head = await reader.readuntil(b"\r\n\r\n")
         status, _, headers = head.partition(b"\r\n")
-        if status.split()[1:2] != [b"200"]:
-            raise _ResponseError(
-                f"responded {str(status.partition(b' ')[2], 'latin-1'):.60}"
+        code = status.split()[1:2]
+        if code != [b"200"]:
+            raise ResponseError(
+                f"responded {str(status.partition(b' ')[2], 'latin-1'):.60}",
+                unauthorized=code == [b"401"],
             )
         length = _length(headers)
         if length > _MAX_RESPONSE_BYTES:
-            raise _ResponseError(f"the response has {length} bytes")
+            raise ResponseError(f"the response has {length} bytes")
         return await reader.readexactly(length)
     finally:
         writer.close()
@@ -150,4 +166,4 @@ def _length(headers: bytes) -> int:
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             return int(value)
-    raise _ResponseError("the response has no Content-Length")
+    raise ResponseError("the response has no Content-Length")

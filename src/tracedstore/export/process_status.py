@@ -1,10 +1,12 @@
 """The status of this process: its calls in flight and stalled barriers, as JSON."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tracedstore.coordination import validation
 from tracedstore.coordination.ranges import by_host, fold, unfold
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.identity import process_identity
@@ -15,6 +17,8 @@ from tracedstore.signals.inflight import InFlight, in_flight
 # Maximum number of calls listed. A thread has one call in flight, and the oldest ones
 # describe a process with more threads well enough.
 _MAX_CALLS = 64
+# Maximum size of a status that is parsed. Clients read no more than that either.
+_MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ class ProcessStatus:
     def from_bytes(cls, written: bytes) -> "ProcessStatus":
         """Parse it; raise ValueError for anything else."""
         try:
-            found = json.loads(written)
+            found = validation.load_json(written, _MAX_BYTES)
             return cls(
                 process=dict(found["process"]),
                 recording=bool(found["recording"]),
@@ -84,14 +88,18 @@ class ProcessStatus:
                 more_calls=int(found["more_in_flight"]),
                 barriers=tuple(map(_stalled, found["barriers"])),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError("not the status of a process") from error
 
 
 def _call(found: Mapping[str, Any]) -> InFlight:
     # The fields' types (str, int, float) convert their values.
     kinds: dict[str, Any] = {field.name: field.type for field in fields(InFlight)}
-    return InFlight(**{name: kind(found[name]) for name, kind in kinds.items()})
+    call = InFlight(**{name: kind(found[name]) for name, kind in kinds.items()})
+    # float() also converts the texts "nan" and "inf".
+    if not (math.isfinite(call.started) and math.isfinite(call.waited_seconds)):
+        raise ValueError("a time that is not finite")
+    return call
 
 
 def _stalled(found: Mapping[str, Any]) -> StalledBarrier:

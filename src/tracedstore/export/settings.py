@@ -75,7 +75,12 @@ def _text(value: Any) -> str:
     return text
 
 
-def _token(value: Any) -> str:
+def parse_token(value: Any) -> str:
+    """Return a bearer token without surrounding white space.
+
+    Raises:
+        ValueError: It cannot be sent in a header; the text has what is accepted.
+    """
     text = _text(value)
     # It goes into an HTTP header, where a newline would end it.
     if not (text.isascii() and text.isprintable()) or " " in text:
@@ -166,7 +171,7 @@ class Settings:
     http_port: int | None = _setting(None, _port)
     http_host: str = _setting("127.0.0.1", _text)
     http_hosts: tuple[str, ...] = _setting((), _host_names)
-    http_token: str | None = _setting(None, _token, secret=True)
+    http_token: str | None = _setting(None, parse_token, secret=True)
     http_basic_auth: str | None = _setting(None, _user_and_password, secret=True)
     http_cert: str | None = _setting(None, _text)
     http_key: str | None = _setting(None, _text)

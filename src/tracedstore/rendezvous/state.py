@@ -1,20 +1,18 @@
 """Parses the state that the nodes of a rendezvous share.
 
-torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. The
-unpickler here constructs only the types of that state. Other bytes are not an error:
-`parse_state` returns None.
+torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. It is
+read as plain data here. Other bytes are not an error: `parse_state` returns None.
 """
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-# A node takes about 150 bytes, so this is more than a hundred thousand nodes.
-_MAX_STATE_BYTES = 16 * 1024 * 1024
+from tracedstore.rendezvous import state_pickle
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -69,70 +67,56 @@ class RendezvousState:
         return None if heartbeat is None else max(0.0, now - heartbeat)
 
 
-class _State:
-    """The unpickler's substitute for torch's ``_RendezvousState``."""
-
-    round: int
-    complete: bool
-    closed: bool
-    participants: dict[Node, int]
-    wait_list: set[Node]
-    last_heartbeats: dict[Node, datetime]
-
-
-_TORCH_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_ALLOWED: dict[tuple[str, str], Any] = {
-    (_TORCH_MODULE, "_RendezvousState"): _State,
-    (_TORCH_MODULE, "_NodeDesc"): Node,
-    ("datetime", "datetime"): datetime,
-    ("datetime", "timedelta"): timedelta,
-    ("datetime", "timezone"): timezone,
-    ("builtins", "set"): set,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None
-
-
 @lru_cache(maxsize=4)
 def parse_state(state: bytes) -> RendezvousState | None:
-    """Parse a state; None if the bytes are something else.
+    """Parse a state, in bounded time and memory; None if the bytes are something else.
 
     The latest results are cached: the metrics and the span of a call parse the same
     bytes.
     """
-    if len(state) > _MAX_STATE_BYTES:
-        return None
     try:
-        parsed = _Unpickler(io.BytesIO(state)).load()
-        if type(parsed) is not _State:
-            return None
+        attributes = state_pickle.read_state(state)
+        nodes: dict[Any, Node] = {}
         return RendezvousState(
-            round=int(parsed.round),
-            complete=bool(parsed.complete),
-            closed=bool(parsed.closed),
+            round=_checked(attributes["round"], int),
+            complete=_checked(attributes["complete"], bool),
+            closed=_checked(attributes["closed"], bool),
             participants={
-                _node(node): int(rank) for node, rank in parsed.participants.items()
+                _node(node, nodes): _checked(rank, int)
+                for node, rank in _checked(attributes["participants"], dict).items()
             },
-            wait_list=frozenset(map(_node, parsed.wait_list)),
+            wait_list=frozenset(
+                _node(node, nodes) for node in _checked(attributes["wait_list"], set)
+            ),
             heartbeats={
-                _node(node): heartbeat.timestamp()
-                for node, heartbeat in parsed.last_heartbeats.items()
+                _node(node, nodes): _checked(heartbeat, datetime).timestamp()
+                for node, heartbeat in _checked(
+                    attributes["last_heartbeats"], dict
+                ).items()
             },
         )
-    except Exception:  # unpickling can raise anything
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
-def _node(parsed: Any) -> Node:
-    if type(parsed) is not Node:
-        raise TypeError("not a node")
-    return Node(str(parsed.addr), int(parsed.pid), int(parsed.local_id))
+def _checked(value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"not of type {kind.__name__}")
+    return value
+
+
+def _node(parsed: Any, nodes: dict[Any, Node]) -> Node:
+    """Return a node; `nodes` has those of the same state that were made already."""
+    if parsed not in nodes:
+        if _checked(parsed, state_pickle.Instance).class_name != "_NodeDesc":
+            raise TypeError("not a node")
+        attributes = parsed.attributes
+        nodes[parsed] = Node(
+            _checked(attributes["addr"], str),
+            _checked(attributes["pid"], int),
+            _checked(attributes["local_id"], int),
+        )
+    return nodes[parsed]
 
 
 class Attendance:
