@@ -90,10 +90,9 @@ def hostile_pickles() -> dict[str, bytes]:
         "frames": (proto, b"\x95" + b"\xff" * 8),
         "persistent ids": (proto, b"Px\n"),
     }
-    pickles = {name: _filled(*parts) for name, parts in repeats.items()}
-    # The same within the parser's limit of 4 MiB.
-    for name, parts in repeats.items():
-        pickles[f"{name}, 4 MB"] = _filled(*parts, size=4_000_000)
+    # Within the parser's limit of 4 MiB, and one beyond it.
+    pickles = {name: _filled(*parts, size=4_000_000) for name, parts in repeats.items()}
+    pickles["16 MB"] = _filled(*repeats["memo"])
     doubled = b"))\x86"
     for number in range(200):
         doubled += b"\x94" + b"h" + bytes([number]) + b"\x86"
