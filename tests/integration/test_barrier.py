@@ -112,11 +112,17 @@ class TestMissingRanks:
     def test_warning(self, barrier: FleetBarrier) -> None:
         """Waiting ranks report the missing ones long before the timeout."""
         barrier.start(0, 1, 3, timeout=20, warn_after=0.2)
-        warnings = wait_until(lambda: barrier.events("barrier.waiting"))
+        # The first warning may be earlier than the last of the three arrivals.
+        wait_until(
+            lambda: [
+                event
+                for event in barrier.events("barrier.waiting")
+                if event["missing_ranks"] == [2]
+            ]
+        )
         barrier.start(2, timeout=20)
 
         barrier.assert_completed(0, 1, 2, 3)
-        assert warnings[0]["missing_ranks"] == [2]
         assert not barrier.events("barrier.timeout")
 
 
