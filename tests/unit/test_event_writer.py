@@ -1,5 +1,6 @@
 """The event writer: order, bounds, and what a log that blocks costs the caller."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -172,17 +173,22 @@ class TestThread:
 
         assert log.lines == [0, 1]
 
-    def test_reset(self, writer: EventWriter, log: Log) -> None:
+    def test_forked(self, writer: EventWriter, log: Log) -> None:
         """A forked child has neither the parent's queue nor its thread."""
         log.open.clear()
         writer.submit(lambda: log.write(0), wait=False)
         assert log.entered.wait(20)
         writer.submit(lambda: log.write(1), wait=False)
-        parents = writer._thread
-        writer.reset()
-        writer.submit(lambda: log.lines.append(2), wait=True)
+        child = os.fork()
+        if child == 0:
+            written: list[int] = []
+            writer.reset()
+            writer.submit(lambda: written.append(2), wait=False)
+            os._exit(0 if writer.flush(20) and written == [2] else 1)
 
-        assert log.lines == [2]
+        _, status = os.waitpid(child, 0)
         log.open.set()
-        assert parents is not None
-        parents.join(20)
+
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert writer.flush(20)
+        assert log.lines == [0, 1]
