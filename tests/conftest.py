@@ -26,6 +26,7 @@ from tracedstore.coordination import rank_registry
 from tracedstore.core.counters import SeriesTable
 from tracedstore.core.identity import set_group_identity
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.watcher import WATCHER
 from tracedstore.export import setup
 
 # torch resolves the address of every connection to a name. No name server has a name
@@ -60,6 +61,8 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     barrier_patch.restore()
     rank_registry.reset()
     set_group_identity(None)
+    # A barrier that a test left behind must not delay the reports of the next one.
+    WATCHER.stop(timeout=0)
     RECORDER.reset()
     RECORDER.series = SeriesTable()
     for kept in list(store_module._kept_alive.values()):

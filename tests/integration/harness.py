@@ -30,6 +30,22 @@ def wait_until(condition: Callable[[], T | None], timeout: float = 15.0) -> T:
     return value
 
 
+def pause(pid: int) -> None:
+    """Stop a process with SIGSTOP, and return when all its threads have stopped.
+
+    The signal takes effect later than `os.kill` returns: until then the process may
+    still answer a request.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(
+        lambda: all(
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for thread in threads.iterdir()
+        )
+    )
+
+
 def in_threads(count: int, work: Callable[[int], T]) -> list["Future[T]"]:
     """Call a function in `count` threads at once; return when all have ended."""
     start = threading.Barrier(count)

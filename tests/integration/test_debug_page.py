@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from integration.children.debugged import KEY
-from integration.harness import Child, forked, in_background, wait_until
+from integration.harness import Child, forked, in_background, pause, wait_until
 from tracedstore.auto.debug_page import install
 from tracedstore.coordination.rank_registry import read_ranks
 
@@ -86,7 +86,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job = Job(tmp_path_factory.mktemp("job"), TASKS, WORLD)
     try:
         wait_until(lambda: "epoch/*" in job.page(), 30)
-        os.kill(job.ranks[STOPPED].pid, signal.SIGSTOP)
+        pause(job.ranks[STOPPED].pid)
         yield job
     finally:
         job.kill()
@@ -170,7 +170,7 @@ class TestPage:
 
     def test_store_server_is_stopped(self, job: Job) -> None:
         """The page uses the addresses that it read before."""
-        os.kill(job.server.pid, signal.SIGSTOP)
+        pause(job.server.pid)
         try:
             started = time.monotonic()
             page = job.page()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from integration.harness import Child, in_background, operation_count, wait_until
+from integration.harness import Child, in_background, operation_count, pause, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -108,7 +108,7 @@ class TestStopped:
         store = tracedstore.wrap(client(port))
         store.set("config/7", "value")
 
-        os.kill(tcp_server.pid, signal.SIGSTOP)
+        pause(tcp_server.pid)
         value = in_background(lambda: store.get("config/7"), "reader")
         first = wait_until(lambda: blocked("reader"))
         (stalled, *_) = wait_until(
@@ -143,7 +143,7 @@ class TestStopped:
         store = tracedstore.wrap(client(tcp_server.next_report()["port"]))
         store.set("k", "v")
 
-        os.kill(tcp_server.pid, signal.SIGSTOP)
+        pause(tcp_server.pid)
         values = [
             in_background(lambda: store.get("k"), f"reader {number}")
             for number in range(4)

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
-from integration.harness import in_background, wait_until
+from integration.harness import in_background, pause, wait_until
 from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import pickled_state
@@ -730,7 +730,7 @@ class StopsLater:
         while answer := server.recv(1000):
             answered += len(answer)
             if answered == self.ANSWER_SIZE:
-                os.kill(self._store.pid, signal.SIGSTOP)
+                pause(self._store.pid)
                 self.stopped.set()
             client.sendall(answer)
 
@@ -826,7 +826,7 @@ class TestErrors:
         """The kernel accepts connections for a stopped server, which never answers."""
         child = start_child("tcp_server")
         port = child.next_report()["port"]
-        os.kill(child.pid, signal.SIGSTOP)
+        pause(child.pid)
 
         done = in_a_process(f"tcp://127.0.0.1:{port}")
 
