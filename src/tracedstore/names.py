@@ -149,6 +149,19 @@ RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
     ("backend",),
     "Time of the last heartbeat of the node that has been silent for longest.",
 )
+JOB_AWAITED = Metric(
+    "tracedstore_job_awaited_ranks",
+    "gauge",
+    ("cause",),
+    "Ranks that the stalled job waits for, 0 if they are unknown; absent while this"
+    " process knows of no stall.",
+)
+JOB_RANK_AWAITED = Metric(
+    "tracedstore_job_rank_awaited",
+    "gauge",
+    ("awaited_rank", "awaited_host", "cause"),
+    "1 for each rank that the stalled job waits for, for at most 64 ranks.",
+)
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
@@ -196,6 +209,8 @@ METRICS: Final = (
     RENDEZVOUS_ROUND,
     RENDEZVOUS_COMPLETE,
     RENDEZVOUS_OLDEST_HEARTBEAT,
+    JOB_AWAITED,
+    JOB_RANK_AWAITED,
     SPANS_SUPPRESSED,
     EVENTS_DROPPED,
     TELEMETRY_FAILURES,
@@ -222,6 +237,7 @@ ENDPOINT: Final = "endpoint"
 DEBUG_PAGE: Final = "debug_page"
 RENDEZVOUS: Final = "rendezvous"
 AUTO: Final = "auto"
+DIAGNOSIS: Final = "diagnosis"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,
@@ -233,6 +249,7 @@ OBSERVERS: Final = (
     DEBUG_PAGE,
     RENDEZVOUS,
     AUTO,
+    DIAGNOSIS,
 )
 
 # Span attributes of tracedstore. OpenTelemetry's are imported from its package.
@@ -326,6 +343,9 @@ RENDEZVOUS_CONFLICT: Final = "rendezvous.conflict"
 RENDEZVOUS_WAITING: Final = "rendezvous.waiting"
 RENDEZVOUS_TIMEOUT: Final = "rendezvous.timeout"
 RENDEZVOUS_FAILED: Final = "rendezvous.failed"
+JOB_STALLED: Final = "job.stalled"
+JOB_RESUMED: Final = "job.resumed"
+STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
 EVENT_NAMES: Final = (
@@ -342,6 +362,9 @@ EVENT_NAMES: Final = (
     RENDEZVOUS_WAITING,
     RENDEZVOUS_TIMEOUT,
     RENDEZVOUS_FAILED,
+    JOB_STALLED,
+    JOB_RESUMED,
+    STORE_STALE,
     TELEMETRY_DISABLED,
     TELEMETRY_SERVING,
 )

@@ -254,6 +254,19 @@ def list_keys(store: Any) -> Iterable[str]:
     return keys
 
 
+def read_existing(store: Any, keys: list[str]) -> list[bytes]:
+    """Read the values of the keys that exist."""
+    in_etcd = etcd_keys(store)
+    if in_etcd is None:
+        absent = set(find_absent(lambda some: bool(store.check(list(some))), keys))
+        existing = [key for key in keys if key not in absent]
+    else:
+        existing = [key for key in keys if key in in_etcd]
+    # torch implements multi_get with get for stores that have none.
+    values: list[bytes] = store.multi_get(existing) if existing else []
+    return values
+
+
 @contextmanager
 def side_connection(store: Any) -> Iterator[Any]:
     """Yield a store that can be used while another thread waits on this one.

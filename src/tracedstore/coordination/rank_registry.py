@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import (
-    etcd_keys,
-    find_absent,
     list_keys,
+    read_existing,
     side_connection,
 )
 from tracedstore.coordination.decoders import Decoder
@@ -149,7 +148,7 @@ def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
 
     If a rank has registered twice, the later entry is returned.
     """
-    entries = map(parse_entry, _read_existing(store, [_key(rank) for rank in ranks]))
+    entries = map(parse_entry, read_existing(store, [_key(rank) for rank in ranks]))
     return {info.rank: info for info in entries if info is not None}
 
 
@@ -227,19 +226,6 @@ def registry_decoder(store: Any, ranks: Iterable[int]) -> Decoder:
 
 def _key(rank: int) -> str:
     return f"{REGISTRY}/{rank}"
-
-
-def _read_existing(store: Any, keys: list[str]) -> list[bytes]:
-    """Read the values of the keys that exist."""
-    in_etcd = etcd_keys(store)
-    if in_etcd is None:
-        absent = set(find_absent(lambda some: bool(store.check(list(some))), keys))
-        existing = [key for key in keys if key not in absent]
-    else:
-        existing = [key for key in keys if key in in_etcd]
-    # torch implements multi_get with get for stores that have none.
-    values: list[bytes] = store.multi_get(existing) if existing else []
-    return values
 
 
 def parse_entry(value: bytes) -> RankInfo | None:

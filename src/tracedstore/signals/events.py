@@ -46,6 +46,9 @@ LEVELS: Final = {
     names.RENDEZVOUS_WAITING: "warning",
     names.RENDEZVOUS_TIMEOUT: "error",
     names.RENDEZVOUS_FAILED: "error",
+    names.JOB_STALLED: "warning",
+    names.JOB_RESUMED: "info",
+    names.STORE_STALE: "warning",
     names.TELEMETRY_DISABLED: "error",
     names.TELEMETRY_SERVING: "info",
 }

@@ -1,0 +1,111 @@
+"""What a blocked rank publishes: its call, the keys, and the ranks it waits for.
+
+The record is under ``tracedstore/BLOCKED/<rank>`` while the call lasts. The rank
+itself knows the members of its process groups, so it translates keys into ranks;
+readers need no knowledge of keys.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tracedstore.coordination import ranges, validation
+from tracedstore.coordination.arrivals import read_existing
+from tracedstore.diagnosis.verdict import printable_text
+
+# The key of a rank is this, a slash, and the rank.
+BLOCKED: Final = "tracedstore/BLOCKED"
+MAX_KEYS: Final = 16
+_MAX_RECORD_BYTES = 64 * 1024
+_MAX_PID = 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockedRecord:
+    """One blocked call of a rank.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        pid: Its process id.
+        attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
+        operation: The Store method, or ``connect``.
+        keys: The first keys that it waits for and that do not exist.
+        phase: What the rank executes, for people.
+        protocol: The protocol that the keys belong to; "" for keys that are not
+            torch's. Two ranks that wait for each other in one protocol, but in other
+            groups, have diverged.
+        group: The key prefix that the ranks of one group share; "" without one.
+        awaits: The ranks that should write the keys; None if they are unknown.
+        members: The ranks of which one should write the keys; None for all.
+        started: When the call began, in seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    attempt: int = 0
+    operation: str
+    keys: tuple[str, ...]
+    phase: str
+    protocol: str = ""
+    group: str = ""
+    awaits: tuple[int, ...] | None = None
+    members: tuple[int, ...] | None = None
+    started: float
+
+    def to_bytes(self) -> bytes:
+        """Encode the record for the store."""
+        fields = asdict(self)
+        for name in ("awaits", "members"):
+            if fields[name] is not None:
+                fields[name] = ranges.fold(fields[name])
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "BlockedRecord | None":
+        """Decode a record; None if the value is empty, malformed or too large."""
+        try:
+            fields = validation.load_json(value, _MAX_RECORD_BYTES)
+            return cls(
+                rank=validation.integer(fields["rank"], ranges.MAX_RANKS),
+                host=printable_text(fields["host"]),
+                pid=validation.integer(fields["pid"], _MAX_PID),
+                attempt=validation.integer(fields["attempt"], ranges.MAX_RANKS),
+                operation=printable_text(fields["operation"]),
+                keys=tuple(map(printable_text, fields["keys"][:MAX_KEYS])),
+                phase=printable_text(fields["phase"]),
+                protocol=_optional_text(fields["protocol"]),
+                group=_optional_text(fields["group"]),
+                awaits=_optional_ranks(fields["awaits"]),
+                members=_optional_ranks(fields["members"]),
+                started=validation.seconds(fields["started"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def blocked_key(rank: int) -> str:
+    """Return the key of a rank's record."""
+    return f"{BLOCKED}/{rank}"
+
+
+def read_blocked(store: Any, ranks: Iterable[int]) -> dict[int, BlockedRecord]:
+    """Read the records of these ranks; ranks without a valid record are omitted."""
+    values = read_existing(store, [blocked_key(rank) for rank in ranks])
+    records = map(BlockedRecord.from_bytes, values)
+    return {record.rank: record for record in records if record is not None}
+
+
+def _optional_text(value: Any) -> str:
+    return printable_text(value) if value != "" else ""
+
+
+def _optional_ranks(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ranks = ranges.unfold(value)
+    if ranks and ranks[-1] >= ranges.MAX_RANKS:
+        raise ValueError(f"a rank from {ranges.MAX_RANKS}")
+    return tuple(ranks)
