@@ -16,6 +16,7 @@ from tracedstore.auto import lifetime, patches
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import bottom_of
 from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis import groups
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
 
@@ -119,6 +120,7 @@ def _create_group(
     """Create the group; an owned store is closed after its last group."""
     if call is None:
         return original(*args, **kwargs)
+    RECORDER.failures.guarded(names.AUTO, _record_members, call.arguments)
     traced = _traced_bottom(call.arguments.get("store"))
     try:
         created = original(*call.args, **call.kwargs)
@@ -131,6 +133,18 @@ def _create_group(
         users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
         lifetime.close_after(traced, *users)
     return created
+
+
+def _record_members(arguments: dict[str, Any]) -> None:
+    """Record the members of a group, before its creation can block.
+
+    A process outside the group records it too: it takes part in the barrier after it.
+    """
+    groups.record(
+        str(arguments["group_name"]),
+        arguments["global_ranks_in_group"],
+        arguments["group_size"],
+    )
 
 
 def _traced_bottom(store: Store | None) -> TracedStore | None:

@@ -25,6 +25,7 @@ from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
 from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.diagnosis import groups
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
@@ -389,6 +390,7 @@ def _after_fork() -> None:
     _event_writer.reset()
     WATCHER.reset()
     rank_registry.reset()
+    groups.reset()
     if _telemetry is not None:
         _telemetry.reset()
         RECORDER.reset()

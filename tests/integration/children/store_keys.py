@@ -1,0 +1,102 @@
+"""One rank of a job that reports every Store call that torch makes.
+
+Arguments: how the process group is created (env, tcp, file, store), or another use of a
+store (barriers, rpc); the port of a TCPStore or a path; rank; world size.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import tracedstore
+from integration.harness import report
+from tracedstore.diagnosis import groups
+from tracedstore.testing import OperationLog
+
+MINUTE = timedelta(seconds=60)
+
+
+def connect(port: int) -> dist.Store:
+    """Return a traced client of the TCPStore."""
+    return tracedstore.wrap(
+        dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=MINUTE)
+    )
+
+
+def create_groups(how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Create the default group and others; return the names and their members."""
+    options: dict[str, Any] = {"init_method": f"{how}://"}
+    if how == "store":
+        options = {"store": connect(int(address))}
+    elif how == "tcp":
+        options = {"init_method": f"tcp://127.0.0.1:{address}"}
+    elif how == "file":
+        options = {"init_method": f"file://{address}"}
+    if how != "env":
+        options |= {"rank": rank, "world_size": world_size}
+    tracedstore.instrument()
+    dist.init_process_group("gloo", timeout=MINUTE, **options)
+    every = list(range(world_size))
+    created = [dist.group.WORLD, dist.new_group(every)]
+    # Before a group without all ranks: the name is a hash of the ranks and of the
+    # number of groups that this rank is in.
+    created.append(dist.new_group(every[:2], use_local_synchronization=True))
+    created.append(dist.new_group(every[1:]))
+    for group in created:
+        if isinstance(group, dist.ProcessGroup):
+            dist.barrier(group=group)
+    names = [
+        group.group_name for group in created if isinstance(group, dist.ProcessGroup)
+    ]
+    return {"groups": {name: groups.members(name) for name in names}}
+
+
+def use_barriers(_how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Call the barriers and exchanges of torch that have keys of their own."""
+    from torch.distributed.elastic.utils import store as elastic
+
+    store: Any = connect(int(address))
+    dist.PrefixStore("prefix", store).barrier("sync", world_size, MINUTE)
+    elastic.barrier(store, world_size, "elastic/7", 60)
+    elastic.synchronize(store, b"", rank, world_size, "exchange/", 60)
+    collectives = dist._StoreCollectives(store, rank, world_size)
+    collectives.barrier("collective", MINUTE, True)
+    return {}
+
+
+def use_rpc(_how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Start and end torch's RPC."""
+    from torch.distributed import rpc
+
+    tracedstore.instrument()
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://127.0.0.1:{address}"
+        ),
+    )
+    rpc.shutdown()
+    return {}
+
+
+def main() -> None:
+    """Run, and report the calls."""
+    how, address, rank, world_size = (*sys.argv[1:3], *map(int, sys.argv[3:5]))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=address)
+    log = OperationLog()
+    # Every call is slow, and so reaches the observer.
+    tracedstore.configure(observers=[log], slow_after=0, log_format="off")
+    run = {"barriers": use_barriers, "rpc": use_rpc}.get(how, create_groups)
+    fields = run(how, address, rank, world_size)
+    calls = [(operation.method.name, operation.keys) for operation in log.operations]
+    report(calls=calls, **fields)
+
+
+if __name__ == "__main__":
+    main()
