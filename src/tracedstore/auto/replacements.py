@@ -14,13 +14,17 @@ from torch.distributed import ProcessGroup, Store
 from tracedstore import names
 from tracedstore.auto import lifetime, patches
 from tracedstore.coordination import rank_registry
-from tracedstore.core.identity import bottom_of
+from tracedstore.core.identity import bottom_of, process_identity
 from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis import groups
+from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.diagnosis import groups, incarnations, stalled, stamps
+from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
 
 RendezvousResult = tuple[Store, int, int]
+# Seconds for reading who created a group, after that failed.
+_READ_TIMEOUT = 2.0
 
 
 def rendezvous(
@@ -122,10 +126,15 @@ def _create_group(
         return original(*args, **kwargs)
     RECORDER.failures.guarded(names.AUTO, _record_members, call.arguments)
     traced = _traced_bottom(call.arguments.get("store"))
+    if traced is not None:
+        RECORDER.failures.guarded(names.AUTO, _stamp, traced, call.arguments)
     try:
         created = original(*call.args, **call.kwargs)
-    except BaseException:
+    except BaseException as error:
         if traced is not None:
+            RECORDER.failures.guarded(
+                names.AUTO, _note_stale_keys, traced, call.arguments, error
+            )
             lifetime.close_if_unused(traced)
         raise
     if traced is not None:
@@ -147,6 +156,33 @@ def _record_members(arguments: dict[str, Any]) -> None:
     )
 
 
+def _stamp(store: TracedStore, arguments: dict[str, Any]) -> None:
+    """Stamp the keys that this rank is about to write for a group."""
+    rank = process_identity().rank
+    group = str(arguments["group_name"])
+    if rank is not None and rank in (groups.members(group) or ()):
+        with RECORDER.unrecorded():
+            stamps.write(store, group, rank)
+
+
+def _note_stale_keys(
+    store: TracedStore, arguments: dict[str, Any], error: BaseException
+) -> None:
+    """Add a note if a group was not created because of an earlier attempt's keys."""
+    group = str(arguments["group_name"])
+    members = groups.members(group) or ()
+
+    def find() -> Verdict | None:
+        with RECORDER.unrecorded():
+            return stamps.find_stale(store, group, members)
+
+    verdict = run_with_timeout(_READ_TIMEOUT, find)
+    if verdict is not None:
+        error.add_note(f"tracedstore: {verdict.describe()}")
+        stalled.report(error, verdict)
+        stalled.failed(error)
+
+
 def _traced_bottom(store: Store | None) -> TracedStore | None:
     """Return the traced store below all PrefixStores, if it is traced."""
     bottom = None if store is None else bottom_of(store)
@@ -164,6 +200,8 @@ def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
     traced = _trace(store)
     if known and isinstance(traced, TracedStore):
         try:
+            with RECORDER.unrecorded():
+                incarnations.check_earlier(traced, rank)
             rank_registry.register(traced, rank, world_size)
         except Exception as error:
             RECORDER.failures.add(names.AUTO, error)

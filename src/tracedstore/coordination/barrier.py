@@ -53,6 +53,23 @@ _READ_TIMEOUT = 4.0
 _REPORT_TIMEOUT = 1.0
 
 
+# The barrier calls of this process that wait, for the diagnosis of a stall.
+_waiting: set["BarrierCall"] = set()
+
+
+def waiting_barrier(key: str) -> int | None:
+    """Return the world size of a barrier of this process that waits for a key.
+
+    Args:
+        key: The key, which may have the prefixes of PrefixStores.
+    """
+    for call in list(_waiting):
+        own_key = call.last_member_key
+        if key == own_key or key.endswith(f"/{own_key}"):
+            return call.world_size
+    return None
+
+
 class BarrierCall:
     """One rank's call of one barrier.
 
@@ -87,6 +104,16 @@ class BarrierCall:
         # The position of this rank's arrival, 0 before it.
         self._order = 0
         self._telemetry = BarrierTelemetry(TELEMETRY, key_prefix, rank, world_size)
+
+    @property
+    def last_member_key(self) -> str:
+        """The key that the last rank sets."""
+        return self._keys.last_member
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world_size
 
     def run(self, warn_after: float) -> None:
         """Arrive, and wait for the other ranks.
@@ -146,7 +173,11 @@ class BarrierCall:
         """Wait for the last rank; return what it wrote."""
         if self._order == self._world_size:
             return self._complete()
-        self._store.wait([self._keys.last_member], timedelta(seconds=self._timeout))
+        _waiting.add(self)
+        try:
+            self._store.wait([self.last_member_key], timedelta(seconds=self._timeout))
+        finally:
+            _waiting.discard(self)
         if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
             return LastArrival()
         written = guarded(read_key, self._store, self._keys.last_member)

@@ -4,8 +4,8 @@ torch's agents call their barriers without a rank. The rendezvous handler that r
 their store knows it, and records it here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +18,13 @@ class Membership:
         rank: The rank of this process.
         world_size: The number of processes.
         name_of: Returns the name of a rank.
+        processes: The host and the process id of each rank, where they are known.
     """
 
     rank: int
     world_size: int
     name_of: Callable[[int], str]
+    processes: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
 # Weak, because the address of a store that was freed may be used for another one.
@@ -32,6 +34,11 @@ _memberships: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
 def record(store: Any, membership: Membership) -> None:
     """Record the rank that this process has on a store."""
     _memberships[store] = membership
+
+
+def memberships() -> list[tuple[Any, Membership]]:
+    """List the stores on which this process has a recorded rank."""
+    return list(_memberships.items())
 
 
 def of(store: Any) -> Membership | None:

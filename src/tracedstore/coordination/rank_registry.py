@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,6 +80,8 @@ class RankInfo:
 # What this process has registered, by store and rank. Weak, because the address of a
 # store that was freed may be used for another one.
 _registered: WeakKeyDictionary[Any, dict[int, RankInfo]] = WeakKeyDictionary()
+# The thread that registered each of them: ranks may be threads of one process.
+_threads: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
 # The URL of this process's metrics.
 _metrics: str | None = None
 
@@ -101,6 +104,7 @@ def register(
         answers=answers,
         started=time.time(),
     )
+    _threads.setdefault(store, {})[rank] = get_ident()
     _write(store, known[rank])
 
 
@@ -131,9 +135,23 @@ def registered_stores() -> list[tuple[Any, int]]:
     ]
 
 
+def registrations() -> list[tuple[Any, dict[int, RankInfo]]]:
+    """List the stores in which this process has registered, with its ranks."""
+    return [(store, known) for store, known in list(_registered.items()) if known]
+
+
+def rank_of_thread(store: Any, thread_id: int) -> int | None:
+    """Return the rank that a thread of this process has in a store, if it is known."""
+    ranks = _threads.get(store, {})
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return next((rank for rank, thread in ranks.items() if thread == thread_id), None)
+
+
 def reset() -> None:
     """Forget what is registered; a forked child is another process."""
     _registered.clear()
+    _threads.clear()
 
 
 def _write(store: Any, info: RankInfo) -> None:

@@ -11,7 +11,7 @@ The counts of a series are a flat list of integers, which a C++ base can fill as
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -103,10 +103,6 @@ class Probe(Protocol):
         """Return what was counted since `start`."""
 
 
-# Returns further event fields for a call that waits, from its method and arguments.
-Explain = Callable[[Method, Arguments], Mapping[str, Any]]
-
-
 class StoreState:
     """The state of one wrapper.
 
@@ -123,7 +119,6 @@ class StoreState:
             between them. A call is recorded once, by the upper one.
         clones: The traced clones of this store. They are released with it.
         probe: Counts the requests inside a call.
-        explain: Adds fields to the event of a call that timed out or stalls.
         timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
     """
@@ -131,7 +126,6 @@ class StoreState:
     __slots__ = (
         "below",
         "clones",
-        "explain",
         "identity",
         "inner",
         "losses_in_a_row",
@@ -151,7 +145,6 @@ class StoreState:
         self.below: StoreState | None = None
         self.clones: WeakSet[Any] = WeakSet()
         self.probe: Probe | None = None
-        self.explain: Explain | None = None
         self.timeout = timedelta()
         self.losses_in_a_row = 0
 
@@ -167,6 +160,20 @@ class StoreState:
 # of the same thread that it is inside of. A plain tuple: a NamedTuple takes five times
 # as long to create, and every call creates one. `ActiveCall` is the same for readers.
 Call = tuple[Method, StoreState, Arguments, int, "Call | None"]
+
+
+class _UnrecordedState(StoreState):
+    """The state of no store; every store's calls go through it."""
+
+    def __init__(self) -> None:
+        """Leave all attributes unset: no call is made on it."""
+
+    def stands_on(self, other: "StoreState") -> bool:
+        return True
+
+
+# A thread is in this call while its calls are not recorded.
+UNRECORDED: Call = (Method(name="", parameters=()), _UnrecordedState(), (), 0, None)
 
 
 class ActiveCall(NamedTuple):
@@ -250,7 +257,7 @@ class CountersByThread(dict[int, ThreadCounters]):
         active: list[ActiveCall] = []
         for counters in list(self.values()):
             call = counters.call
-            while call is not None:
+            while call is not None and call is not UNRECORDED:
                 found = ActiveCall(*call, counters.thread_id, call)
                 active.append(found)
                 call = found.outer

@@ -203,7 +203,7 @@ class Operation:
         thread_id: The thread that made it.
         in_flight: Other calls in flight on this store when it returned.
         attributes: Further span attributes.
-        explained: Further event fields of a call that timed out.
+        explained: Event fields on whom a call that stalled or failed waited for.
         trace_id: Set by the spans observer, for the observers after it.
         span_id: The same.
     """

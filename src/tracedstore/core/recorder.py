@@ -6,7 +6,9 @@ which the observers get. Whether it does is decided here, once (`Recorder._reaso
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Final
 
 from tracedstore import names
@@ -20,6 +22,7 @@ from tracedstore.core.counters import (
     RETRIES,
     SWAPS_LOST,
     SWAPS_WON,
+    UNRECORDED,
     Call,
     CountersByThread,
     Probe,
@@ -29,20 +32,16 @@ from tracedstore.core.counters import (
     ThreadCounters,
 )
 from tracedstore.core.errors import (
-    TIMEOUT,
     error_message,
     error_type,
     is_ordinary_answer,
 )
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
-from tracedstore.core.operation import Arguments, Attempts, Method, Operation, Reason
+from tracedstore.core.operation import Attempts, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
 from tracedstore.core.telemetry import TELEMETRY, Telemetry
-from tracedstore.core.timeouts import run_with_timeout
-
-# Seconds that explaining a call that failed may take.
-_EXPLAIN_TIMEOUT = 2.0
+from tracedstore.core.stall_stats import StallStats
 
 
 class Recorder:
@@ -62,6 +61,7 @@ class Recorder:
         observers: What notable calls go to.
         barriers: Counts of barriers.
         rendezvous: Counts of rendezvous.
+        stalls: The stalls that this process has reported.
     """
 
     # After a round trip to a server the caches are cold, and the cost of a call is the
@@ -81,6 +81,7 @@ class Recorder:
         "overdue_ns",
         "rendezvous",
         "series",
+        "stalls",
         "_telemetry",
     )
 
@@ -89,6 +90,7 @@ class Recorder:
         self.on = True
         self.barriers = BarrierStats()
         self.rendezvous = RendezvousStats()
+        self.stalls = StallStats()
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
         self.slow_ns = 10_000_000
@@ -114,6 +116,7 @@ class Recorder:
         self.counters = CountersByThread(self._telemetry)
         self.barriers.reset()
         self.rendezvous.reset()
+        self.stalls.reset()
         self.families.reset()
         self.failures.reset()
 
@@ -166,6 +169,11 @@ class Recorder:
                 attributes=(
                     method.attributes(args, result) if method.attributes else None
                 ),
+                explained=(
+                    self._explain(call, None)
+                    if method.blocks and Reason.OVERDUE in reasons
+                    else None
+                ),
             )
         elif self.budget.counting:
             counters.over_budget += 1
@@ -175,7 +183,7 @@ class Recorder:
     ) -> None:
         """Record a call that raised."""
         try:
-            method, state, args, started, _ = call
+            method, state, _, started, _ = call
             now = self.ticks()
             duration = now - started
             name = error_type(error)
@@ -198,28 +206,28 @@ class Recorder:
                 ),
                 error_type=name,
                 attempts=attempts,
-                explained=(
-                    self.explain(method, state, args) if name == TIMEOUT else None
-                ),
+                explained=self._explain(call, error),
             )
         except Exception as recording_error:
             self.stop_recording(recording_error)
 
-    def explain(
-        self, method: Method, state: StoreState, args: Arguments
-    ) -> Mapping[str, Any]:
-        """Return further event fields for a call that waits, {} without any."""
-        explain = state.explain
-        if explain is None:
-            return {}
+    def _explain(
+        self, call: Call, error: BaseException | None
+    ) -> Mapping[str, Any] | None:
+        explained: Mapping[str, Any] | None = self.failures.guarded(
+            names.DIAGNOSIS, self._telemetry.explain_wait, call, error
+        )
+        return explained
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record no call that this thread makes: they are the telemetry's own."""
+        counters = self.counters[get_ident()]
+        outer, counters.call = counters.call, UNRECORDED
         try:
-            # A call may wait because its store hangs.
-            return run_with_timeout(_EXPLAIN_TIMEOUT, lambda: explain(method, args))
-        except TimeoutError:
-            return {}
-        except Exception as error:
-            self.failures.add(names.RENDEZVOUS, error)
-            return {}
+            yield
+        finally:
+            counters.call = outer
 
     def _reasons(
         self,

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, Span
 
+    from tracedstore.core.counters import Call
+
 _logger = logging.getLogger(names.SCOPE)
 
 
 class Telemetry(Protocol):
     """Emits events and spans."""
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Emit a structured event."""
+    def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
+        """Emit a structured event, with its own level unless another one is given."""
 
     def emits_debug_events(self) -> bool:
         """Return whether events of debug level are written."""
@@ -50,11 +52,19 @@ class Telemetry(Protocol):
     def thread_called(self) -> None:
         """Note that a thread made its first Store call."""
 
+    def explain_wait(
+        self, call: "Call", error: BaseException | None
+    ) -> Mapping[str, Any]:
+        """Return event fields on whom a call that ended waited for.
+
+        The exception that ended it gets the same as a note.
+        """
+
 
 class NullTelemetry:
     """Emits nothing. Failures go to the standard library's logging."""
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Drop the event."""
 
     def emits_debug_events(self) -> bool:
@@ -91,6 +101,12 @@ class NullTelemetry:
     def thread_called(self) -> None:
         """Do nothing."""
 
+    def explain_wait(
+        self, call: "Call", error: BaseException | None
+    ) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
 
 NULL_TELEMETRY: Final = NullTelemetry()
 
@@ -109,9 +125,9 @@ class ProxyTelemetry:
         """Forward to this telemetry from now on."""
         self._installed = telemetry
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Forward."""
-        self._installed.emit(event, **fields)
+        self._installed.emit(event, level=level, **fields)
 
     def emits_debug_events(self) -> bool:
         """Forward."""
@@ -150,6 +166,12 @@ class ProxyTelemetry:
     def thread_called(self) -> None:
         """Forward."""
         self._installed.thread_called()
+
+    def explain_wait(
+        self, call: "Call", error: BaseException | None
+    ) -> Mapping[str, Any]:
+        """Forward."""
+        return self._installed.explain_wait(call, error)
 
 
 # One a process, like OpenTelemetry's global tracer provider. Events and spans are a

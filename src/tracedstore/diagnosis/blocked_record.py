@@ -11,11 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tracedstore.coordination import ranges, validation
-from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.arrivals import read_existing, read_key
+from tracedstore.diagnosis.process_answer import WrittenFamily
 from tracedstore.diagnosis.verdict import printable_text
 
 # The key of a rank is this, a slash, and the rank.
 BLOCKED: Final = "tracedstore/BLOCKED"
+# The ranks that have ever published a record, appended by each once.
+_RANKS: Final = "tracedstore/BLOCKED_RANKS"
+_MAX_LEDGER_BYTES = 8 * 1024 * 1024
 MAX_KEYS: Final = 16
 _MAX_RECORD_BYTES = 64 * 1024
 _MAX_PID = 2**32
@@ -39,6 +43,8 @@ class BlockedRecord:
         group: The key prefix that the ranks of one group share; "" without one.
         awaits: The ranks that should write the keys; None if they are unknown.
         members: The ranks of which one should write the keys; None for all.
+        wrote: What this rank wrote to the families of these keys, if they are not
+            torch's.
         started: When the call began, in seconds since the epoch.
     """
 
@@ -53,6 +59,7 @@ class BlockedRecord:
     group: str = ""
     awaits: tuple[int, ...] | None = None
     members: tuple[int, ...] | None = None
+    wrote: tuple[WrittenFamily, ...] = ()
     started: float
 
     def to_bytes(self) -> bytes:
@@ -80,22 +87,57 @@ class BlockedRecord:
                 group=_optional_text(fields["group"]),
                 awaits=_optional_ranks(fields["awaits"]),
                 members=_optional_ranks(fields["members"]),
+                wrote=tuple(
+                    map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])
+                ),
                 started=validation.seconds(fields["started"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
 
-def blocked_key(rank: int) -> str:
-    """Return the key of a rank's record."""
-    return f"{BLOCKED}/{rank}"
+def publish_blocked(store: Any, record: BlockedRecord, *, first: bool) -> None:
+    """Publish the record of a rank.
+
+    Args:
+        store: The store.
+        record: The record.
+        first: This process publishes its first record.
+    """
+    store.set(_key(record.rank), record.to_bytes())
+    if first and store.has_extended_api():
+        store.append(_RANKS, f"{record.rank} ")
 
 
-def read_blocked(store: Any, ranks: Iterable[int]) -> dict[int, BlockedRecord]:
-    """Read the records of these ranks; ranks without a valid record are omitted."""
-    values = read_existing(store, [blocked_key(rank) for rank in ranks])
+def withdraw_blocked(store: Any, rank: int) -> None:
+    """Withdraw the record of a rank."""
+    # Emptied, not deleted: an EtcdStore cannot delete, and a reader gets the values of
+    # keys that exist in one request, but has to search for keys that do not.
+    store.set(_key(rank), "")
+
+
+def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
+    """Read the records of all blocked ranks; ranks without a valid one are omitted."""
+    ranks: Iterable[int] = range(world_size)
+    if store.has_extended_api():
+        if not store.check([_RANKS]):
+            return {}
+        written = read_key(store, _RANKS)[:_MAX_LEDGER_BYTES].split()
+        numbers = {int(one) for one in written if one.isdigit() and len(one) < 8}
+        ranks = sorted(rank for rank in numbers if rank < world_size)
+    values = read_existing(store, [_key(rank) for rank in ranks])
     records = map(BlockedRecord.from_bytes, values)
     return {record.rank: record for record in records if record is not None}
+
+
+def is_blocked_key(key: str) -> bool:
+    """Return whether a key holds the record of a rank, below any prefix."""
+    _, separator, rank = key.partition(f"{BLOCKED}/")
+    return bool(separator) and rank.isdecimal()
+
+
+def _key(rank: int) -> str:
+    return f"{BLOCKED}/{rank}"
 
 
 def _optional_text(value: Any) -> str:

@@ -26,6 +26,7 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import groups
+from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
@@ -36,6 +37,7 @@ from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans, process_attributes
 
 if TYPE_CHECKING:
+    from tracedstore.core.counters import Call
     from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
 
 _logger = logging.getLogger(names.SCOPE)
@@ -79,7 +81,12 @@ class ConfiguredTelemetry:
             _event_writer.submit,
             log_format="off" if settings.disabled else settings.log_format,
         )
-        self._stalls = inflight.StallReporter(RECORDER, self, settings.stall_after)
+        self._diagnosis = Diagnosis(
+            RECORDER, settings.stall_after, answers=settings.answers
+        )
+        self._stalls = inflight.StallReporter(
+            RECORDER, self, settings.stall_after, self._diagnosis.covers
+        )
         self._stall_watch: Watch | None = None
         self._watch_lock = threading.Lock()
         self._observers: tuple[Observer, ...] = (
@@ -98,9 +105,9 @@ class ConfiguredTelemetry:
 
     # What the package emits through, as `core.telemetry.TELEMETRY`.
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Write an event through structlog."""
-        self._events.emit(event, **fields)
+        self._events.emit(event, level=level, **fields)
 
     def emits_debug_events(self) -> bool:
         """Return whether events of debug level are written."""
@@ -147,8 +154,19 @@ class ConfiguredTelemetry:
         with self._watch_lock:
             if self._stall_watch is not None or not after:
                 return
-            self._stall_watch = Watch(names.INFLIGHT, self._stalls.report, after)
+            self._stall_watch = Watch(names.INFLIGHT, self._report_stalls, after)
         RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._stall_watch)
+        RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.start)
+
+    def _report_stalls(self) -> float:
+        hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_store)
+        return min(self._stalls.report(), 1.0 if hangs else float("inf"))
+
+    def explain_wait(
+        self, call: "Call", error: BaseException | None
+    ) -> Mapping[str, Any]:
+        """Return event fields on whom a call waited for."""
+        return self._diagnosis.explain(call, error)
 
     # What `configure`, `shutdown` and a fork do with it.
 
@@ -192,6 +210,7 @@ class ConfiguredTelemetry:
         if self._endpoint is not None:
             self._endpoint.stop(timeout)
             rank_registry.set_metrics_address(None)
+        self._diagnosis.stop(timeout)
         if self._stall_watch is not None:
             WATCHER.remove(self._stall_watch)
             WATCHER.stop_if_idle(timeout)
@@ -226,6 +245,7 @@ class ConfiguredTelemetry:
         self._metrics.reset()
         self._events.reset()
         self._stalls.reset()
+        self._diagnosis.reset()
         self._stall_watch = None
         self._watch_lock = threading.Lock()
         if self._endpoint is not None:

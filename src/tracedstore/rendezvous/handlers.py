@@ -27,7 +27,6 @@ from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
-from tracedstore.rendezvous.agent_keys import explainer
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
@@ -202,14 +201,11 @@ class TracedRendezvousHandler(RendezvousHandler):
     # The rest is optional and must not fail the rendezvous.
 
     def _joined(self, info: RendezvousInfo) -> RendezvousInfo:
-        store = _traced(info.store, self._traced_backend)
+        store = _traced(info.store)
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        own = membership.Membership(
-            info.rank, info.world_size, _decoder(self._traced_backend)
-        )
-        membership.record(store, own)
+        _record_membership(store, info.rank, info.world_size, self._traced_backend)
         if store is info.store:
             return info
         return RendezvousInfo(
@@ -272,21 +268,45 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
 
     def get_traced_store() -> Store:
         store: Store = get_store(weak_handler())
-        traced = _guarded(_traced, store, backend)
-        return store if traced is None else traced
+        traced = _guarded(_traced, store)
+        if traced is None:
+            return store
+        # The agents wait for each other in this store before the handler returns it.
+        _guarded(_record_own_membership, traced, weak_handler(), backend)
+        return traced
 
     handler._get_store = get_traced_store  # noqa: SLF001 - torch has no public hook
 
 
-def _traced(store: Store, backend: TracedRendezvousBackend) -> TracedStore:
+def _traced(store: Store) -> TracedStore:
     # Around the PrefixStore: a store below one has no queues and no list_keys.
-    traced = wrap(store)
+    return wrap(store)
+
+
+def _record_own_membership(
+    store: TracedStore, handler: Any, backend: TracedRendezvousBackend
+) -> None:
+    """Record the rank that the last round assigned to this node."""
+    last, own = backend.attendance.last, _own_node(handler)
+    if last is not None and own in last.participants:
+        size = len(last.participants)
+        _record_membership(store, last.participants[own], size, backend)
+
+
+def _record_membership(
+    store: TracedStore, rank: int, world_size: int, backend: TracedRendezvousBackend
+) -> None:
     last = backend.attendance.last
-    world_size = 0 if last is None else len(last.participants)
-    traced._traced.explain = explainer(  # noqa: SLF001 - the store is ours
-        traced, world_size, _decoder(backend)
+    nodes = {} if last is None else {r: n for n, r in last.participants.items()}
+    membership.record(
+        store,
+        membership.Membership(
+            rank,
+            world_size,
+            _decoder(backend),
+            {rank: (node.addr, node.pid) for rank, node in nodes.items()},
+        ),
     )
-    return traced
 
 
 def _decoder(backend: TracedRendezvousBackend) -> Callable[[int], str]:

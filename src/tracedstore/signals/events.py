@@ -100,7 +100,10 @@ class Events:
             )
         elif Reason.OVERDUE in operation.reasons:
             self._emit_operation(
-                operation, names.OPERATION_SLOW, in_flight=operation.in_flight
+                operation,
+                names.OPERATION_SLOW,
+                in_flight=operation.in_flight,
+                **(operation.explained or {}),
             )
         if Reason.CONTENDED in operation.reasons:
             losses = max(operation.retries, operation.losses_in_a_row)
@@ -108,17 +111,17 @@ class Events:
                 operation, operation.method.contended, losses_in_a_row=losses
             )
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Emit one event. After a write that failed, events are off."""
+        level = level or LEVELS[event]
         if self._log_format == "off" or self._recorder.failures.has(self.name):
             return
-        if LEVELS[event] == "debug" and not self.emits_debug_events():
+        if level == "debug" and not self.emits_debug_events():
             return
         if "trace_id" not in fields:
             fields |= _current_trace()
         # The event's own fields first, then the identity of the process.
         fields = fields | self._identity.fields() | fields
-        level = LEVELS[event]
         self._submit(
             self._application_write(level, event, fields)
             if structlog.is_configured()

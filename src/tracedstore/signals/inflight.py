@@ -4,6 +4,7 @@ A histogram counts a wait when it *ends*. The waits of a hung job do not end, so
 watcher reports them while they last.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tracedstore import names
@@ -12,6 +13,8 @@ from tracedstore.core.keys import shown
 from tracedstore.core.recorder import Recorder
 from tracedstore.core.telemetry import Telemetry
 
+# Between two looks at a call that waits for its verdict.
+_PENDING_NS = 200_000_000
 # More events at a time would drown the log.
 _MAX_REPORTS_AT_ONCE = 16
 
@@ -77,8 +80,18 @@ class StallReporter:
     the watcher need not run it more often.
     """
 
-    def __init__(self, recorder: Recorder, telemetry: Telemetry, after: float) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        telemetry: Telemetry,
+        after: float,
+        is_diagnosed: Callable[[Call], bool | None],
+    ) -> None:
         self._recorder = recorder
+        # True if a verdict covers a call, None if one is still to be expected. A call
+        # that is covered is reported at debug level: `job.stalled` is one event for
+        # all ranks that wait for the same.
+        self._is_diagnosed = is_diagnosed
         self._telemetry = telemetry
         self._after_ns = int(after * 1e9)
         # When to report a call again, by its identity. The call is kept as well, so
@@ -95,12 +108,17 @@ class StallReporter:
         calls = self._recorder.counters.calls()
         reported = {id(active.call) for active in calls} & self._reported.keys()
         self._reported = {call: self._reported[call] for call in reported}
-        due = [active for active in calls if self._due(active) <= now]
+        due = [
+            active
+            for active in calls
+            if self._due(active) <= now and self._is_diagnosed(active.call) is not None
+        ]
         threads = thread_names() if due else {}
         for active in due[:_MAX_REPORTS_AT_ONCE]:
             described = _describe(self._recorder, threads, active, now)
             self._telemetry.emit(
                 names.OPERATION_STALLED,
+                level="debug" if self._is_diagnosed(active.call) else None,
                 operation=described.operation,
                 store=described.store,
                 server=described.server,
@@ -110,14 +128,15 @@ class StallReporter:
                 waited_seconds=round(described.waited_seconds, 3),
                 thread=described.thread,
                 stalled_calls=len(due),
-                **self._recorder.explain(active.method, active.state, active.args),
             )
         for active in due:
             # Doubling from its start: after 30 s, then at 60 s, 120 s, ...
             again = active.started + 2 * (now - active.started)
             self._reported[id(active.call)] = (active.call, again)
         next_dues = [self._due(active) for active in calls]
-        return (min([*next_dues, now + self._after_ns]) - now) / 1e9
+        next_due = min([*next_dues, now + self._after_ns])
+        # A call whose verdict is pending is overdue, and looked at again soon.
+        return max(next_due - now, _PENDING_NS) / 1e9
 
     def _due(self, active: ActiveCall) -> int:
         first = active.started + self._after_ns

@@ -37,6 +37,7 @@ from tracedstore.core.counters import (
 )
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.stall_stats import StallStats
 from tracedstore.core.rendezvous_stats import RendezvousStats
 
 # Calls whose inner compare-and-sets are counted. Otherwise only calls that are
@@ -112,6 +113,7 @@ class MetricsCollector(Collector):
         yield from self._in_flight(every)
         yield from _barriers(self._recorder.barriers)
         yield from _rendezvous(self._recorder.rendezvous)
+        yield from _stalls(self._recorder.stalls)
         suppressed = _counter(names.SPANS_SUPPRESSED)
         over_budget = self._recorder.counters.over_budget()
         suppressed.add_metric([names.OVER_BUDGET], over_budget)
@@ -194,6 +196,17 @@ def _barriers(stats: BarrierStats) -> Iterator[Family]:
         for rank, host in list(stalled.missing.items())[:_MAX_RANKS_NAMED]:
             rank_missing.add_metric([stalled.family, str(rank), host], 1)
     yield from (arrived, missing, rank_missing)
+
+
+def _stalls(stats: StallStats) -> Iterator[Family]:
+    count = _gauge(names.JOB_AWAITED)
+    rank_awaited = _gauge(names.JOB_RANK_AWAITED)
+    stalled = stats.current()
+    if stalled is not None:
+        count.add_metric([stalled.cause], stalled.awaited_count)
+        for rank, (host, cause) in list(stalled.awaited.items())[:_MAX_RANKS_NAMED]:
+            rank_awaited.add_metric([str(rank), host, cause], 1)
+    yield from (count, rank_awaited)
 
 
 def _rendezvous(stats: RendezvousStats) -> Iterator[Family]:

@@ -67,6 +67,9 @@ class Spans:
             attributes=self._attributes(operation, summary),
             start_time=operation.started_ns,
         )
+        if operation.explained:
+            ended_ns = operation.started_ns + operation.duration_ns
+            span.add_event(names.JOB_STALLED, operation.explained, ended_ns)
         if operation.error is not None:
             span.set_status(Status(StatusCode.ERROR, operation.error_message))
         span.end(operation.started_ns + operation.duration_ns)

@@ -1,0 +1,179 @@
+"""What a blocked Store call waits for, as far as this process knows."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tracedstore.coordination.arrivals import find_absent, read_arrivals, read_key
+from tracedstore.coordination.barrier import waiting_barrier
+from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.core.counters import ActiveCall
+from tracedstore.core.identity import ProcessIdentity, restart_count
+from tracedstore.core.keys import fold, shown
+from tracedstore.diagnosis import groups
+from tracedstore.diagnosis.blocked_record import MAX_KEYS, BlockedRecord
+from tracedstore.diagnosis.key_writers import KEY_WRITERS
+from tracedstore.diagnosis.process_answer import WrittenFamily
+from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning
+from tracedstore.diagnosis.verdict import REMEDIES, Verdict
+
+# Maximum number of keys of a call that are checked.
+_MAX_KEYS_CHECKED = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank of this process in a store.
+
+    Attributes:
+        rank: The rank.
+        world_size: The number of ranks that share the store.
+        host_of: Returns the host on which a rank should run, "" if it is unknown.
+        agents: The host and the process id of each of torchrun's agents, if the ranks
+            are theirs; else None.
+    """
+
+    rank: int
+    world_size: int
+    host_of: Callable[[int], str]
+    agents: Mapping[int, tuple[str, int]] | None = None
+
+
+def describe_call(
+    connection: Any, call: ActiveCall, member: Member, started: float
+) -> BlockedRecord | None:
+    """Return the record of a blocked call; None if nothing keeps it any more.
+
+    Args:
+        connection: A connection to the store of the call.
+        call: The call.
+        member: The rank of this process.
+        started: When the call began, in seconds since the epoch.
+    """
+    keys, count = call.method.keys_of(call.args)
+    texts = [key for key in keys if isinstance(key, str)][:_MAX_KEYS_CHECKED]
+    absent = texts
+    if call.method.name not in ("barrier", "queue_pop"):
+        absent = find_absent(lambda some: bool(connection.check(list(some))), texts)
+        if count and not absent:
+            return None
+    record = BlockedRecord(
+        rank=member.rank,
+        host=ProcessIdentity().host,
+        pid=os.getpid(),
+        attempt=restart_count(os.environ),
+        operation=call.method.name,
+        keys=shown(absent[:MAX_KEYS]),
+        phase=_phase(call.method.name, absent),
+        started=started,
+    )
+    known = meaning(absent[0]) if absent else None
+    if call.method.name == "barrier":
+        return replace(record, protocol="store_barrier", members=_counted(call, member))
+    if known is None or known.agents is not (member.agents is not None):
+        return replace(record, wrote=_wrote(record.keys))
+    return _with_meaning(record, connection, absent, known, member)
+
+
+def _counted(call: ActiveCall, member: Member) -> tuple[int, ...]:
+    """Return the ranks of ``Store.barrier``; none if it is not for all ranks."""
+    everyone = call.args[1:2] == (member.world_size,)
+    return tuple(range(member.world_size)) if everyone else ()
+
+
+def _phase(operation: str, absent: Sequence[str]) -> str:
+    noun = "barrier" if operation == "barrier" else "key"
+    return f"{noun} {shown(absent[:1])[0]}" if absent else operation
+
+
+def _with_meaning(
+    record: BlockedRecord,
+    connection: Any,
+    absent: Sequence[str],
+    known: KeyMeaning,
+    member: Member,
+) -> BlockedRecord:
+    members = groups.members(known.group_name) if known.group_name else None
+    if members is None and not known.group_name:
+        members = tuple(range(member.world_size))
+    return replace(
+        record,
+        phase=known.phase,
+        protocol=known.protocol,
+        group=known.group,
+        members=members,
+        awaits=_writers(connection, absent, known, members),
+    )
+
+
+def _writers(
+    connection: Any,
+    absent: Sequence[str],
+    known: KeyMeaning,
+    members: Sequence[int] | None,
+) -> tuple[int, ...] | None:
+    """Return the ranks that should write the absent keys; None if unknown."""
+    if members is None:
+        return None
+    if known.sibling is not None:
+        # gloo waits for one rank after the other: the ranks after the first absent one
+        # may be absent too.
+        all_keys = [known.sibling.format(rank=rank) for rank in range(len(members))]
+        absent = find_absent(lambda some: bool(connection.check(list(some))), all_keys)
+    elif (world_size := waiting_barrier(absent[0])) is not None:
+        prefix = absent[0].removesuffix("/last_member")
+        arrivals = read_arrivals(connection, BarrierKeys(prefix), world_size)
+        return None if arrivals.unidentified_count else arrivals.unseen_ranks
+    writers: set[int] = set()
+    for key in absent:
+        one = meaning(key)
+        numbers = None if one is None else one.writers_in(len(members))
+        if numbers is None:
+            return None
+        writers.update(numbers)
+    return tuple(sorted(members[rank] for rank in writers if rank < len(members)))
+
+
+def _wrote(keys: Sequence[str]) -> tuple[WrittenFamily, ...]:
+    """Return what this process wrote to the families of keys that it waits for."""
+    families = {fold(key) for key in keys}
+    written = map(KEY_WRITERS.wrote, sorted(families))
+    return tuple(one for one in written if one is not None)
+
+
+def is_absent(connection: Any, keys: Sequence[str]) -> bool:
+    """Return whether a call that waits for these keys still waits for one of them."""
+    return not keys or not connection.check(list(keys))
+
+
+def find_excess(connection: Any, own: BlockedRecord) -> Verdict | None:
+    """Return a verdict if more ranks arrived than there are: the count is stale.
+
+    Args:
+        connection: A connection to the store of the blocked call.
+        own: The record of that call.
+    """
+    known = meaning(own.keys[0]) if own.keys else None
+    if known is None or known.counter is None or own.members is None:
+        return None
+    if not connection.check([known.counter]):
+        return None
+    try:
+        count = int(read_key(connection, known.counter))
+    except ValueError:
+        return None
+    if count <= len(own.members):
+        return None
+    return Verdict(
+        phase=own.phase,
+        cause="too_many",
+        known=f"{count} arrivals were counted for {len(own.members)} ranks",
+        waiting_ranks=(own.rank,),
+        key=own.keys[0],
+        waited_seconds=max(0.0, time.time() - own.started),
+        evidence=(f"{known.counter} is {count}",),
+        remedy=REMEDIES["too_many"],
+        time=time.time(),
+    )

@@ -1,0 +1,171 @@
+"""Finds out whom a stalled job waits for: reads its store and asks its processes.
+
+Everything here runs in the diagnosis thread, on a connection of its own. Reading is
+bounded in requests; a store that does not respond is noticed by the watcher.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.core import procfs
+from tracedstore.core.keys import fold
+from tracedstore.diagnosis.blocked_call import Member
+from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
+from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.incarnations import read_duplicates
+from tracedstore.diagnosis.judge import find_suspects, judge
+from tracedstore.diagnosis.learned import learned_writers
+from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
+from tracedstore.diagnosis.verdict import MAX_AWAITED, REMEDIES, Verdict
+
+# Seconds for the processes of awaited ranks to answer.
+_ANSWER_TIMEOUT = 3.0
+_MAX_FAMILIES_ASKED = 16
+Answers = Mapping[int, ProcessAnswer]
+
+
+def inquire(connection: Any, own: BlockedRecord, member: Member) -> Verdict | None:
+    """Find out whom the job waits for; None if a suspect is blocked by now itself.
+
+    Args:
+        connection: A connection to the store in which the ranks registered.
+        own: The record of the blocked call of this rank.
+        member: The rank of this process.
+    """
+    now = time.time()
+    world_size = member.world_size
+    blocked = _blocked(connection, own, world_size)
+    suspects = find_suspects(blocked, world_size)
+    if member.agents is None:
+        registered = _registered(connection, suspects.ranks, own.attempt)
+        answers = _ask(connection, registered, suspects.ranks, world_size, blocked)
+        blocked = _apply_learned(blocked, answers)
+        suspects = find_suspects(blocked, world_size)
+    else:
+        registered = _agents(member.agents, world_size, now)
+        answers = _examine_agents(member, suspects.ranks)
+    # A suspect that is blocked by now has arrived where the others wait, or waits for
+    # another rank: look again.
+    arrived = _blocked(connection, own, world_size).keys() - blocked.keys()
+    if not arrived.isdisjoint(suspects.ranks):
+        return None
+    verdict = judge(
+        blocked, suspects, world_size, answers, registered, member.host_of, now
+    )
+    verdict = replace(verdict, agents=member.agents is not None)
+    return _with_duplicates(connection, verdict)
+
+
+def _blocked(
+    connection: Any, own: BlockedRecord, world_size: int
+) -> dict[int, BlockedRecord]:
+    """Return the records of this attempt."""
+    records = read_blocked(connection, world_size)
+    records[own.rank] = own
+    return {
+        rank: record
+        for rank, record in records.items()
+        if record.attempt == own.attempt
+    }
+
+
+def _registered(
+    connection: Any, ranks: Sequence[int], attempt: int
+) -> dict[int, RankInfo]:
+    """Return the registrations of this attempt."""
+    infos = rank_registry.read_ranks(connection, ranks)
+    return {rank: info for rank, info in infos.items() if info.attempt == attempt}
+
+
+def _ask(
+    connection: Any,
+    registered: Mapping[int, RankInfo],
+    ranks: Sequence[int],
+    world_size: int,
+    blocked: Mapping[int, BlockedRecord],
+) -> Answers:
+    # A rank that has never connected may have a process all the same. Those that have
+    # connected come first: more than 64 are not asked.
+    asked = [*registered, *(rank for rank in ranks if rank not in registered)]
+    families = {fold(key) for record in _of_users(blocked) for key in record.keys}
+    return examine(
+        connection,
+        registered,
+        asked[:MAX_AWAITED],
+        world_size,
+        _ANSWER_TIMEOUT,
+        families=sorted(families)[:_MAX_FAMILIES_ASKED],
+    )
+
+
+def _of_users(blocked: Mapping[int, BlockedRecord]) -> list[BlockedRecord]:
+    """Return the waits for keys that are not torch's."""
+    return [
+        record
+        for record in blocked.values()
+        if record.awaits is None and not record.protocol
+    ]
+
+
+def _apply_learned(
+    blocked: Mapping[int, BlockedRecord], answers: Answers
+) -> dict[int, BlockedRecord]:
+    """Add the writers of users' keys, where ranks wrote keys of the same family."""
+    written: dict[int, Sequence[WrittenFamily]] = {
+        rank: record.wrote for rank, record in blocked.items()
+    }
+    written |= {rank: answer.wrote for rank, answer in answers.items()}
+    refined = dict(blocked)
+    for record in _of_users(blocked):
+        writers = learned_writers(record.keys, written)
+        if writers.awaited:
+            refined[record.rank] = replace(record, awaits=writers.awaited)
+        elif writers.candidates:
+            refined[record.rank] = replace(record, members=writers.candidates)
+    return refined
+
+
+def _agents(
+    processes: Mapping[int, tuple[str, int]], world_size: int, now: float
+) -> dict[int, RankInfo]:
+    """Return the agents of a rendezvous as registrations."""
+    return {
+        rank: RankInfo(
+            rank=rank, host=host, pid=pid, world_size=world_size, started=now
+        )
+        for rank, (host, pid) in processes.items()
+    }
+
+
+def _examine_agents(member: Member, ranks: Sequence[int]) -> Answers:
+    """Return the agents of this host whose processes have ended."""
+    processes = member.agents or {}
+    own_host, _ = processes.get(member.rank, ("", 0))
+    answers = {}
+    for rank in ranks:
+        host, pid = processes.get(rank, ("", 0))
+        if host and host == own_host and procfs.is_absent(pid):
+            answers[rank] = ProcessAnswer(
+                rank=rank, host=host, pid=pid, state="gone", source="/proc of its host"
+            )
+    return answers
+
+
+def _with_duplicates(connection: Any, verdict: Verdict) -> Verdict:
+    """Add ranks that were started twice: others were not started then."""
+    if verdict.cause not in ("not_started", "unknown"):
+        return verdict
+    duplicates = read_duplicates(connection)
+    if not duplicates:
+        return verdict
+    texts = sorted({str(duplicate) for duplicate in duplicates})
+    return replace(
+        verdict,
+        cause="duplicate",
+        evidence=(*texts[:MAX_AWAITED], *verdict.evidence),
+        remedy=REMEDIES["duplicate"],
+    )

@@ -1,0 +1,289 @@
+"""The diagnosis of this process: publishes its blocked calls, finds whom they wait for.
+
+One thread does all of it, on connections of its own, so that nothing of it is on the
+path of a call. It may hang with its store. `Diagnosis.check_store` runs in the watcher
+and reports that.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tracedstore import names
+from tracedstore.core.counters import ActiveCall, Call
+from tracedstore.core.errors import TIMEOUT, error_type
+from tracedstore.core.recorder import Recorder
+from tracedstore.diagnosis import stalled
+from tracedstore.diagnosis.blocked_call import describe_call, find_excess, is_absent
+from tracedstore.diagnosis.inquiry import inquire
+from tracedstore.diagnosis.server import examine_server
+from tracedstore.diagnosis.session import Session, Sessions, reports_by_itself
+from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.waits import (
+    Wait,
+    blocked_calls,
+    examine_after,
+    waited_seconds,
+)
+
+# Seconds between two looks at the calls in flight.
+_INTERVAL = 1.0
+# Seconds from publishing a record to looking: the records of the other ranks arrive.
+_SETTLE = 1.5
+# Seconds after which further ranks look, because those that did have published nothing.
+_VERDICT_TIMEOUT = 6.0
+# Processes that look at one stall. One of them may die; with ten thousand the store
+# would be overloaded.
+_LOOKERS = 2
+# Seconds that a failed call waits for a verdict, and the shortest wait that gets one.
+_EXPLAIN_TIMEOUT = 2.0
+_MIN_EXPLAINED_WAIT = 1.0
+# Seconds after which a step of the thread means that its store does not respond.
+_STEP_TIMEOUT = 5.0
+
+
+class Diagnosis:
+    """Finds whom the blocked calls of this process wait for."""
+
+    def __init__(
+        self, recorder: Recorder, stall_after: float, *, answers: bool
+    ) -> None:
+        self._recorder = recorder
+        self._stall_after = stall_after
+        self._answers = answers
+        self._interval = min(_INTERVAL, stall_after / 4)
+        self._settle = min(_SETTLE, stall_after / 2)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the parent's thread and calls, as a forked child must."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._waits: dict[int, Wait] = {}
+        self._requests: list[tuple[ActiveCall, threading.Event]] = []
+        self._sessions = Sessions(answers=self._answers)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        with self._changed:
+            if self._thread is not None or not self._stall_after:
+                return
+            self._stopping = False
+            thread = threading.Thread(
+                target=self._run, name="tracedstore-diagnosis", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+    def stop(self, timeout: float) -> None:
+        """End the thread; wait for that within the timeout."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._stopping = True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(timeout)
+
+    def covers(self, call: Call) -> bool | None:
+        """Return whether a verdict covers a call; None if one is to be expected."""
+        wait = self._waits.get(id(call))
+        if wait is None:
+            return False
+        if wait.verdict is not None:
+            return True
+        looking = time.time() - wait.round_started
+        expected = wait.record is not None and looking < _VERDICT_TIMEOUT
+        return None if expected else False
+
+    def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
+        """Return what is known about a call that ended, as event fields.
+
+        The exception gets it as a note. Runs in the thread that made the call. Waits
+        for at most 2 s if the call timed out before a verdict was found.
+        """
+        verdict = self._verdict_on(call, error)
+        if verdict is None:
+            return {}
+        if error is not None:
+            error.add_note(f"tracedstore: {verdict.describe()}")
+        fields = verdict.event_fields()
+        return {
+            name: fields[name]
+            for name in ("awaited", "awaited_ranks", "cause", "phase")
+        }
+
+    def _verdict_on(self, call: Call, error: BaseException | None) -> Verdict | None:
+        wait = self._waits.get(id(call))
+        if error is None:
+            return None if wait is None else wait.verdict
+        if error_type(error) != TIMEOUT:
+            return examine_server(call, error)
+        if wait is None or wait.verdict is None:
+            active = ActiveCall(*call, threading.get_ident(), call)
+            if self._thread is None or (
+                waited_seconds(self._recorder, active) < _MIN_EXPLAINED_WAIT
+            ):
+                return None
+            done = threading.Event()
+            with self._changed:
+                self._requests.append((active, done))
+                self._changed.notify_all()
+            done.wait(_EXPLAIN_TIMEOUT)
+            wait = self._waits.get(id(call))
+        if wait is None or wait.verdict is None:
+            return None
+        wait.failed = True
+        if wait.elected and not wait.reported:
+            stalled.report(wait, wait.verdict)
+        return wait.verdict
+
+    def _run(self) -> None:
+        # Its calls are the telemetry's own.
+        with self._recorder.unrecorded():
+            while not self._stopping:
+                self._busy_since = time.monotonic()
+                self._recorder.failures.guarded(names.DIAGNOSIS, self._step)
+                self._busy_since = None
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopping or self._requests, self._interval
+                    )
+
+    def _step(self) -> None:
+        calls = {id(active.call): active for active in blocked_calls(self._recorder)}
+        with self._changed:
+            requests, self._requests = self._requests, []
+        requested = {id(active.call) for active, _ in requests}
+        for key in self._waits.keys() - calls.keys() - requested:
+            self._end(self._waits.pop(key))
+        for active in calls.values():
+            waited = waited_seconds(self._recorder, active)
+            if waited >= examine_after(active, self._stall_after):
+                self._advance(active, waited)
+        for active, done in requests:
+            try:
+                self._advance(active, self._stall_after, at_once=True)
+            finally:
+                done.set()
+        self._sessions.poll()
+
+    def _advance(
+        self, active: ActiveCall, waited: float, *, at_once: bool = False
+    ) -> None:
+        """Take the next step towards a verdict on a call."""
+        session = self._sessions.of(active)
+        if session is None:
+            return
+        wait = self._waits.setdefault(id(active.call), Wait(active))
+        now = time.monotonic()
+        if not wait.current:
+            self._publish(session, wait, waited, now)
+        elif now >= wait.look_at and wait.reported:
+            wait.begin_round(_LOOKERS)
+        if wait.record is None or (now < wait.look_at and not at_once):
+            return
+        if not wait.current:
+            self._look(session, wait, now, at_once=at_once)
+        if wait.current and waited >= self._stall_after:
+            # The next round is when the wait has doubled.
+            wait.look_at = now + waited
+            if wait.elected and not at_once:
+                self._report(session, wait)
+            wait.reported = True
+
+    def _publish(self, session: Session, wait: Wait, waited: float, now: float) -> None:
+        before = wait.record
+        started = time.time() - waited if before is None else before.started
+        record = describe_call(
+            session.connection_to(wait.active.state),
+            wait.active,
+            session.member,
+            started,
+        )
+        if record == before:
+            return
+        wait.record = record
+        if record is None:
+            # The keys exist now: the call returns.
+            session.withdraw()
+            return
+        session.publish(record)
+        if before is None:
+            wait.look_at = now + self._settle
+            wait.round_started = time.time()
+
+    def _look(self, session: Session, wait: Wait, now: float, *, at_once: bool) -> None:
+        """Read the verdict of another rank, or find one if this rank is elected."""
+        record = wait.record
+        if record is None:
+            return
+        published = session.read_verdict(record, wait.round_started - self._settle)
+        if published is not None:
+            wait.verdict, wait.current = published, True
+            return
+        if not wait.order:
+            wait.order = session.take_order()
+        elif time.time() - wait.round_started > _VERDICT_TIMEOUT * wait.allowed / 2:
+            wait.allowed += _LOOKERS
+        wait.elected = wait.order <= wait.allowed
+        if not (wait.elected or at_once):
+            wait.look_at = now + self._interval
+            return
+        connection = session.connection_to(wait.active.state)
+        verdict = find_excess(connection, record)
+        if verdict is None:
+            verdict = inquire(session.connection, record, session.member)
+        if verdict is None or not is_absent(connection, record.keys):
+            wait.look_at = now + self._interval
+            return
+        wait.verdict, wait.current = verdict, True
+        session.publish_verdict(verdict)
+
+    def _report(self, session: Session, wait: Wait) -> None:
+        if wait.record is None or wait.verdict is None:
+            return
+        # A rank that arrived while it was looked for is not awaited.
+        connection = session.connection_to(wait.active.state)
+        if is_absent(connection, wait.record.keys):
+            stalled.report(wait, wait.verdict)
+
+    def _end(self, wait: Wait) -> None:
+        """Withdraw what was published about a call that has ended."""
+        session = self._sessions.of(wait.active)
+        if session is not None and wait.record is not None:
+            session.withdraw()
+        if wait.failed:
+            stalled.failed(wait)
+        elif wait.verdict is not None:
+            stalled.resumed(wait, wait.verdict)
+
+    def check_store(self) -> bool:
+        """Report that a store does not respond, if the thread hangs in it.
+
+        Runs in the watcher. Returns whether blocked calls have no verdict yet.
+        """
+        due = [
+            active
+            for active in blocked_calls(self._recorder)
+            if waited_seconds(self._recorder, active) >= self._stall_after
+        ]
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > _STEP_TIMEOUT:
+            for active in due:
+                self._report_server(active)
+        return any(not self.covers(active.call) for active in due)
+
+    def _report_server(self, active: ActiveCall) -> None:
+        wait = self._waits.setdefault(id(active.call), Wait(active))
+        if wait.verdict is not None:
+            return
+        wait.verdict = examine_server(active.call, None)
+        if wait.verdict is not None and reports_by_itself():
+            stalled.report(wait, wait.verdict)

@@ -1,0 +1,226 @@
+"""A connection of the diagnosis to one store, and what it publishes there."""
+
+import os
+import time
+from typing import Any, Final
+
+from tracedstore.coordination import decoders, membership, rank_registry
+from tracedstore.coordination.arrivals import bare_store, read_key
+from tracedstore.core.counters import ActiveCall, StoreState
+from tracedstore.core.identity import bottom_of, process_identity
+from tracedstore.diagnosis.blocked_record import (
+    BlockedRecord,
+    publish_blocked,
+    withdraw_blocked,
+)
+from tracedstore.diagnosis.blocked_call import Member
+from tracedstore.diagnosis.questions import polling_interval_of_rank
+from tracedstore.diagnosis.responder import Responder
+from tracedstore.diagnosis.server import check_reachable
+from tracedstore.diagnosis.verdict import Verdict
+
+# The latest verdict, the number of verdicts so far, and the number of processes that
+# looked for the next one.
+VERDICT: Final = "tracedstore/VERDICT"
+_VERDICT_COUNT: Final = "tracedstore/VERDICTS"
+_LOOKERS: Final = "tracedstore/DIAGNOSING"
+
+
+class Session:
+    """One rank of this process in one store, seen by the diagnosis.
+
+    Attributes:
+        member: The rank.
+    """
+
+    def __init__(self, store: Any, member: Member, *, answers: bool) -> None:
+        self.member = member
+        self._store = store
+        self._connection: Any = None
+        # The store of a blocked call, where it is another one, and its connection.
+        self._call_store: Any = None
+        self._call_connection: Any = None
+        self._published = False
+        self._poll_at = 0.0
+        self._responder: Responder | None = None
+        self._answers = answers and polls(member.world_size)
+
+    @property
+    def connection(self) -> Any:
+        """A connection that no other thread uses.
+
+        Raises:
+            OSError: The server of the store cannot be reached.
+        """
+        if self._connection is None:
+            self._connection = _connect(self._store)
+        return self._connection
+
+    def connection_to(self, state: StoreState) -> Any:
+        """Return a connection to the store of a call.
+
+        Its keys may have other prefixes than those of the store in which this rank
+        registered.
+
+        Raises:
+            OSError: The server of the store cannot be reached.
+        """
+        if state.inner is self._store:
+            return self.connection
+        if self._call_store is not state.inner:
+            self._call_connection = _connect(state.inner)
+            self._call_store = state.inner
+        return self._call_connection
+
+    def publish(self, record: BlockedRecord) -> None:
+        """Publish the record of a blocked call of this rank."""
+        publish_blocked(self.connection, record, first=not self._published)
+        self._published = True
+
+    def withdraw(self) -> None:
+        """Withdraw the record of this rank."""
+        withdraw_blocked(self.connection, self.member.rank)
+
+    def take_order(self) -> int:
+        """Return the position of this process among those that look, from 1."""
+        # add() with 0 reads a counter on every store.
+        number = self.connection.add(_VERDICT_COUNT, 0)
+        order: int = self.connection.add(f"{_LOOKERS}/{number}", 1)
+        return order
+
+    def read_verdict(self, record: BlockedRecord, since: float) -> Verdict | None:
+        """Return the latest verdict if it covers a blocked call of this rank."""
+        if not self.connection.check([VERDICT]):
+            return None
+        verdict = Verdict.from_bytes(read_key(self.connection, VERDICT))
+        if verdict is None or verdict.time < since:
+            return None
+        known = {*verdict.awaited_ranks, *verdict.waiting_ranks}
+        same_phase = verdict.phase == record.phase
+        awaits_known = bool(record.awaits) and known.issuperset(record.awaits or ())
+        return verdict if same_phase or awaits_known else None
+
+    def publish_verdict(self, verdict: Verdict) -> None:
+        """Publish a verdict for the other ranks and for ``tracedstore status``."""
+        self.connection.set(VERDICT, verdict.to_bytes())
+        self.connection.add(_VERDICT_COUNT, 1)
+
+    def poll(self) -> None:
+        """Answer the questions of other processes, if it is time to look for some."""
+        now = time.monotonic()
+        if not self._answers or now < self._poll_at:
+            return
+        self._poll_at = now + poll_interval(self.member.world_size)
+        if self._responder is None:
+            self._responder = Responder(
+                self.connection, self.member.rank, self.member.world_size
+            )
+        self._responder.poll()
+
+
+class Sessions:
+    """The sessions of this process, one for each rank and store."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._answers = answers
+        # By store object; the store is kept, so that its identity is not used again.
+        self._by_store: dict[tuple[int, int], tuple[Any, Session]] = {}
+
+    def of(self, call: ActiveCall) -> Session | None:
+        """Return the session of a call's rank and store; None if its rank is unknown.
+
+        A process that has not registered is registered here, if the environment has
+        its rank.
+        """
+        for store, own in membership.memberships():
+            if _state_of(store) is call.state:
+                return self._session(store, own.rank, own.world_size)
+        for store, known in rank_registry.registrations():
+            if not _is_store_of(call, store):
+                continue
+            rank = rank_registry.rank_of_thread(store, call.thread_id)
+            if rank is not None:
+                return self._session(store, rank, known[rank].world_size)
+        return self._register(call.state)
+
+    def poll(self) -> None:
+        """Answer questions in every store in which this process has registered."""
+        for store, known in rank_registry.registrations():
+            rank = min(known)
+            self._session(store, rank, known[rank].world_size).poll()
+
+    def _session(self, store: Any, rank: int, world_size: int) -> Session:
+        entry = self._by_store.get((id(store), rank))
+        if entry is None or entry[1].member.world_size != world_size:
+            session = Session(
+                _untraced(store),
+                _member(store, rank, world_size),
+                answers=self._answers,
+            )
+            entry = self._by_store[id(store), rank] = store, session
+        return entry[1]
+
+    def _register(self, state: StoreState) -> Session | None:
+        identity = process_identity()
+        rank, world_size = identity.rank, identity.world_size
+        if rank is None or world_size is None or not rank < world_size:
+            return None
+        store = state.inner
+        session = self._session(store, rank, world_size)
+        rank_registry.register(session.connection, rank, world_size)
+        return session
+
+
+def reports_by_itself() -> bool:
+    """Return whether this process reports a store that does not respond.
+
+    The ranks cannot agree on one then, so one a host does.
+    """
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _member(store: Any, rank: int, world_size: int) -> Member:
+    own = membership.of(store)
+    if own is not None:
+        return Member(
+            rank=own.rank,
+            world_size=own.world_size,
+            host_of=own.name_of,
+            agents=own.processes,
+        )
+    roster = decoders.auto()
+
+    def host_of(rank: int) -> str:
+        name = decoders.name_of(roster, rank)
+        return "" if name == decoders.default_name(rank) else name
+
+    return Member(rank=rank, world_size=world_size, host_of=host_of)
+
+
+def _connect(store: Any) -> Any:
+    """Return a store that can be used while another thread waits on this one."""
+    bare = bare_store(store)
+    if type(bare).__name__ != "TCPStore":
+        # The other stores have no lock that a blocked call holds.
+        return store
+    # A TCPStore retries for as long as its own timeout.
+    check_reachable(bare.host, bare.port)
+    return store.clone()
+
+
+def _is_store_of(call: ActiveCall, store: Any) -> bool:
+    """Return whether a call is one of a store, or of a clone of it."""
+    state = _state_of(store)
+    if state is None or state is call.state:
+        return state is call.state
+    return state.identity == call.state.identity and not state.identity.in_process
+
+
+def _state_of(store: Any) -> StoreState | None:
+    state: StoreState | None = getattr(bottom_of(store), "_traced", None)
+    return state
+
+
+def _untraced(store: Any) -> Any:
+    state = getattr(store, "_traced", None)
+    return store if state is None else state.inner
