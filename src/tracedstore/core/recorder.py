@@ -40,8 +40,8 @@ from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Attempts, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
-from tracedstore.core.telemetry import TELEMETRY, Telemetry
 from tracedstore.core.stall_stats import StallStats
+from tracedstore.core.telemetry import TELEMETRY, Telemetry
 
 
 class Recorder:

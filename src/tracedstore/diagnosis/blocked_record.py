@@ -87,9 +87,7 @@ class BlockedRecord:
                 group=_optional_text(fields["group"]),
                 awaits=_optional_ranks(fields["awaits"]),
                 members=_optional_ranks(fields["members"]),
-                wrote=tuple(
-                    map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])
-                ),
+                wrote=tuple(map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])),
                 started=validation.seconds(fields["started"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.coordination import rank_registry, ranges, validation
+from tracedstore.coordination import ranges, rank_registry, validation
 from tracedstore.coordination.arrivals import read_key
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core import procfs

@@ -7,13 +7,13 @@ from typing import Any, Final
 from tracedstore.coordination import decoders, membership, rank_registry
 from tracedstore.coordination.arrivals import bare_store, read_key
 from tracedstore.core.counters import ActiveCall, StoreState
-from tracedstore.core.identity import bottom_of, process_identity
+from tracedstore.core.identity import bottom_of, number, process_identity
+from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
     publish_blocked,
     withdraw_blocked,
 )
-from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.questions import polling_interval_of_rank
 from tracedstore.diagnosis.responder import Responder
 from tracedstore.diagnosis.server import check_reachable
@@ -43,7 +43,8 @@ class Session:
         self._published = False
         self._poll_at = 0.0
         self._responder: Responder | None = None
-        self._answers = answers and polls(member.world_size)
+        # Seconds between two reads of questions; None if another process answers.
+        self._interval = _interval(member) if answers else None
 
     @property
     def connection(self) -> Any:
@@ -108,9 +109,9 @@ class Session:
     def poll(self) -> None:
         """Answer the questions of other processes, if it is time to look for some."""
         now = time.monotonic()
-        if not self._answers or now < self._poll_at:
+        if self._interval is None or now < self._poll_at:
             return
-        self._poll_at = now + poll_interval(self.member.world_size)
+        self._poll_at = now + self._interval
         if self._responder is None:
             self._responder = Responder(
                 self.connection, self.member.rank, self.member.world_size
@@ -177,6 +178,18 @@ def reports_by_itself() -> bool:
     The ranks cannot agree on one then, so one a host does.
     """
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _interval(member: Member) -> float | None:
+    if member.agents is not None:
+        return None  # agents answer in the store of their workers
+    environ = os.environ
+    return polling_interval_of_rank(
+        member.world_size,
+        process_identity().local_rank,
+        number(environ.get("LOCAL_WORLD_SIZE")),
+        has_agent="TORCHELASTIC_RUN_ID" in environ,
+    )
 
 
 def _member(store: Any, rank: int, world_size: int) -> Member:

@@ -37,8 +37,9 @@ from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans, process_attributes
 
 if TYPE_CHECKING:
-    from tracedstore.core.counters import Call
     from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
+
+    from tracedstore.core.counters import Call
 
 _logger = logging.getLogger(names.SCOPE)
 

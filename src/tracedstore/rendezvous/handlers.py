@@ -268,7 +268,7 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
 
     def get_traced_store() -> Store:
         store: Store = get_store(weak_handler())
-        traced = _guarded(_traced, store)
+        traced: Store | None = _guarded(_traced, store)
         if traced is None:
             return store
         # The agents wait for each other in this store before the handler returns it.
@@ -288,7 +288,7 @@ def _record_own_membership(
 ) -> None:
     """Record the rank that the last round assigned to this node."""
     last, own = backend.attendance.last, _own_node(handler)
-    if last is not None and own in last.participants:
+    if last is not None and own is not None and own in last.participants:
         size = len(last.participants)
         _record_membership(store, last.participants[own], size, backend)
 

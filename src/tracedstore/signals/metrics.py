@@ -37,8 +37,8 @@ from tracedstore.core.counters import (
 )
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import Recorder
-from tracedstore.core.stall_stats import StallStats
 from tracedstore.core.rendezvous_stats import RendezvousStats
+from tracedstore.core.stall_stats import StallStats
 
 # Calls whose inner compare-and-sets are counted. Otherwise only calls that are
 # compare-and-sets have the metric.
