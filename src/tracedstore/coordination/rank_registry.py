@@ -23,7 +23,8 @@ from tracedstore.coordination.arrivals import (
 )
 from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.ranges import MAX_RANKS
-from tracedstore.core.identity import ProcessIdentity
+from tracedstore.core import procfs
+from tracedstore.core.identity import ProcessIdentity, restart_count
 from tracedstore.core.timeouts import run_with_timeout
 
 # The key of a rank is this, a slash, and the rank.
@@ -45,6 +46,9 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "run_id": validation.text,
     "metrics": validation.http_url,
     "answers": validation.host_and_port,
+    "attempt": partial(validation.integer, below=MAX_RANKS),
+    "start_ticks": partial(validation.integer, below=2**63),
+    "namespace": validation.text,
 }
 
 
@@ -64,6 +68,10 @@ class RankInfo:
         metrics: The URL of its metrics, if it serves them.
         answers: host:port at which it serves its status to the debug page, if it does.
         started: When it registered, in seconds since the epoch.
+        attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
+        start_ticks: When its process started, in ticks since the boot of its host.
+        namespace: Its pid namespace (`core.procfs.own_namespace`). With the pid and
+            the start time it identifies the process.
     """
 
     rank: int
@@ -75,6 +83,9 @@ class RankInfo:
     metrics: str | None = None
     answers: str | None = None
     started: float
+    attempt: int = 0
+    start_ticks: int | None = None
+    namespace: str | None = None
 
 
 # What this process has registered, by store and rank. Weak, because the address of a
@@ -103,6 +114,9 @@ def register(
         run_id=identity.run_id,
         answers=answers,
         started=time.time(),
+        attempt=restart_count(os.environ),
+        start_ticks=procfs.own_start_ticks(),
+        namespace=procfs.own_namespace(),
     )
     _threads.setdefault(store, {})[rank] = get_ident()
     _write(store, known[rank])

@@ -6,9 +6,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Store
+if TYPE_CHECKING:
+    # Processes that have not finished importing torch load this module too.
+    from torch.distributed import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class StoreIdentity:
         return self.address if self.port is None else f"{self.address}:{self.port}"
 
 
-def bottom_of(store: Store) -> Store:
+def bottom_of(store: "Store") -> "Store":
     """Return the store below all PrefixStores."""
     # Older torch has no _underlying_non_prefix_store; underlying_store is enough.
     while type(store).__name__ == "PrefixStore":
@@ -48,7 +50,7 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def identify(bottom: Store) -> StoreIdentity:
+def identify(bottom: "Store") -> StoreIdentity:
     """Return the identity of a store that is no PrefixStore.
 
     The prefix of a PrefixStore cannot be read from Python and is not part of it.
@@ -119,6 +121,11 @@ class ProcessIdentity:
         known = {key: value for key, value in asdict(self).items() if value is not None}
         # Read each time: a forked child has another pid.
         return known | {"host": self.host, "pid": os.getpid()}
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """Return the attempt of torchrun that a process belongs to, 0 without torchrun."""
+    return _number(environ.get("TORCHELASTIC_RESTART_COUNT")) or 0
 
 
 def _number(text: str | None) -> int | None:

@@ -12,6 +12,7 @@ OTHER_FAMILIES = "other"
 MAX_FAMILIES = 64
 MAX_KEYS_SHOWN = 16
 _MAX_KEY_LENGTH = 256
+_MAX_DIGITS = 18
 
 # A uuid, a run of eight or more hex digits with at least one decimal digit among
 # them (ids, hashes; not the word "deadbeef"), or a number.
@@ -38,6 +39,20 @@ def printable(key: Any) -> str:
 def fold(key: str) -> str:
     """Replace the variable parts of a key: ``pg/0//worker/3`` -> ``pg/*//worker/*``."""
     return _VARIABLE.sub("*", key)
+
+
+def fold_numbers(key: str) -> tuple[str, list[int | None]]:
+    """Return the family of a key, and the number at each variable part of it.
+
+    The number is None for a part that is no decimal number, such as a uuid.
+    """
+    parts = _VARIABLE.findall(key)
+    # Ranks have few digits; int() takes the square of the length.
+    numbers = [
+        int(part) if len(part) <= _MAX_DIGITS and part.isdecimal() else None
+        for part in parts
+    ]
+    return fold(key), numbers
 
 
 class KeyFamilies:

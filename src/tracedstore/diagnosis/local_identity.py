@@ -1,0 +1,125 @@
+"""Which process of which job this is, as processes of one host tell them apart."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tracedstore.coordination import rank_registry, validation
+from tracedstore.coordination.ranges import MAX_RANKS
+from tracedstore.core import procfs
+from tracedstore.core.identity import (
+    ProcessIdentity,
+    process_identity,
+    restart_count,
+)
+from tracedstore.diagnosis.verdict import printable_text
+
+_MAX_PID = 2**32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalIdentity:
+    """The identity of a process of this host.
+
+    Attributes:
+        rank: Its rank, None for an agent.
+        world_size: The number of ranks.
+        run_id: The run id of its job, if known.
+        attempt: The attempt of torchrun that it belongs to.
+        pid: Its process id.
+        start_ticks: When it started, in ticks since the boot.
+        master: ``MASTER_ADDR:MASTER_PORT`` of its environment, "" without them.
+        registered: It has registered in a store.
+    """
+
+    rank: int | None
+    world_size: int | None
+    run_id: str | None
+    attempt: int
+    pid: int
+    start_ticks: int | None
+    master: str
+    registered: bool
+
+    @classmethod
+    def own(cls) -> "LocalIdentity":
+        """Return the identity of this process, as far as it is known now."""
+        return _identity(
+            process_identity(),
+            os.environ,
+            os.getpid(),
+            procfs.own_start_ticks(),
+            registered=bool(rank_registry.registered_stores()),
+        )
+
+    @classmethod
+    def of_process(cls, pid: int) -> "LocalIdentity | None":
+        """Return the identity of a process that does not answer, from /proc.
+
+        None if its environment cannot be read. Variables that it set after its start
+        are not known, and neither is whether it has registered.
+        """
+        environ = procfs.read_environ(pid)
+        stat = procfs.read_stat(pid)
+        if not environ or stat is None:
+            return None
+        identity = ProcessIdentity.from_environment(environ)
+        return _identity(identity, environ, pid, stat.start_ticks, registered=False)
+
+    def same_job(self, other: "LocalIdentity") -> bool:
+        """Return whether two processes belong to the same attempt of the same job."""
+        return (
+            self.world_size == other.world_size
+            and self.run_id == other.run_id
+            and self.attempt == other.attempt
+            and self.master == other.master
+        )
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> "LocalIdentity":
+        """Return the identity with these values; ValueError if one is not valid."""
+        try:
+            return cls(
+                rank=_number(fields["rank"], MAX_RANKS),
+                world_size=_number(fields["world_size"], MAX_RANKS + 1),
+                run_id=None
+                if fields["run_id"] is None
+                else printable_text(fields["run_id"]),
+                attempt=validation.integer(fields["attempt"], MAX_RANKS),
+                pid=validation.integer(fields["pid"], _MAX_PID),
+                start_ticks=_number(fields["start_ticks"], 2**63),
+                master=printable_text(fields["master"]) if fields["master"] else "",
+                registered=fields["registered"] is True,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("not the identity of a process") from error
+
+
+def _identity(
+    identity: ProcessIdentity,
+    environ: Mapping[str, str],
+    pid: int,
+    start_ticks: int | None,
+    *,
+    registered: bool,
+) -> LocalIdentity:
+    address = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return LocalIdentity(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        run_id=identity.run_id,
+        attempt=restart_count(environ),
+        pid=pid,
+        start_ticks=start_ticks,
+        master=f"{address[0]}:{address[1]}" if all(address) else "",
+        registered=registered,
+    )
+
+
+def _number(value: Any, below: int) -> int | None:
+    return None if value is None else validation.integer(value, below)
