@@ -168,7 +168,7 @@ class _UnrecordedState(StoreState):
     def __init__(self) -> None:
         """Leave all attributes unset: no call is made on it."""
 
-    def stands_on(self, other: "StoreState") -> bool:
+    def stands_on(self, other: "StoreState") -> bool:  # noqa: ARG002 - of the base
         return True
 
 

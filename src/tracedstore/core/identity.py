@@ -106,9 +106,9 @@ class ProcessIdentity:
             run_id=environ.get("TRACEDSTORE_RUN_ID")
             or environ.get("TORCHELASTIC_RUN_ID")
             or None,
-            rank=_number(environ.get("RANK")),
-            local_rank=_number(environ.get("LOCAL_RANK")),
-            world_size=_number(environ.get("WORLD_SIZE")),
+            rank=number(environ.get("RANK")),
+            local_rank=number(environ.get("LOCAL_RANK")),
+            world_size=number(environ.get("WORLD_SIZE")),
         )
 
     @cached_property
@@ -125,10 +125,11 @@ class ProcessIdentity:
 
 def restart_count(environ: Mapping[str, str]) -> int:
     """Return the attempt of torchrun that a process belongs to, 0 without torchrun."""
-    return _number(environ.get("TORCHELASTIC_RESTART_COUNT")) or 0
+    return number(environ.get("TORCHELASTIC_RESTART_COUNT")) or 0
 
 
-def _number(text: str | None) -> int | None:
+def number(text: str | None) -> int | None:
+    """Parse a variable of torch's; None if it is not set, or no number."""
     # These are torch's variables; torch raises for bad values.
     return int(text) if text is not None and text.strip().isdecimal() else None
 

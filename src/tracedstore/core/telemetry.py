@@ -102,7 +102,9 @@ class NullTelemetry:
         """Do nothing."""
 
     def explain_wait(
-        self, call: "Call", error: BaseException | None
+        self,
+        call: "Call",  # noqa: ARG002 - of the protocol
+        error: BaseException | None,  # noqa: ARG002
     ) -> Mapping[str, Any]:
         """Return nothing."""
         return {}

@@ -6,6 +6,7 @@ readers need no knowledge of keys.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -23,6 +24,7 @@ _MAX_LEDGER_BYTES = 8 * 1024 * 1024
 MAX_KEYS: Final = 16
 _MAX_RECORD_BYTES = 64 * 1024
 _MAX_PID = 2**32
+_RANK = re.compile(rb"[0-9]{1,7}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,7 @@ def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
         if not store.check([_RANKS]):
             return {}
         written = read_key(store, _RANKS)[:_MAX_LEDGER_BYTES].split()
-        numbers = {int(one) for one in written if one.isdigit() and len(one) < 8}
+        numbers = {int(one) for one in written if _RANK.fullmatch(one)}
         ranks = sorted(rank for rank in numbers if rank < world_size)
     values = read_existing(store, [_key(rank) for rank in ranks])
     records = map(BlockedRecord.from_bytes, values)

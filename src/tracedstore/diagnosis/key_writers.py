@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from tracedstore import names
 from tracedstore.core import keys
 from tracedstore.core.identity import process_identity
 from tracedstore.core.operation import Operation
@@ -45,7 +46,7 @@ class KeyWriters:
     family may be missed in a burst of calls, so absence proves nothing.
     """
 
-    name = "key_writers"
+    name = names.DIAGNOSIS
 
     def __init__(self, limit: int = keys.MAX_FAMILIES) -> None:
         self._limit = limit

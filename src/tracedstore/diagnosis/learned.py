@@ -1,4 +1,4 @@
-"""Who writes a user's key, learned from the keys of the same family that ranks wrote."""
+"""Who writes a user's key, learned from keys of the same family."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

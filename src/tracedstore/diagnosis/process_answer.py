@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from tracedstore.coordination import validation
@@ -63,6 +64,20 @@ class WrittenFamily:
     writes: int = 1
     rank_positions: tuple[int, ...] = ()
 
+    @classmethod
+    def from_fields(cls, fields: Any) -> "WrittenFamily":
+        """Return it with these JSON values; raises if one is not valid."""
+        return cls(
+            family=printable_text(fields["family"]),
+            last_key=printable_text(fields["last_key"]),
+            writes=validation.integer(fields["writes"], 2**63),
+            rank_positions=_items(
+                partial(validation.integer, below=_MAX_LINE),
+                fields["rank_positions"],
+                _MAX_POSITIONS,
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessAnswer:
@@ -121,7 +136,7 @@ class ProcessAnswer:
                 idle_seconds=_optional(validation.seconds, fields["idle_seconds"]),
                 operation=_text(fields["operation"]),
                 frames=_frames(fields["frames"], MAX_FRAMES),
-                wrote=_items(_written, fields["wrote"], MAX_FAMILIES),
+                wrote=_items(WrittenFamily.from_fields, fields["wrote"], MAX_FAMILIES),
                 stacks=_stacks(fields["stacks"]),
                 detail=_text(fields["detail"]),
                 source=_text(fields["source"]),
@@ -172,18 +187,6 @@ def _frame(fields: Any) -> Frame:
         file=_text(fields["file"]),
         line=validation.integer(fields["line"], _MAX_LINE),
         function=_text(fields["function"]),
-    )
-
-
-def _written(fields: Any) -> WrittenFamily:
-    def position(value: Any) -> int:
-        return validation.integer(value, _MAX_LINE)
-
-    return WrittenFamily(
-        family=printable_text(fields["family"]),
-        last_key=printable_text(fields["last_key"]),
-        writes=validation.integer(fields["writes"], 2**63),
-        rank_positions=_items(position, fields["rank_positions"], _MAX_POSITIONS),
     )
 
 

@@ -122,7 +122,11 @@ class Diagnosis:
     def _verdict_on(self, call: Call, error: BaseException | None) -> Verdict | None:
         wait = self._waits.get(id(call))
         if error is None:
-            return None if wait is None else wait.verdict
+            if wait is None or wait.verdict is None:
+                return None
+            # Not left to the thread: the process may end now.
+            stalled.resumed(wait, wait.verdict)
+            return wait.verdict
         if error_type(error) != TIMEOUT:
             return examine_server(call, error)
         if wait is None or wait.verdict is None:

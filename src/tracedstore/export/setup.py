@@ -26,6 +26,7 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import groups
+from tracedstore.diagnosis.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
@@ -94,6 +95,7 @@ class ConfiguredTelemetry:
             *([self._spans] if settings.spans != "off" else []),
             self._metrics,
             self._events,
+            *([KEY_WRITERS] if settings.answers else []),
             *more_observers,
         )
         self._clock = clock
@@ -247,6 +249,7 @@ class ConfiguredTelemetry:
         self._events.reset()
         self._stalls.reset()
         self._diagnosis.reset()
+        KEY_WRITERS.reset()
         self._stall_watch = None
         self._watch_lock = threading.Lock()
         if self._endpoint is not None:

@@ -102,6 +102,8 @@ class Events:
             self._emit_operation(
                 operation,
                 names.OPERATION_SLOW,
+                # `job.resumed` is one event for all ranks that waited for the same.
+                level="debug" if operation.explained else None,
                 in_flight=operation.in_flight,
                 **(operation.explained or {}),
             )
@@ -159,7 +161,14 @@ class Events:
         self._lock = threading.Lock()
         self._emitted = {}
 
-    def _emit_operation(self, operation: Operation, event: str, **fields: Any) -> None:
+    def _emit_operation(
+        self,
+        operation: Operation,
+        event: str,
+        *,
+        level: str | None = None,
+        **fields: Any,
+    ) -> None:
         store = operation.store
         suppressed_count = self._count_repeats(
             (
@@ -177,6 +186,7 @@ class Events:
             fields["span_id"] = operation.span_id
         self.emit(
             event,
+            level=level,
             operation=operation.method.name,
             store=store.kind,
             server=store.server,

@@ -85,7 +85,7 @@ class StallReporter:
         recorder: Recorder,
         telemetry: Telemetry,
         after: float,
-        is_diagnosed: Callable[[Call], bool | None],
+        is_diagnosed: Callable[[Call], bool | None] = lambda _call: False,
     ) -> None:
         self._recorder = recorder
         # True if a verdict covers a call, None if one is still to be expected. A call
