@@ -24,6 +24,7 @@ from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
 from tracedstore.core.identity import ProcessIdentity, restart_count
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
 
 # The key of a rank is this, a slash, and the rank.
@@ -115,6 +116,8 @@ def register(
         start_ticks=procfs.own_start_ticks(),
         namespace=procfs.own_namespace(),
     )
+    # What is registered can be asked from now on.
+    TELEMETRY.rank_registers()
     _write(store, known[rank])
 
 

@@ -50,6 +50,9 @@ class Telemetry(Protocol):
     def thread_called(self) -> None:
         """Note that a thread made its first Store call."""
 
+    def rank_registers(self) -> None:
+        """Note that this process is about to register its rank in a store."""
+
 
 class NullTelemetry:
     """Emits nothing. Failures go to the standard library's logging."""
@@ -89,6 +92,9 @@ class NullTelemetry:
         """Return at once."""
 
     def thread_called(self) -> None:
+        """Do nothing."""
+
+    def rank_registers(self) -> None:
         """Do nothing."""
 
 
@@ -150,6 +156,10 @@ class ProxyTelemetry:
     def thread_called(self) -> None:
         """Forward."""
         self._installed.thread_called()
+
+    def rank_registers(self) -> None:
+        """Forward."""
+        self._installed.rank_registers()
 
 
 # One a process, like OpenTelemetry's global tracer provider. Events and spans are a

@@ -135,6 +135,9 @@ class Settings:
         slow_after: Seconds from which a call is slow.
         stall_after: Seconds after which a call in flight is reported; 0 disables the
             report.
+        answers: Answer questions of other processes of the job about what this one
+            does: its Store calls, and file, line and function of its threads' stacks.
+            Only processes of the same user, and clients of the job's store, can ask.
         contended_after: Number of compare-and-sets lost in a row that is reported.
         log_format: Format of events if the application has not configured structlog.
             ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;
@@ -164,6 +167,7 @@ class Settings:
     span_burst: int = _setting(200, _count(1))
     slow_after: float = _setting(0.010, _seconds)
     stall_after: float = _setting(30.0, _seconds)
+    answers: bool = _setting(True, _switch)
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     tracing: bool = _setting(False, _switch)
