@@ -12,6 +12,7 @@ functions remain the same objects.
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -22,6 +23,8 @@ _RENDEZVOUS: Final = "torch.distributed.rendezvous"
 # The module that defines torch's barrier, and a module that imports it by name.
 _BARRIER: Final = "torch.distributed.elastic.utils.store"
 _BARRIER_COPY: Final = "torch.distributed.elastic.utils.distributed"
+# The module of torchrun's agent, which starts the workers.
+_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
 _SCHEMES: Final = ("env", "tcp", "file")
 # The prefix of init methods that are traced without `instrument` too.
 _TRACED_PREFIX: Final = "traced+"
@@ -108,6 +111,9 @@ def instrument() -> None:
         when_imported(target.module, functools.partial(_install, target))
     for module in (_BARRIER, _BARRIER_COPY):
         when_imported(module, _replace_barrier)
+    when_imported(_AGENT, _answer_for_workers)
+    if "RANK" in os.environ:
+        when_imported("torch.distributed", _answer_questions)
 
 
 def uninstrument() -> None:
@@ -294,6 +300,29 @@ def _replace_barrier(module: ModuleType) -> None:
 
         barrier_patch.replace()
         _undo.append(barrier_patch.restore)
+    except Exception as error:
+        _log_disabled(error)
+
+
+def _answer_for_workers(_module: ModuleType) -> None:
+    """Let torchrun's agent answer for its workers."""
+    try:
+        # torchrun imports the module of its agent after torch.
+        from tracedstore.rendezvous import agent_patch  # noqa: PLC0415 - see the docstring
+
+        agent_patch.replace()
+        _undo.append(agent_patch.restore)
+    except Exception as error:
+        _log_disabled(error)
+
+
+def _answer_questions(_module: ModuleType) -> None:
+    """Let a rank answer questions before it has created its store."""
+    try:
+        # torch's import is not complete, and this module does not import torch.
+        from tracedstore.auto import early_answers  # noqa: PLC0415 - see the docstring
+
+        early_answers.start()
     except Exception as error:
         _log_disabled(error)
 

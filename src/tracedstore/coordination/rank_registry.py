@@ -25,6 +25,7 @@ from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
 from tracedstore.core.identity import ProcessIdentity, restart_count
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
 
 # The key of a rank is this, a slash, and the rank.
@@ -119,6 +120,8 @@ def register(
         namespace=procfs.own_namespace(),
     )
     _threads.setdefault(store, {})[rank] = get_ident()
+    # What is registered can be asked from now on.
+    TELEMETRY.rank_registers()
     _write(store, known[rank])
 
 

@@ -51,6 +51,15 @@ class Unlimited(Budget):
         """Do nothing."""
 
 
+def budget_of(spans: str, rate: float, burst: int) -> Budget:
+    """Return the budget for a setting of ``spans``."""
+    if spans == "all":
+        return Unlimited()
+    if spans == "budget":
+        return Budget(rate, burst)
+    return nothing()
+
+
 def nothing() -> Budget:
     """Return a budget that admits no call."""
     return Budget(rate=0, burst=1)

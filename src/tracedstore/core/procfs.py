@@ -57,10 +57,15 @@ def read_stat(pid: int | str) -> Stat | None:
         return None
 
 
+def start_ticks(pid: int | str) -> int | None:
+    """Return when a process started; None if there is none, or no /proc."""
+    stat = read_stat(pid)
+    return None if stat is None else stat.start_ticks
+
+
 def own_start_ticks() -> int | None:
     """Return when this process started; None without /proc."""
-    stat = read_stat("self")
-    return None if stat is None else stat.start_ticks
+    return start_ticks("self")
 
 
 def own_namespace() -> str | None:

@@ -60,6 +60,9 @@ class Telemetry(Protocol):
         The exception that ended it gets the same as a note.
         """
 
+    def rank_registers(self) -> None:
+        """Note that this process is about to register its rank in a store."""
+
 
 class NullTelemetry:
     """Emits nothing. Failures go to the standard library's logging."""
@@ -108,6 +111,9 @@ class NullTelemetry:
     ) -> Mapping[str, Any]:
         """Return nothing."""
         return {}
+
+    def rank_registers(self) -> None:
+        """Do nothing."""
 
 
 NULL_TELEMETRY: Final = NullTelemetry()
@@ -174,6 +180,10 @@ class ProxyTelemetry:
     ) -> Mapping[str, Any]:
         """Forward."""
         return self._installed.explain_wait(call, error)
+
+    def rank_registers(self) -> None:
+        """Forward."""
+        self._installed.rank_registers()
 
 
 # One a process, like OpenTelemetry's global tracer provider. Events and spans are a

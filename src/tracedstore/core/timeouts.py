@@ -49,6 +49,11 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     return results[0]
 
 
+def track(thread: threading.Thread) -> None:
+    """Join a thread at exit that uses a native store, and ends when it is asked to."""
+    _threads.add(thread)
+
+
 def join_bounded_threads(timeout: float) -> bool:
     """Wait until no bounded work runs; return False after the timeout.
 
@@ -58,6 +63,8 @@ def join_bounded_threads(timeout: float) -> bool:
     deadline = time.monotonic() + timeout
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
+        if not thread.is_alive():
+            _threads.discard(thread)
     return not _threads
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tracedstore.coordination import rank_registry, validation
@@ -64,8 +64,13 @@ class LocalIdentity:
         stat = procfs.read_stat(pid)
         if not environ or stat is None:
             return None
+        return replace(cls.of_environment(environ, pid), start_ticks=stat.start_ticks)
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str], pid: int) -> "LocalIdentity":
+        """Return the identity of a process with these variables."""
         identity = ProcessIdentity.from_environment(environ)
-        return _identity(identity, environ, pid, stat.start_ticks, registered=False)
+        return _identity(identity, environ, pid, None, registered=False)
 
     def same_job(self, other: "LocalIdentity") -> bool:
         """Return whether two processes belong to the same attempt of the same job."""

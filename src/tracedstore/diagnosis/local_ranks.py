@@ -152,9 +152,9 @@ def _claimed(
         if reply is not None and reply.answer is not None:
             answers[rank] = reply.answer
             continue
-        stat = procfs.read_stat(pid)
-        ticks = None if stat is None else stat.start_ticks
-        state = procfs.process_state(pid, ticks, procfs.own_namespace())
+        state = procfs.process_state(
+            pid, procfs.start_ticks(pid), procfs.own_namespace()
+        )
         if state is not None:
             answer = _from_proc(rank, pid, state, listens=True, timeout=timeout)
             answers[rank] = replace(answer, registered=False)

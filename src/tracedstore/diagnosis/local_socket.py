@@ -46,11 +46,13 @@ class LocalSocket:
     """The socket of this process, and the thread that serves it.
 
     Attributes:
+        enabled: The setting ``answers``: nothing is started while it is off.
         identity: Returns the identity of this process.
         workers: Returns what an agent of torchrun knows about its workers.
     """
 
     def __init__(self) -> None:
+        self.enabled = True
         self._hooks_set = False
         self._listening: socket.socket | None = None
         self.reset()
@@ -68,15 +70,21 @@ class LocalSocket:
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
 
+    def enable(self, *, on: bool) -> None:
+        """Apply the setting ``answers``."""
+        self.enabled = on
+        if not on:
+            self.stop(_EXIT_TIMEOUT)
+
     def start(self) -> None:
-        """Begin to listen, unless it listens already.
+        """Begin to listen, unless it listens already or is disabled.
 
         Raises:
             OSError: The socket cannot be created.
             RuntimeError: No thread can be started.
         """
         with self._lock:
-            if self._listening is not None:
+            if self._listening is not None or not self.enabled:
                 return
             listening = _listen()
             thread = threading.Thread(

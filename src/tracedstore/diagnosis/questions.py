@@ -14,7 +14,7 @@ that is read may have been written by any client, and is validated.
 
 import json
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -278,7 +278,7 @@ def _answered_key(number: int) -> str:
 
 
 def _read_answers(
-    connection: Any, question: Question, ranks: Set[int]
+    connection: Any, question: Question, ranks: frozenset[int]
 ) -> dict[int, ProcessAnswer]:
     """Read the answers about these ranks that exist."""
     in_etcd = etcd_items(connection)

@@ -135,8 +135,9 @@ class Settings:
         slow_after: Seconds from which a call is slow.
         stall_after: Seconds after which a call in flight is reported; 0 disables the
             report.
-        answers: Answer the questions of other ranks and of ``tracedstore stacks`` about
-            what this process executes: frames of its threads, never values.
+        answers: Answer questions of other processes of the job about what this one
+            does: its Store calls, and file, line and function of its threads' stacks.
+            Only processes of the same user, and clients of the job's store, can ask.
         contended_after: Number of compare-and-sets lost in a row that is reported.
         log_format: Format of events if the application has not configured structlog.
             ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;

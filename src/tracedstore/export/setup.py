@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from tracedstore import names
 from tracedstore.coordination import rank_registry
 from tracedstore.core import timeouts
-from tracedstore.core.budget import Budget, Unlimited, nothing
+from tracedstore.core.budget import budget_of
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
 from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
@@ -28,6 +28,7 @@ from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import groups
 from tracedstore.diagnosis.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.service import Diagnosis
+from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
@@ -171,6 +172,10 @@ class ConfiguredTelemetry:
         """Return event fields on whom a call waited for."""
         return self._diagnosis.explain(call, error)
 
+    def rank_registers(self) -> None:
+        """Answer questions from a process's first registration on."""
+        RECORDER.failures.guarded(names.DIAGNOSIS, LOCAL_SOCKET.start)
+
     # What `configure`, `shutdown` and a fork do with it.
 
     def start(self) -> None:
@@ -181,7 +186,9 @@ class ConfiguredTelemetry:
         never = float("inf")
         RECORDER.overdue_ns = (settings.stall_after or never) * 1e9
         RECORDER.contended_after = settings.contended_after
-        RECORDER.budget = _budget(settings)
+        RECORDER.budget = budget_of(
+            settings.spans, settings.span_rate, settings.span_burst
+        )
         RECORDER.failures.rearm()
         TELEMETRY.install(self)
         RECORDER.observers.set(self._observers)
@@ -197,6 +204,7 @@ class ConfiguredTelemetry:
         except Exception as error:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.on = not settings.disabled
+        LOCAL_SOCKET.enable(on=settings.answers and not settings.disabled)
         if settings.http_port is not None and not settings.disabled:
             RECORDER.failures.guarded(names.ENDPOINT, self._start_endpoint)
 
@@ -364,6 +372,7 @@ def shutdown(timeout: float = 5.0) -> None:
             return
         ended.stop(timeout)
     deadline = time.monotonic() + timeout
+    LOCAL_SOCKET.stop(timeout)
     ended.end(timeout)
     _event_writer.stop(max(0.0, deadline - time.monotonic()))
 
@@ -371,14 +380,6 @@ def shutdown(timeout: float = 5.0) -> None:
 def in_flight() -> list[inflight.InFlight]:
     """Return the Store calls of this process that have not returned, oldest first."""
     return inflight.in_flight(RECORDER)
-
-
-def _budget(settings: Settings) -> Budget:
-    if settings.spans == "all":
-        return Unlimited()
-    if settings.spans == "budget":
-        return Budget(settings.span_rate, settings.span_burst)
-    return nothing()
 
 
 def _set_hooks() -> None:
@@ -398,6 +399,7 @@ def _at_exit() -> None:
             return max(0.0, deadline - time.monotonic())
 
         WATCHER.stop(left())
+        LOCAL_SOCKET.stop(left())
         _telemetry.stop(left())
         # The application ends its own provider.
         if _telemetry.own_provider is not None:

@@ -27,6 +27,7 @@ from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
+from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
@@ -132,6 +133,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
             _guarded(barrier_patch.replace)
+            _guarded(agent_patch.replace)
         _guarded(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
