@@ -1,4 +1,7 @@
-"""Detects a TCPStore without importing torch, which takes seconds.
+"""Speaks to a TCPStore server without torch's client.
+
+Importing torch takes seconds, and its client may wait without end for a server that
+does not answer.
 
 A torch client begins with two requests: VALIDATE, and PING with a number that the
 server echoes. A server that echoes it is a TCPStore; torch cannot read another. The
@@ -16,6 +19,11 @@ _KNOWN_TORCH = (2, 13)
 _NONCE = 0x74726163
 _REQUEST = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NONCE)
 _RESPONSE = struct.pack("=I", _NONCE)
+# The server counts clients under this key, which torch's own methods cannot address.
+_JOINED_KEY = b"init/"
+# ADD (4) of 0 to it; the response is the sum.
+_JOINED_REQUEST = struct.pack(f"=BQ{len(_JOINED_KEY)}sq", 4, 5, _JOINED_KEY, 0)
+_JOINED_RESPONSE = struct.Struct("=q")
 
 
 def probe(connection: socket.socket) -> bool:
@@ -23,16 +31,37 @@ def probe(connection: socket.socket) -> bool:
 
     Blocks until the server answers or hangs up, or the connection times out.
     """
-    received = b""
     try:
         connection.sendall(_REQUEST)
-        while len(received) < len(_RESPONSE):
-            if not (more := connection.recv(len(_RESPONSE) - len(received))):
-                break
-            received += more
+        return _receive(connection, len(_RESPONSE)) == _RESPONSE
     except ConnectionError:
         return False
-    return received == _RESPONSE
+
+
+def joined_count(connection: socket.socket) -> int:
+    """Return how many clients of the job have joined, as torch's message counts them.
+
+    Only after `probe`, which begins the conversation.
+
+    Raises:
+        OSError: The server does not answer in time, or hung up.
+    """
+    connection.sendall(_JOINED_REQUEST)
+    response = _receive(connection, _JOINED_RESPONSE.size)
+    if len(response) < _JOINED_RESPONSE.size:
+        raise ConnectionError("the server hung up")
+    (count,) = _JOINED_RESPONSE.unpack(response)
+    return int(count)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Receive so many bytes; fewer if the server hangs up."""
+    received = b""
+    while len(received) < size:
+        if not (more := connection.recv(size - len(received))):
+            break
+        received += more
+    return received
 
 
 def is_supported() -> bool:
