@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from tracedstore.attach import tcpstore_probe
+from tracedstore.diagnosis import tcpstore_probe
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "legacy"])

@@ -196,7 +196,7 @@ class TestCycles:
 
 def test_random_victims_are_named_and_no_other() -> None:
     """Whatever the size and the victims, exactly the victims are named."""
-    generator = random.Random(7)  # noqa: S311 - a repeatable choice of victims
+    generator = random.Random(7)
     for _ in range(200):
         world_size = generator.randint(2, 64)
         victims = tuple(

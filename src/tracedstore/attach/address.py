@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from tracedstore.attach import tcpstore_probe
 from tracedstore.attach.child_process import (
     ChildTimeoutError,
     Heartbeat,
@@ -23,6 +22,7 @@ from tracedstore.attach.child_process import (
 )
 from tracedstore.attach.torch_import import interruptible_import
 from tracedstore.core.errors import CommandError
+from tracedstore.diagnosis import tcpstore_probe
 
 if TYPE_CHECKING:
     from tracedstore.attach.snapshot import StoreSnapshot

@@ -7,6 +7,8 @@ gets the store that it would have without tracedstore.
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 from torch.distributed import ProcessGroup, Store
@@ -17,7 +19,14 @@ from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import bottom_of, process_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout
-from tracedstore.diagnosis import groups, incarnations, stalled, stamps
+from tracedstore.diagnosis import (
+    connect_target,
+    connecting,
+    groups,
+    incarnations,
+    stalled,
+    stamps,
+)
 from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
@@ -31,7 +40,12 @@ def rendezvous(
     original: Callable[..., Iterator[RendezvousResult]], *args: Any, **kwargs: Any
 ) -> Iterator[RendezvousResult]:
     """Replace the rendezvous handler of an init method."""
-    for store, rank, world_size in original(*args, **kwargs):
+    results = original(*args, **kwargs)
+    with _watch_connecting(args, kwargs):
+        first = next(results, None)
+    if first is None:
+        return
+    for store, rank, world_size in chain([first], results):
         yield _trace_and_register(store, rank, world_size), rank, world_size
 
 
@@ -82,6 +96,22 @@ def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> St
         # that is closed.
         store.close()
     return store
+
+
+def _watch_connecting(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Diagnose the constructor of the store of an init method."""
+    target = None
+    try:
+        ensure_configured()
+        target = connect_target.from_url(args[0], kwargs.get("timeout"))
+        if target is not None and target.rank is not None and target.world_size:
+            # Before the first event: a URL may have the rank, and no variable.
+            set_identity(target.rank, target.world_size)
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+    return connecting.watched(target)
 
 
 def _bind(

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import (
+    find_absent,
     list_keys,
     read_existing,
     side_connection,
@@ -105,8 +106,25 @@ def register(
     known = _registered.setdefault(store, {})
     if rank in known:
         return
+    known[rank] = _own_entry(rank, world_size, answers)
+    _threads.setdefault(store, {})[rank] = get_ident()
+    # What is registered can be asked from now on.
+    TELEMETRY.rank_registers()
+    _write(store, known[rank])
+
+
+def register_early(store: Any, rank: int, world_size: int) -> None:
+    """Write the entry of a rank through a connection that is not the job's.
+
+    For a rank that is still in the constructor of its store. `register` writes the
+    entry again.
+    """
+    _write(store, _own_entry(rank, world_size, None))
+
+
+def _own_entry(rank: int, world_size: int, answers: str | None) -> RankInfo:
     identity = ProcessIdentity.from_environment(os.environ)
-    known[rank] = RankInfo(
+    return RankInfo(
         rank=rank,
         host=identity.host,
         pid=os.getpid(),
@@ -119,10 +137,6 @@ def register(
         start_ticks=procfs.own_start_ticks(),
         namespace=procfs.own_namespace(),
     )
-    _threads.setdefault(store, {})[rank] = get_ident()
-    # What is registered can be asked from now on.
-    TELEMETRY.rank_registers()
-    _write(store, known[rank])
 
 
 def set_metrics_address(metrics: str | None) -> None:
@@ -185,6 +199,21 @@ def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
     """
     entries = map(parse_entry, read_existing(store, [_key(rank) for rank in ranks]))
     return {info.rank: info for info in entries if info is not None}
+
+
+def registered_ranks(store: Any, world_size: int) -> set[int]:
+    """Return the ranks with an entry, in one request if the store lists its keys."""
+    if hasattr(store, "list_keys"):
+        numbers = (
+            key.rpartition("/")[2] for key in list_keys(store) if prefix_of(key) == ""
+        )
+        found = (int(number) for number in numbers if len(number) < len(str(MAX_RANKS)))
+        return {rank for rank in found if rank < world_size}
+    ranks = range(world_size)
+    absent = find_absent(
+        lambda some: bool(store.check([_key(rank) for rank in some])), ranks
+    )
+    return set(ranks).difference(absent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,10 @@ from tracedstore.diagnosis.blocked_record import (
 from tracedstore.diagnosis.questions import polling_interval_of_rank
 from tracedstore.diagnosis.responder import Responder
 from tracedstore.diagnosis.server import check_reachable
+from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
-# The latest verdict, the number of verdicts so far, and the number of processes that
-# looked for the next one.
-VERDICT: Final = "tracedstore/VERDICT"
+# The number of verdicts so far, and of the processes that looked for the next one.
 _VERDICT_COUNT: Final = "tracedstore/VERDICTS"
 _LOOKERS: Final = "tracedstore/DIAGNOSING"
 

@@ -1,10 +1,15 @@
 """Reports a stall: the event, and the gauges while it lasts."""
 
+from typing import Final
+
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.stall_stats import StalledJob
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.verdict import Verdict
+
+# The key of the latest verdict, for the other ranks and for ``tracedstore status``.
+VERDICT: Final = "tracedstore/VERDICT"
 
 
 def report(wait: object, verdict: Verdict) -> None:

@@ -27,8 +27,8 @@ from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import groups
 from tracedstore.diagnosis.key_writers import KEY_WRITERS
-from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls

@@ -4,31 +4,30 @@ torch's message is "the connection has failed, see inner exception". This module
 the inner exception that matters, and has the remedy for it.
 """
 
-import errno
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tracedstore.core.errors import error_message
+from tracedstore.diagnosis.error_causes import (
+    ADDRESS_IN_USE,
+    CLOSED,
+    CONNECTION_LOST,
+    CORRUPT_STATE,
+    NAME_RESOLUTION,
+    NO_ANSWER,
+    NO_ROOM,
+    NOT_WRITTEN,
+    REFUSED,
+    TLS,
+    TOO_FEW_NODES,
+    UNKNOWN,
+    UNREACHABLE,
+    V2_API_OFF,
+    classify,
+    probe_endpoint,
+)
 
 _MAX_CAUSES = 8
-# Seconds for connecting once more to an endpoint that did not answer.
-_PROBE_TIMEOUT = 2.0
-
-NAME_RESOLUTION = "name_resolution"
-REFUSED = "refused"
-UNREACHABLE = "unreachable"
-NO_ANSWER = "no_answer"
-CONNECTION_LOST = "connection_lost"
-ADDRESS_IN_USE = "address_in_use"
-TLS = "tls"
-V2_API_OFF = "v2_api_off"
-CORRUPT_STATE = "corrupt_state"
-NOT_WRITTEN = "not_written"
-TOO_FEW_NODES = "too_few_nodes"
-NO_ROOM = "no_room"
-CLOSED = "closed"
-UNKNOWN = "unknown"
 
 _REMEDIES = {
     NAME_RESOLUTION: "the host name of the endpoint cannot be resolved here",
@@ -68,45 +67,6 @@ _REMEDIES = {
     ),
 }
 
-# By the name of the class or of a base, because these libraries may not be installed.
-_BY_CLASS = {
-    "NameResolutionError": NAME_RESOLUTION,
-    "gaierror": NAME_RESOLUTION,
-    "ConnectionRefusedError": REFUSED,
-    "ConnectionResetError": CONNECTION_LOST,
-    "BrokenPipeError": CONNECTION_LOST,
-    "RemoteDisconnected": CONNECTION_LOST,
-    "IncompleteRead": CONNECTION_LOST,
-    "ProtocolError": CONNECTION_LOST,
-    "SSLError": TLS,
-    "ReadTimeoutError": NO_ANSWER,
-    "ConnectTimeoutError": NO_ANSWER,
-    "TimeoutError": NO_ANSWER,
-    "RendezvousStateError": CORRUPT_STATE,
-    "RendezvousClosedError": CLOSED,
-}
-# By the message text of torch's C++ and python-etcd, which have no classes for these.
-_BY_TEXT = {
-    "name or service not known": NAME_RESOLUTION,
-    "cannot be retrieved (gai error": NAME_RESOLUTION,
-    "eaddrinuse": ADDRESS_IN_USE,
-    "address already in use": ADDRESS_IN_USE,
-    "connection refused": REFUSED,
-    "404 page not found": V2_API_OFF,
-    "certificate": TLS,
-    "wait timeout": NOT_WRITTEN,
-    "timeout waiting for key": NOT_WRITTEN,
-    "connection reset": CONNECTION_LOST,
-    "broken pipe": CONNECTION_LOST,
-    "timed out": NO_ANSWER,
-    "timeout": NO_ANSWER,
-}
-_BY_ERRNO = {
-    errno.EHOSTUNREACH: UNREACHABLE,
-    errno.ENETUNREACH: UNREACHABLE,
-    errno.EADDRINUSE: ADDRESS_IN_USE,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -139,7 +99,7 @@ def diagnose(
     """
     chain = list(_chain(error))
     # The last classified exception is the one nearest to the root.
-    classified = [cause for cause in map(_classify, chain) if cause]
+    classified = [cause for cause in map(classify, chain) if cause]
     cause = classified[-1] if classified else UNKNOWN
     if cause in (NO_ANSWER, CONNECTION_LOST) and endpoint is not None:
         cause = probe_endpoint(*endpoint) or cause
@@ -162,26 +122,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _describe(error: BaseException) -> str:
     message = error_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _classify(error: BaseException) -> str:
-    if type(error) is LookupError:  # EtcdStore raises it for a missing key
-        return NOT_WRITTEN
-    for base in type(error).__mro__:
-        if base.__name__ in _BY_CLASS:
-            return _BY_CLASS[base.__name__]
-    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
-        return _BY_ERRNO[error.errno]
-    text = error_message(error).lower()
-    # torch's C++ has one class for all connection failures.
-    default = CONNECTION_LOST if type(error).__name__ == "DistNetworkError" else ""
-    return next((c for part, c in _BY_TEXT.items() if part in text), default)
-
-
-def probe_endpoint(host: str, port: int) -> str:
-    """Connect once; return the cause if that fails, else ""."""
-    try:
-        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
-    except OSError as error:
-        return _classify(error)
-    return ""

@@ -10,16 +10,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.rendezvous.causes import (
+from tracedstore.diagnosis.error_causes import (
     NO_ANSWER,
     NO_ROOM,
     NOT_WRITTEN,
     TOO_FEW_NODES,
     UNKNOWN,
-    Diagnosis,
-    diagnose,
     probe_endpoint,
 )
+from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024

@@ -1,0 +1,208 @@
+"""Connecting as a phase of a job: reports a store's constructor that does not return.
+
+The spelling of the address is checked before torch connects. While the constructor
+lasts, the watcher looks at it: on the serving rank, which ranks have not connected; on
+the others, what a connection attempt of our own runs into. An exception of the
+constructor gets the verdict as a note, and is otherwise unchanged.
+"""
+
+import hashlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+from tracedstore import names
+from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.diagnosis import error_causes, reach, stalled
+from tracedstore.diagnosis.connect_target import ConnectTarget
+from tracedstore.diagnosis.serving import ServerSide
+from tracedstore.diagnosis.verdict import Verdict
+
+# Seconds after which the serving rank publishes what it waits for.
+_PUBLISH_AFTER = 1.0
+# Seconds that a constructor which has ended waits for the last step of the diagnosis.
+_END_TIMEOUT = 1.0
+
+_guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
+
+
+@contextmanager
+def watched(target: ConnectTarget | None) -> Iterator[None]:
+    """Diagnose a store's constructor that runs in this context.
+
+    Args:
+        target: Where it connects to; None if that is unknown, and nothing is done.
+    """
+    if target is None or target.path or not RECORDER.on:
+        yield
+        return
+    phase = ConnectingPhase(target, RECORDER.overdue_ns / 1e9)
+    _guarded(phase.start)
+    try:
+        yield
+    except BaseException as error:
+        _guarded(phase.failed, error)
+        raise
+    _guarded(phase.returned)
+
+
+class ConnectingPhase:
+    """One call of a store's constructor.
+
+    Args:
+        target: Where it connects to.
+        stall_after: Seconds after which it counts as stalled; infinity for never.
+    """
+
+    def __init__(self, target: ConnectTarget, stall_after: float) -> None:
+        self._target = target
+        self._stall_after = stall_after
+        # Early enough for the note of the exception at the timeout.
+        self._look_after = min(stall_after, target.timeout / 2)
+        first = self._look_after
+        self._server: ServerSide | None = None
+        if target.serving and (target.world_size or 0) > 1:
+            self._server = ServerSide(target, time.time())
+            first = min(first, _PUBLISH_AFTER)
+        self._watch = Watch(names.DIAGNOSIS, self._step, first)
+        self._lock = threading.Lock()
+        self._busy = False
+        self._ended = False
+        self._verdict: Verdict | None = None
+        self._reported = False
+        self._claim: socket.socket | None = None
+
+    def start(self) -> None:
+        """Check the spelling of the address, and watch the constructor."""
+        defect = self._target.check_spelling()
+        if defect is not None:
+            self._verdict = reach.from_defect(self._target, defect)
+            self._report()
+        if math.isfinite(self._watch.after):
+            WATCHER.add(self._watch)
+
+    def failed(self, error: BaseException) -> None:
+        """Add the verdict to the exception that ends the constructor."""
+        verdict = self._end()
+        # Nothing to withdraw: the server ended with the constructor.
+        if not isinstance(error, Exception):
+            return
+        cause = error_causes.classify(error)
+        if cause == error_causes.ADDRESS_IN_USE:
+            verdict = run_with_timeout(
+                _END_TIMEOUT, partial(reach.port_in_use, self._target)
+            )
+        elif verdict is None and not self._target.serving:
+            # It failed before the first look.
+            unreached = reach.Reach(result=cause or error_causes.UNKNOWN)
+            verdict = reach.verdict(self._target, unreached, 0)
+        if verdict is None:
+            return
+        self._verdict = replace(verdict, waited_seconds=self._waited())
+        error.add_note(f"tracedstore: {self._verdict.describe()}")
+        if math.isfinite(self._stall_after) and not self._reported:
+            self._report()
+        stalled.failed(self)
+        self._release()
+
+    def returned(self) -> None:
+        """Withdraw what was published: the constructor has returned."""
+        verdict = self._end()
+        if self._server is not None:
+            with suppress(TimeoutError):
+                run_with_timeout(_END_TIMEOUT, self._server.withdraw)
+        if verdict is not None and self._reported:
+            stalled.resumed(self, replace(verdict, waited_seconds=self._waited()))
+        self._release()
+
+    def _end(self) -> Verdict | None:
+        WATCHER.remove(self._watch)
+        with self._lock:
+            self._ended = True
+            return self._verdict
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._watch.started
+
+    # In the watcher's thread and in bounded threads.
+
+    def _step(self) -> float:
+        """Start what is due; return the seconds until the next step."""
+        waited = self._waited()
+        with self._lock:
+            busy, self._busy = self._busy, True
+        if not busy:
+            work = self._look if waited >= self._look_after else self._publish
+            # The other watches must not wait for it.
+            with suppress(TimeoutError):
+                run_with_timeout(0, partial(self._run, work))
+        points = (self._look_after, self._stall_after, 2 * waited)
+        return min(point for point in points if point > waited) - waited
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, RuntimeError):
+            # The store's: a server that ended, or has not begun to listen.
+            return
+        except Exception as error:
+            RECORDER.failures.add(names.DIAGNOSIS, error)
+        finally:
+            with self._lock:
+                self._busy = False
+
+    def _publish(self) -> None:
+        if self._server is not None:
+            self._server.publish()
+
+    def _look(self) -> None:
+        reached = reach.examine(self._target, os.environ)
+        found = reach.verdict(self._target, reached, self._waited())
+        if self._server is not None and reached.result == reach.ANSWERED:
+            found = self._server.verdict(reached, self._waited())
+        with self._lock:
+            if self._ended:
+                return
+            self._verdict = found
+        if self._waited() >= self._stall_after:
+            self._report()
+
+    def _report(self) -> None:
+        verdict = self._verdict
+        if verdict is None:
+            return
+        if self._server is None and self._claim is None:
+            # The ranks that cannot connect share no store, and a host may have many.
+            self._claim = claim(f"{self._target.server}/{verdict.cause}")
+            if self._claim is None:
+                return
+        self._reported = True
+        stalled.report(self, verdict)
+
+
+def claim(what: str) -> socket.socket | None:
+    """Claim a report for this process; None if another one of this host has it.
+
+    The claim lasts until the socket is closed or the process ends.
+    """
+    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = hashlib.sha256(f"{os.getuid()}/{what}".encode()).hexdigest()
+    try:
+        # In Linux's abstract namespace, where no file is left behind.
+        claimed.bind(f"\0tracedstore/{name}")
+    except OSError:
+        claimed.close()
+        return None
+    return claimed

@@ -1,0 +1,200 @@
+"""The serving rank while it waits for its clients: who has not connected.
+
+torch's server blocks in its constructor until ``world_size`` clients have joined. A
+second client, which does not count as one that joined, registers this rank, publishes
+what it waits for, and reads which ranks have registered.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from tracedstore.coordination import ranges, rank_registry
+from tracedstore.coordination.decoders import auto, default_name, name_of
+from tracedstore.core.identity import restart_count
+from tracedstore.diagnosis import judge
+from tracedstore.diagnosis.addresses import check_loopback
+from tracedstore.diagnosis.blocked_record import (
+    BlockedRecord,
+    publish_blocked,
+    withdraw_blocked,
+)
+from tracedstore.diagnosis.connect_target import ConnectTarget
+from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.reach import PHASE, Reach
+from tracedstore.diagnosis.stalled import VERDICT
+from tracedstore.diagnosis.verdict import (
+    MAX_AWAITED,
+    REMEDIES,
+    AwaitedRank,
+    Verdict,
+    worst,
+)
+
+_CONNECT_TIMEOUT = timedelta(seconds=2)
+# Seconds between joining and registering, in which a rank wraps its store.
+_REGISTRATION_DELAY = 0.5
+# Seconds for the processes of absent ranks to answer.
+_ANSWER_TIMEOUT = 2.0
+# Entries that are read for the run ids of other jobs.
+_MAX_ENTRIES_READ = 256
+
+
+class ServerSide:
+    """The second client of a serving rank.
+
+    Its methods do I/O: call them in a bounded thread.
+    """
+
+    def __init__(self, target: ConnectTarget, started: float) -> None:
+        self._target = target
+        self._rank = target.rank or 0
+        self._world_size = target.world_size or 0
+        self._started = started
+        self._client: Any = None
+        self._lock = threading.Lock()
+        self._published = self._withdrawn = False
+
+    def publish(self) -> set[int]:
+        """Register this rank, publish its wait; return the ranks without an entry."""
+        if self._client is None:
+            # Not MASTER_ADDR, which may lead to another machine. Without a world size,
+            # because a client with one counts as joined.
+            client = TCPStore(
+                "127.0.0.1",
+                self._target.port,
+                timeout=_CONNECT_TIMEOUT,
+            )
+            rank_registry.register_early(client, self._rank, self._world_size)
+            self._client = client
+        absent = self._absent()
+        with self._lock:
+            if not self._withdrawn:
+                publish_blocked(
+                    self._client, self._record(absent), first=not self._published
+                )
+                self._published = True
+        return absent
+
+    def verdict(self, reach: Reach, waited_seconds: float) -> Verdict | None:
+        """Name the ranks that have not connected; None if all have."""
+        absent = self.publish()
+        joined = reach.joined
+        present = self._world_size - len(absent)
+        if joined is not None and joined > present:
+            # They joined and have not registered yet, or they are not traced.
+            time.sleep(_REGISTRATION_DELAY)
+            absent = self.publish()
+            present = self._world_size - len(absent)
+        if not absent or (joined is not None and joined >= self._world_size):
+            return None
+        found = self._verdict(absent, joined, reach, waited_seconds)
+        with self._lock:
+            if not self._withdrawn:
+                self._client.set(VERDICT, found.to_bytes())
+        return found
+
+    def withdraw(self) -> None:
+        """Delete what was published: the wait has ended."""
+        with self._lock:
+            self._withdrawn = True
+            if self._client is not None:
+                withdraw_blocked(self._client, self._rank)
+                self._client.delete_key(VERDICT)
+
+    def _absent(self) -> set[int]:
+        present = rank_registry.registered_ranks(self._client, self._world_size)
+        return set(range(self._world_size)).difference(present)
+
+    def _verdict(
+        self,
+        absent: Collection[int],
+        joined: int | None,
+        reach: Reach,
+        waited_seconds: float,
+    ) -> Verdict:
+        size = self._world_size
+        present = size - len(absent)
+        ranks = tuple(sorted(absent))
+        known = ""
+        if joined is None or joined > present:
+            # Some of them joined without an entry, so none of them can be named.
+            count = "an unknown number" if joined is None else str(joined - present)
+            known = (
+                f"ranks {ranges.fold(ranks)} have no entry in the store, of which"
+                f" {count} joined untraced"
+            )
+            ranks = ()
+        evidence = self._evidence(absent, joined, reach)
+        awaited = self._awaited(ranks)
+        return Verdict(
+            phase=PHASE,
+            cause=worst(one.cause for one in awaited),
+            awaited=awaited,
+            awaited_ranks=ranks,
+            known=known,
+            waiting_ranks=(self._rank,),
+            waited_seconds=waited_seconds,
+            evidence=evidence,
+            remedy=REMEDIES["not_started"],
+            time=time.time(),
+        )
+
+    def _evidence(
+        self, absent: Collection[int], joined: int | None, reach: Reach
+    ) -> tuple[str, ...]:
+        target, size = self._target, self._world_size
+        registered = sorted(set(range(size)).difference(absent))
+        count = "" if joined is None else f"{joined} of {size} clients joined; "
+        ranks = ranges.fold(registered)
+        evidence = [f"{count}ranks {ranks} are registered at {target.server}"]
+        loopback = check_loopback(
+            target.host_name, target.host, reach.addresses, os.environ
+        )
+        if loopback is not None:
+            evidence.append(loopback.finding)
+        entries = rank_registry.read_ranks(self._client, registered[:_MAX_ENTRIES_READ])
+        own = entries.get(self._rank)
+        foreign = {
+            info.run_id: info
+            for info in entries.values()
+            if own is not None and info.run_id != own.run_id
+        }
+        for run_id, info in sorted(foreign.items(), key=lambda item: item[1].rank)[:2]:
+            evidence.append(
+                f"rank {info.rank} (pid {info.pid} on {info.host}) belongs to run"
+                f" {run_id!r}, not {own.run_id if own else None!r}: two jobs may share"
+                " this store"
+            )
+        return tuple(evidence)
+
+    def _record(self, absent: Collection[int]) -> BlockedRecord:
+        return BlockedRecord(
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=restart_count(os.environ),
+            operation="connect",
+            keys=(),
+            phase=PHASE,
+            awaits=tuple(sorted(absent)),
+            started=self._started,
+        )
+
+    def _awaited(self, ranks: Collection[int]) -> tuple[AwaitedRank, ...]:
+        """Describe the first absent ranks: some may have a process on this host."""
+        first = sorted(ranks)[:MAX_AWAITED]
+        answers = examine(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
+        decoder = auto(os.environ)
+        awaited = []
+        for rank in first:
+            host = name_of(decoder, rank)
+            host = "" if host == default_name(rank) else host
+            awaited.append(judge.examine(rank, answers.get(rank), None, host))
+        return tuple(awaited)
