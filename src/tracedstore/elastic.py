@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.diagnosis.missing_ranks import find_causes
 from tracedstore.export.setup import ensure_configured
 
 
@@ -52,4 +53,5 @@ def barrier(
         rank,
         rank_tracing_decoder,
         trace_timeout,
+        find_causes,
     ).run(warn_after)

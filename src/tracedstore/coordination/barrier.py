@@ -32,7 +32,7 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.missing_report import Examine, MissingReport
 from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
@@ -81,6 +81,7 @@ class BarrierCall:
         rank: The rank of this process, where it is known.
         decoder: Returns the name of a rank.
         trace_timeout: Seconds for ranks that arrived without a name to write it.
+        examine: Finds out why ranks do not arrive.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class BarrierCall:
         rank: int | None,
         decoder: Callable[[int], str] | None,
         trace_timeout: float,
+        examine: Examine,
     ) -> None:
         self._store = store
         self._world_size = world_size
@@ -100,6 +102,7 @@ class BarrierCall:
         self._rank = rank
         self._decoder = decoder
         self._trace_timeout = trace_timeout
+        self._examine = examine
         self._in_ledger = False
         # The position of this rank's arrival, 0 before it.
         self._order = 0
@@ -244,7 +247,7 @@ class BarrierCall:
             self._telemetry.span.suppress_call_spans(),
             side_connection(self._store) as store,
         ):
-            report = self._read_missing(store)
+            report = self._with_findings(store, self._read_missing(store))
             if report.unseen_ranks:
                 store.set(self._keys.missing_report, report.to_bytes())
             return report
@@ -283,7 +286,7 @@ class BarrierCall:
                 published = self._published_report(store)
                 if published is not None:
                     return published
-            return self._read_missing(store)
+            return self._with_findings(store, self._read_missing(store))
 
     @property
     def _name_timeout(self) -> float:
@@ -321,6 +324,16 @@ class BarrierCall:
         if report.arrived_count != store.add(self._keys.num_members, 0):
             return None
         return report if self._decoder is None else report.with_names(self._decoder)
+
+    def _with_findings(self, store: Any, report: MissingReport) -> MissingReport:
+        """Add why ranks are missing, where that is known for certain."""
+        if not report.missing_ranks:
+            return report
+        with RECORDER.unrecorded():
+            findings = guarded(
+                self._examine, store, report.missing_ranks, self._world_size
+            )
+        return report.with_findings(findings or {})
 
     def _read_missing(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)

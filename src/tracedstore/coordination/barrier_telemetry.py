@@ -171,6 +171,8 @@ class BarrierTelemetry:
             arrived_ranks=report.arrived_ranks,
             missing_ranks=report.missing_ranks,
             missing_names=report.missing_names,
+            missing_causes=report.missing_causes,
+            missing_doing=report.missing_doing,
             possibly_missing_ranks=report.possibly_missing_ranks,
             unidentified_count=report.unidentified_count,
             duplicate_ranks=report.duplicate_ranks,

@@ -23,6 +23,10 @@ class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public
         arrived_ranks: Ranks that arrived and are identified.
         missing_ranks: Ranks that did not arrive.
         missing_names: Their names, in the same order.
+        missing_causes: Why they did not arrive, in the same order: ``gone``, ``busy``,
+            ``stopped``, ``not_started``; "" where it is unknown.
+        missing_doing: What their processes do instead, in the same order; "" where it
+            is unknown.
         possibly_missing_ranks: If there were unidentified arrivals: the ranks that are
             either missing or among these arrivals. `missing_ranks` is empty then, so
             that a rank that arrived is never reported missing.
@@ -39,6 +43,8 @@ class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public
     arrived_ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
     missing_names: tuple[str, ...]
+    missing_causes: tuple[str, ...]
+    missing_doing: tuple[str, ...]
     possibly_missing_ranks: tuple[int, ...]
     unidentified_count: int
     duplicate_ranks: tuple[int, ...]

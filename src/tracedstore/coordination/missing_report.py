@@ -5,9 +5,9 @@ A rank that has read the arrivals publishes its report under the barrier's
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tracedstore.coordination import decoders, ranges, validation
 from tracedstore.coordination.arrivals import Arrivals
@@ -16,6 +16,26 @@ from tracedstore.coordination.arrivals import Arrivals
 _MAX_REPORT_BYTES = 8 * 1024 * 1024
 # Ranks may arrive more than once.
 _MAX_COUNT = 2 * ranges.MAX_RANKS
+
+
+# Ranks whose activity is part of the text; all are in the fields.
+_MAX_FINDINGS_IN_TEXT = 4
+
+
+class Finding(NamedTuple):
+    """Why a rank does not arrive.
+
+    Attributes:
+        cause: One of `diagnosis.verdict.CAUSES`.
+        doing: What its process does instead, for people; "" if that is unknown.
+    """
+
+    cause: str
+    doing: str
+
+
+# Finds out why ranks of a store do not arrive; omits ranks it knows nothing about.
+Examine = Callable[[Any, Sequence[int], int], Mapping[int, Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +54,7 @@ class MissingReport:
         uncounted_ranks: Unseen ranks that recorded an arrival but were not counted:
             they stopped while arriving.
         names: The names of the unseen ranks.
+        findings: Why unseen ranks did not arrive, where it is known.
         traceparent: The first rank's traceparent, "" if it published none.
     """
 
@@ -44,6 +65,7 @@ class MissingReport:
     duplicate_ranks: tuple[int, ...]
     names: Mapping[int, str]
     uncounted_ranks: tuple[int, ...] = ()
+    findings: Mapping[int, Finding] = field(default_factory=dict)
     traceparent: str = ""
 
     @classmethod
@@ -79,6 +101,23 @@ class MissingReport:
         """Return the report with the names that a decoder returns."""
         names = {rank: decoders.name_of(decoder, rank) for rank in self.unseen_ranks}
         return replace(self, names=names)
+
+    def with_findings(self, findings: Mapping[int, Finding]) -> "MissingReport":
+        """Return the report with why its ranks did not arrive."""
+        return replace(self, findings=findings)
+
+    @property
+    def missing_causes(self) -> tuple[str, ...]:
+        """The causes of the missing ranks, in the same order; "" where unknown."""
+        return tuple(self._finding(rank).cause for rank in self.missing_ranks)
+
+    @property
+    def missing_doing(self) -> tuple[str, ...]:
+        """What the missing ranks do instead, in the same order; "" where unknown."""
+        return tuple(self._finding(rank).doing for rank in self.missing_ranks)
+
+    def _finding(self, rank: int) -> Finding:
+        return self.findings.get(rank) or Finding("", "")
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -121,6 +160,11 @@ class MissingReport:
             parts.append(
                 ranges.describe(self.missing_ranks, self.world_size, self._name)
             )
+            found = [rank for rank in self.missing_ranks if self._finding(rank).doing]
+            parts += [
+                f"rank {rank}: {self._finding(rank).doing}"
+                for rank in found[:_MAX_FINDINGS_IN_TEXT]
+            ]
         elif self.arrived_count == 0:
             parts.append("the missing ranks could not be determined")
         elif self.possibly_missing_ranks:
@@ -148,6 +192,8 @@ class MissingReport:
             "arrived_count": self.arrived_count,
             "missing_ranks": list(self.missing_ranks),
             "missing_names": list(self.missing_names),
+            "missing_causes": list(self.missing_causes),
+            "missing_doing": list(self.missing_doing),
             "possibly_missing_ranks": list(self.possibly_missing_ranks),
             "unidentified_count": self.unidentified_count,
         }
@@ -162,6 +208,7 @@ class MissingReport:
                 "duplicate_ranks": ranges.fold(self.duplicate_ranks),
                 "uncounted_ranks": ranges.fold(self.uncounted_ranks),
                 "names": dict(self.names),
+                "findings": dict(self.findings),
                 "traceparent": self.traceparent,
             }
         ).encode()
@@ -185,6 +232,12 @@ class MissingReport:
                         validation.text(name)
                     )
                     for rank, name in fields["names"].items()
+                },
+                findings={
+                    validation.digits(rank.encode(), ranges.MAX_RANKS): Finding(
+                        validation.text(cause), validation.text(doing) if doing else ""
+                    )
+                    for rank, (cause, doing) in fields.get("findings", {}).items()
                 },
                 traceparent=_traceparent(fields.get("traceparent", "")),
             )

@@ -123,7 +123,7 @@ def examine(
             rank=rank,
             host=host,
             cause="not_started",
-            doing="never connected to this store",
+            doing="never registered in this store",
         )
     if answer is None or answer.state == "silent":
         doing = "registered, but no process of its host answers"
@@ -224,7 +224,7 @@ def _name_blocked(
             host=blocked[rank].host,
             pid=blocked[rank].pid,
             cause=cause,
-            doing=_wait_text(blocked[rank]),
+            doing=describe_wait(blocked[rank]),
         )
         for rank in named[:MAX_AWAITED]
     )
@@ -274,14 +274,15 @@ def _wait_texts(
     """Return what ranks wait for, those that wait for the same in one text."""
     by_wait: dict[str, list[int]] = {}
     for rank in ranks:
-        by_wait.setdefault(_wait_text(blocked[rank]), []).append(rank)
+        by_wait.setdefault(describe_wait(blocked[rank]), []).append(rank)
     return [
         f"{'ranks' if len(some) > 1 else 'rank'} {ranges.fold(some)}: {text}"
         for text, some in list(by_wait.items())[:_MAX_CYCLE_SHOWN]
     ]
 
 
-def _wait_text(record: BlockedRecord) -> str:
+def describe_wait(record: BlockedRecord) -> str:
+    """Describe what a blocked rank waits for."""
     key = f", key {record.keys[0]}" if record.keys else ""
     awaits = "" if not record.awaits else f", for rank {ranges.fold(record.awaits)}"
     phase_has_key = record.keys and record.phase == f"key {record.keys[0]}"

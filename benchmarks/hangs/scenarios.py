@@ -1,0 +1,253 @@
+"""The hangs, each as what its ranks do.
+
+A rank runs `Scenario.run` in a process of its own, below `tracedstore.instrument()`.
+Victims call `Hang.here` where the others begin to wait for them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+import tracedstore
+from tracedstore.diagnosis.verdict import Cause
+
+# How a victim hangs: it sleeps in Python code, is stopped or killed by a signal, or is
+# never started.
+Kind = Literal["busy", "stopped", "gone", "not_started"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """What a rank of a case gets.
+
+    Attributes:
+        rank: The rank.
+        world_size: The number of ranks.
+        victims: The ranks that cause the hang.
+        init_method: Where the ranks meet: ``env://``, ``file://...``.
+        timeout: Seconds after which waits time out.
+        reached: Called by a victim at the point where it hangs.
+    """
+
+    rank: int
+    world_size: int
+    victims: tuple[int, ...]
+    init_method: str
+    timeout: float
+    reached: Callable[[], None]
+
+    def here(self) -> None:
+        """Hang, if this rank is a victim."""
+        if self.rank in self.victims:
+            self.reached()
+            load_dataset(self.timeout)
+
+    def init(self) -> None:
+        """Create the default process group."""
+        dist.init_process_group(
+            "gloo",
+            init_method=self.init_method,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def store(self) -> dist.Store:
+        """Return the default group's store, with the timeout of the case."""
+        store: dist.Store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public function
+        store.set_timeout(timedelta(seconds=self.timeout))
+        return store
+
+
+def load_dataset(timeout: float) -> None:
+    """Be busy elsewhere, for longer than the others wait."""
+    time.sleep(3 * timeout)
+
+
+def before_init(hang: Hang) -> None:
+    """A rank does not reach init_process_group."""
+    hang.here()
+    hang.init()
+
+
+def new_group(hang: Hang) -> None:
+    """A rank does not reach new_group, which all ranks call."""
+    hang.init()
+    hang.here()
+    dist.new_group(
+        list(range(hang.world_size)), timeout=timedelta(seconds=hang.timeout)
+    )
+
+
+def new_group_of_some(hang: Hang) -> None:
+    """A member of a group that not all ranks are in does not create it."""
+    hang.init()
+    outsiders = [r for r in range(hang.world_size) if r not in hang.victims][-1:]
+    if hang.world_size == 2:
+        outsiders = []
+    hang.here()
+    members = [r for r in range(hang.world_size) if r not in outsiders]
+    group = dist.new_group(members, timeout=timedelta(seconds=hang.timeout))
+    del group
+
+
+def one_key_a_rank(hang: Hang) -> None:
+    """Every rank writes a key with its rank in it, and waits for all of them."""
+    hang.init()
+    store = hang.store()
+    store.set(f"ready/0/{hang.rank}", "")
+    store.wait([f"ready/0/{rank}" for rank in range(hang.world_size)])
+    hang.here()
+    store.set(f"ready/1/{hang.rank}", "")
+    store.wait([f"ready/1/{rank}" for rank in range(hang.world_size)])
+
+
+def key_of_one_writer(hang: Hang) -> None:
+    """One rank writes the same family of keys each time."""
+    hang.init()
+    store = hang.store()
+    for epoch in range(3):
+        if epoch == 2:
+            hang.here()
+        if hang.rank == hang.victims[0]:
+            store.set(f"epoch/{epoch}/go", "")
+        store.wait([f"epoch/{epoch}/go"])
+
+
+def unknown_key(hang: Hang) -> None:
+    """A key that was never written before; all other ranks wait for it."""
+    hang.init()
+    hang.here()
+    hang.store().get("an unknown key")
+
+
+def store_barrier(hang: Hang) -> None:
+    """Torch's generic barrier, below PrefixStores."""
+    hang.init()
+    hang.here()
+    barrier = getattr(hang.store(), "barrier")  # noqa: B009 - torch's stubs lack it
+    barrier("all", hang.world_size, timedelta(seconds=hang.timeout))
+
+
+def elastic_barrier(hang: Hang) -> None:
+    """This package's barrier, in place of torch's."""
+    hang.init()
+    hang.here()
+    tracedstore.barrier(
+        hang.store(),
+        hang.world_size,
+        "checkpoint/7",
+        barrier_timeout=hang.timeout,
+        rank=hang.rank,
+        warn_after=2,
+    )
+
+
+def unique_id(hang: Hang) -> None:
+    """The exchange of the NCCL unique id, with its key: rank 0 is the victim."""
+    hang.init()
+    store = dist.PrefixStore("0//cuda/", hang.store())
+    hang.here()
+    if hang.rank == 0:
+        store.set("0", "id")
+    store.get("0")
+
+
+def diverged(hang: Hang) -> None:
+    """A victim has created one group more than the others."""
+    hang.init()
+    if hang.rank in hang.victims:
+        # A group of its own, without the others: its next group has another name.
+        dist.new_group([hang.rank], use_local_synchronization=True)
+        hang.reached()
+    dist.new_group(
+        list(range(hang.world_size)),
+        timeout=timedelta(seconds=hang.timeout),
+        use_local_synchronization=True,
+    )
+
+
+def slow(hang: Hang) -> None:
+    """Nothing hangs: a rank is late, but not for long."""
+    hang.init()
+    if hang.rank in hang.victims:
+        hang.reached()
+        time.sleep(hang.timeout / 8)
+    dist.new_group(list(range(hang.world_size)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A hang.
+
+    Attributes:
+        run: What every rank does.
+        kinds: How its victims may hang.
+        causes: The causes that a right verdict has, for each kind.
+        max_victims: How many victims it may have.
+        first_rank_only: Rank 0 is the victim.
+        min_world_size: The smallest number of ranks.
+        harmless: Nothing hangs, and no rank may be named.
+    """
+
+    run: Callable[[Hang], None]
+    kinds: tuple[Kind, ...] = ("busy", "stopped", "gone")
+    causes: tuple[Cause, ...] = ()
+    max_victims: int = 3
+    first_rank_only: bool = False
+    min_world_size: int = 2
+    harmless: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the scenario."""
+        return self.run.__name__
+
+    def causes_of(self, kind: Kind) -> tuple[Cause, ...]:
+        """Return the right causes for victims of a kind."""
+        return self.causes or (kind,)
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            run=before_init,
+            kinds=("busy", "stopped", "not_started"),
+            causes=("not_started", "stopped", "gone"),
+        ),
+        Scenario(run=new_group),
+        Scenario(run=new_group_of_some, max_victims=1),
+        Scenario(run=one_key_a_rank),
+        Scenario(run=key_of_one_writer, max_victims=1),
+        Scenario(run=unknown_key, max_victims=1),
+        Scenario(run=store_barrier, max_victims=1),
+        Scenario(run=elastic_barrier),
+        Scenario(run=unique_id, max_victims=1, first_rank_only=True),
+        Scenario(
+            run=diverged,
+            kinds=("busy",),
+            causes=("diverged",),
+            max_victims=1,
+            min_world_size=3,
+        ),
+        Scenario(run=slow, kinds=("busy",), max_victims=1, harmless=True),
+    )
+}
+
+
+def run_rank(scenario: Scenario, hang: Hang, directory: Path) -> None:
+    """Run one rank; write how it ended to a file."""
+    outcome, notes = "completed", []
+    try:
+        scenario.run(hang)
+    except Exception as error:
+        outcome = type(error).__name__
+        notes = list(getattr(error, "__notes__", []))
+    text = "\n".join([outcome, *notes])
+    (directory / f"outcome.{hang.rank}").write_text(text)

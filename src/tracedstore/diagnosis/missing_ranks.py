@@ -1,0 +1,52 @@
+"""Why the missing ranks of a barrier do not arrive."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tracedstore.coordination import membership, rank_registry
+from tracedstore.coordination.missing_report import Finding
+from tracedstore.core.identity import restart_count
+from tracedstore.diagnosis import judge
+from tracedstore.diagnosis.blocked_record import read_blocked
+from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.verdict import MAX_AWAITED
+
+# Seconds for the processes of missing ranks to answer. The verdict of a barrier is due
+# within 5 s of its timeout.
+_ANSWER_TIMEOUT = 1.5
+
+
+def find_causes(
+    store: Any, ranks: Sequence[int], world_size: int
+) -> dict[int, Finding]:
+    """Return why the first 64 of these ranks do not arrive, as far as it is known.
+
+    Args:
+        store: A connection that no other thread uses.
+        ranks: Ranks that did not arrive.
+        world_size: The number of ranks.
+    """
+    if membership.of(store) is not None:
+        return {}  # agents do not register
+    first = list(ranks[:MAX_AWAITED])
+    attempt = restart_count(os.environ)
+    registered = {
+        rank: info
+        for rank, info in rank_registry.read_ranks(store, first).items()
+        if info.attempt == attempt
+    }
+    answers = examine(store, registered, first, world_size, _ANSWER_TIMEOUT)
+    blocked = read_blocked(store, world_size)
+    findings = {}
+    for rank in first:
+        if rank in blocked:
+            findings[rank] = Finding("diverged", judge.describe_wait(blocked[rank]))
+            continue
+        answer = answers.get(rank)
+        awaited = judge.examine(rank, answer, registered.get(rank), "")
+        # A rank that is not traced does not register: without an answer there is
+        # nothing to add to its name.
+        doing = "" if answer is None else awaited.doing
+        findings[rank] = Finding(awaited.cause, doing)
+    return findings
