@@ -84,7 +84,7 @@ class Address:
         Raises:
             CommandError: There is no store, or another server answers.
         """
-        self._run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
+        self.run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
 
     def read_snapshot(
         self, select: Callable[[Sequence[str]], list[str]]
@@ -112,14 +112,19 @@ class Address:
                 heartbeat()
                 return StoreSnapshot.take(store, select, heartbeat)
 
-        return self._run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
+        return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
 
-    def _run(
+    def run(
         self,
         timeout: float,
         work: Callable[[Heartbeat], T],
         heartbeat_timeout: float = 0.0,
     ) -> T:
+        """Run work that connects to the store in a child, as `run_in_child` does.
+
+        Raises:
+            CommandError: The work raised one, or took too long.
+        """
         store = f"the store at {self.url}"
         try:
             return run_in_child(timeout, work, heartbeat_timeout)

@@ -4,7 +4,7 @@ torchrun's agents meet in the store of ``--rdzv-endpoint``, which is the one tha
 people know. They make another store for their workers, where the ranks are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,7 +16,14 @@ from tracedstore.attach.collect import (
     worker_stores,
 )
 from tracedstore.attach.job_state import JobState
-from tracedstore.coordination.rank_registry import RankInfo, prefix_of, read_registry
+from tracedstore.attach.snapshot import StoreSnapshot
+from tracedstore.coordination.rank_registry import (
+    RankInfo,
+    parse_entry,
+    prefix_of,
+    read_registry,
+    without_numbers,
+)
 from tracedstore.core.errors import CommandError
 
 # Maximum number of worker stores read. Each may take seconds to time out.
@@ -56,6 +63,60 @@ def registered_ranks(address: Address) -> list[RankInfo]:
             workers = Address(url).read_snapshot(_select_rank_keys)
             infos += read_registry(workers).ranks()
     return infos
+
+
+class RegisteredStore:
+    """A store in which ranks of a job have registered.
+
+    Attributes:
+        address: The store.
+    """
+
+    def __init__(self, address: Address, snapshot: StoreSnapshot) -> None:
+        self.address = address
+        self._snapshot = snapshot
+
+    def groups(self, run_id: str | None) -> Iterator[tuple[str, list[RankInfo]]]:
+        """Yield the prefixes under which ranks registered last, with the ranks.
+
+        A job registers again after each restart, and its prefix may have another
+        number then.
+        """
+        by_prefix: dict[str, list[RankInfo]] = {}
+        for key in self._snapshot.list_keys():
+            prefix = prefix_of(key)
+            info = None if prefix is None else parse_entry(self._snapshot.get(key))
+            if prefix is None or info is None:
+                continue
+            # Ranks without a run id may belong to any job.
+            if run_id is None or info.run_id in (None, run_id):
+                by_prefix.setdefault(prefix, []).append(info)
+        latest: dict[str, str] = {}
+        for prefix in sorted(by_prefix, key=lambda p: _registered_last(by_prefix[p])):
+            latest[without_numbers(prefix)] = prefix
+        for prefix in latest.values():
+            yield prefix, by_prefix[prefix]
+
+
+def _registered_last(infos: Iterable[RankInfo]) -> float:
+    return max(info.started for info in infos)
+
+
+def followed_stores(address: Address) -> list[RegisteredStore]:
+    """Return the store, and the worker stores that it points to.
+
+    Raises:
+        CommandError: The store cannot be read.
+    """
+    snapshot = address.read_snapshot(_select_rank_keys)
+    stores = [RegisteredStore(address, snapshot)]
+    for url in _followed(worker_stores(snapshot).values(), address):
+        # The job has ended, or its worker store is unreachable from here.
+        with suppress(CommandError):
+            workers = Address(url)
+            read = workers.read_snapshot(_select_rank_keys)
+            stores.append(RegisteredStore(workers, read))
+    return stores
 
 
 def _followed(urls: Iterable[str | None], address: Address) -> list[str]:

@@ -22,8 +22,12 @@ _READ_TIMEOUT = 5
 
 
 @contextmanager
-def connect(address: Address) -> Iterator[Any]:
+def connect(address: Address, *, for_writing: bool = False) -> Iterator[Any]:
     """Yield a client of the store, which has answered by then.
+
+    Args:
+        address: The store.
+        for_writing: What is written must reach the job.
 
     Raises:
         CommandError: There is no store, or another server answers.
@@ -32,7 +36,8 @@ def connect(address: Address) -> Iterator[Any]:
     # name server that would exceed the time that a command has.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     address.check_reachable()
-    connect_to = {"tcp": _tcp, "file": _file, "etcd": _etcd}[address.scheme]
+    file = _original_file if for_writing else _file
+    connect_to = {"tcp": _tcp, "file": file, "etcd": _etcd}[address.scheme]
     try:
         with connect_to(address) as store:
             yield store
@@ -75,6 +80,15 @@ def _file(address: Address) -> Iterator[Any]:
             yield FileStore(f"/dev/fd/{copy.fileno()}", -1)
     except OSError as error:
         raise address.unreadable(error.strerror) from None
+
+
+@contextmanager
+def _original_file(address: Address) -> Iterator[Any]:
+    # It counts as one more user of the file while it is open. Without a number of
+    # workers it never deletes the file.
+    store = FileStore(address.path, -1)
+    store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
+    yield store
 
 
 @contextmanager

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "demo": "see it at work, in half a minute, on this machine",
     "report": "make a page from the logs of many ranks",
     "sd": "list the ranks of a job for Prometheus",
+    "stacks": "show what every rank of a job executes",
     "status": "show a job's ranks, missing ranks and blocked calls",
 }
 _EPILOG = """\
@@ -33,7 +34,8 @@ Examples:
   tracedstore COMMAND --help
 
 Exit codes: 0 success, 1 failure, 64 invalid command line, 130 Ctrl-C, 141 the
-reader of the output has closed it; status also has 2, something is missing
+reader of the output has closed it; status also has 2, something is missing,
+and stacks, ranks did not answer
 """
 # EX_USAGE of sysexits.h, because argparse's 2 is an exit code of status.
 USAGE: Final = 64

@@ -194,7 +194,7 @@ class Diagnosis:
         if wait.record is None or (now < wait.look_at and not at_once):
             return
         if not wait.current:
-            self._look(session, wait, now, at_once=at_once)
+            self._look(session, wait, now, waited, at_once=at_once)
         if wait.current and waited >= self._stall_after:
             # The next round is when the wait has doubled.
             wait.look_at = now + waited
@@ -223,12 +223,23 @@ class Diagnosis:
             wait.look_at = now + self._settle
             wait.round_started = time.time()
 
-    def _look(self, session: Session, wait: Wait, now: float, *, at_once: bool) -> None:
+    def _look(
+        self,
+        session: Session,
+        wait: Wait,
+        now: float,
+        waited: float,
+        *,
+        at_once: bool,
+    ) -> None:
         """Read the verdict of another rank, or find one if this rank is elected."""
         record = wait.record
         if record is None:
             return
-        published = session.read_verdict(record, wait.round_started - self._settle)
+        # The ranks do not look at the same time; a verdict is valid until the wait has
+        # nearly doubled.
+        since = time.time() - max(self._settle, waited / 2)
+        published = session.read_verdict(record, max(since, record.started))
         if published is not None:
             wait.verdict, wait.current = published, True
             return

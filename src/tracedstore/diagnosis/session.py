@@ -95,10 +95,11 @@ class Session:
         verdict = Verdict.from_bytes(read_key(self.connection, VERDICT))
         if verdict is None or verdict.time < since:
             return None
+        if record.awaits is None:
+            return verdict if verdict.phase == record.phase else None
+        # A rank that this one waits for is awaited, or waits for one that is.
         known = {*verdict.awaited_ranks, *verdict.waiting_ranks}
-        same_phase = verdict.phase == record.phase
-        awaits_known = bool(record.awaits) and known.issuperset(record.awaits or ())
-        return verdict if same_phase or awaits_known else None
+        return verdict if known.issuperset(record.awaits) else None
 
     def publish_verdict(self, verdict: Verdict) -> None:
         """Publish a verdict for the other ranks and for ``tracedstore status``."""
