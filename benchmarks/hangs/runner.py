@@ -138,16 +138,19 @@ def _run(case: Case, directory: Path, processes: dict[int, int]) -> float:
             os.kill(processes[rank], signal.SIGSTOP)
         elif case.kind == "gone":
             _kill(processes.pop(rank))
-    survivors = {r: p for r, p in processes.items() if r not in case.victims}
-    deadline = time.monotonic() + case_timeout(case) + _SLACK
-    while survivors and time.monotonic() < deadline:
-        ended, _ = os.waitpid(-1, os.WNOHANG)
-        for rank in [r for r, pid in survivors.items() if pid == ended]:
-            del survivors[rank]
-            del processes[rank]
-        if not ended:
-            time.sleep(0.05)
+    _wait_for_survivors(case, processes)
     return hung_at
+
+
+def _wait_for_survivors(case: Case, processes: dict[int, int]) -> None:
+    """Wait until all ranks but the victims have ended, in bounded time."""
+    deadline = time.monotonic() + case_timeout(case) + _SLACK
+    while set(processes) - set(case.victims) and time.monotonic() < deadline:
+        for rank, pid in list(processes.items()):
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del processes[rank]
+        time.sleep(0.05)
 
 
 def case_timeout(case: Case) -> float:

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
 
 from tracedstore.coordination import rank_registry
@@ -23,6 +24,7 @@ from tracedstore.diagnosis.process_answer import (
 )
 
 ITSELF = "itself"
+_PACKAGE = f"{Path(__file__).parent.parent}/"
 
 
 def own_answer(
@@ -80,6 +82,10 @@ def _frames(innermost: FrameType | None, limit: int) -> tuple[Frame, ...]:
     frame = innermost
     while frame is not None and len(frames) < limit:
         code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE):
+            # The wrapper's own frames are between those of the job.
+            frame = frame.f_back
+            continue
         frames.append(
             Frame(
                 file="/".join(code.co_filename.split("/")[-2:])[-MAX_NAME:],
