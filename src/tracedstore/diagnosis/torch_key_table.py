@@ -5,9 +5,9 @@ the rows with the keys that the installed torch uses. Rows that need hardware wh
 that test does not have are marked with ``observed=False``: they are from torch's
 source.
 
-Some keys of torch have no row, because they cannot be distinguished from keys of an
-application: those of ``elastic.utils.store.synchronize`` (``<prefix><rank>``), of the
-other calls of ``_StoreCollectives`` (``<key>``, ``<key>/<rank>``), and of the barrier of
+Some keys of torch have no row: an application may have keys of the same form. These are
+the keys of ``elastic.utils.store.synchronize`` (``<prefix><rank>``), of the other calls
+of ``_StoreCollectives`` (``<key>``, ``<key>/<rank>``), and of the barrier of
 torch's checkpoints (``rank<rank>``). Others are never waited for: counters, UCC's
 ``ag_done``, ``exception_dump``.
 """
@@ -43,6 +43,7 @@ _NAME = f"(?P<name>(?!{_ANY_DEVICE}//)[^/\\s]{{1,256}})"
 # Prefixes of stores above the one that the key is relative to.
 _ABOVE = "(?:.*/)?"
 _GROUP = f"{_ABOVE}{_NAME}//"
+_GROUP_HASH = f"{_ABOVE}(?P<name>[0-9a-f]{{40}})//"
 _BACKEND = f"{_GROUP}{_ANY_DEVICE}//"
 _CUDA = f"{_GROUP}cuda//"
 _SYMMETRIC_MEMORY = (
@@ -115,13 +116,13 @@ ROWS: Final = (
         example="default_pg/0//cpu//0/rank_3",
         observed=False,
     ),
-    Row(  # split_group: under the name of the parent, without a device
-        pattern=f"(?P<shared>{_ABOVE}0//{_NAME}//{_NUMBER})/{_RANK}",
+    Row(  # split_group: without a device; the name is always a SHA-1 hash
+        pattern=f"(?P<shared>{_GROUP_HASH}{_NUMBER})/{_RANK}",
         protocol="gloo",
         phase="split_group {name}",
         writers="rank",
         sibling="{shared}/{{rank}}",
-        example="default_pg/0//split//0/1",
+        example="default_pg/0//ad56679d2c95f00a464e146ac76c2deb475d8262//0/1",
     ),
     # Process groups: NCCL. The key of an id is the number of the communicator.
     Row(
@@ -197,6 +198,13 @@ ROWS: Final = (
         example="default_pg/0//store_based_barrier_key:1:last_worker",
     ),
     # torchrun's agents.
+    Row(  # read and changed by all agents
+        pattern=r"(?P<shared>(?:.*/)?torch\.rendezvous\.[^/]+)",
+        protocol="rendezvous_state",
+        phase="rendezvous of torchrun's agents",
+        agents=True,
+        example="torch.rendezvous.run",
+    ),
     Row(
         pattern=f"(?P<shared>{_ELASTIC}/role_info)/{_RANK}",
         protocol="role_info",
@@ -278,6 +286,12 @@ ROWS: Final = (
         last_arrival=True,
         counter="{above}/PROCESS_COUNT_ID_{sequence}",
         example="rpc_prefix_0/shutdown/READY_ID_2",
+    ),
+    Row(  # a sum over all ranks
+        pattern=f"(?P<shared>{_RPC}/shutdown)/ACTIVE_CALLS_ID_{_NUMBER}",
+        protocol="rpc",
+        phase="rpc.shutdown",
+        example="rpc_prefix_0/shutdown/ACTIVE_CALLS_ID_2",
     ),
     Row(
         pattern=f"(?P<shared>{_RPC})/Token_for_.+_(?:join|leave)",

@@ -27,7 +27,7 @@ class KeyMeaning:
     """What torch uses a key for.
 
     Attributes:
-        phase: What a rank that waits for it executes, for people: ``init_process_group``,
+        phase: What a rank that waits for it executes: ``init_process_group``,
             ``new_group 1``, ``NCCL unique id of group 0``.
         protocol: A stable code: ``gloo``, ``nccl_unique_id``, ``store_barrier``.
         group: The key prefix that all ranks of this one exchange share, without a

@@ -1,11 +1,13 @@
 """One rank of a job that reports every Store call that torch makes.
 
 Arguments: how the process group is created (env, tcp, file, store), or another use of a
-store (barriers, rpc); the port of a TCPStore or a path; rank; world size.
+store (barriers, rpc); the port of a TCPStore or a path; rank; world size; with barriers
+a second port.
 """
 
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,8 @@ from tracedstore.diagnosis import groups
 from tracedstore.testing import OperationLog
 
 MINUTE = timedelta(seconds=60)
+# The name of a split group; torch uses a SHA-1 hash.
+SPLIT = "5" * 40
 
 
 def connect(port: int) -> dist.Store:
@@ -38,7 +42,8 @@ def create_groups(how: str, address: str, rank: int, world_size: int) -> dict[st
     if how != "env":
         options |= {"rank": rank, "world_size": world_size}
     tracedstore.instrument()
-    dist.init_process_group("gloo", timeout=MINUTE, **options)
+    # One device: with two, both backends of split_group would use the same keys.
+    dist.init_process_group("cpu:gloo", timeout=MINUTE, **options)
     every = list(range(world_size))
     created = [dist.group.WORLD, dist.new_group(every)]
     # Before a group without all ranks: the name is a hash of the ranks and of the
@@ -48,22 +53,39 @@ def create_groups(how: str, address: str, rank: int, world_size: int) -> dict[st
     for group in created:
         if isinstance(group, dist.ProcessGroup):
             dist.barrier(group=group)
-    names = [
-        group.group_name for group in created if isinstance(group, dist.ProcessGroup)
-    ]
+    world: Any = dist.group.WORLD
+    world.split_group(every, MINUTE, None, SPLIT)
+    names = ["0", "1", "2"]
+    # A process outside a group gets a number or None instead.
+    if isinstance(created[2], dist.ProcessGroup):
+        names.append(created[2].group_name)
     return {"groups": {name: groups.members(name) for name in names}}
 
 
 def use_barriers(_how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:
     """Call the barriers and exchanges of torch that have keys of their own."""
+    from torch.distributed.checkpoint._experimental.barriers import TCPStoreBarrier
     from torch.distributed.elastic.utils import store as elastic
 
     store: Any = connect(int(address))
-    dist.PrefixStore("prefix", store).barrier("sync", world_size, MINUTE)
+    below_prefix: Any = dist.PrefixStore("prefix", store)
+    below_prefix.barrier("sync", world_size, MINUTE)
     elastic.barrier(store, world_size, "elastic/7", 60)
     elastic.synchronize(store, b"", rank, world_size, "exchange/", 60)
     collectives = dist._StoreCollectives(store, rank, world_size)
     collectives.barrier("collective", MINUTE, True)
+    checkpoint: Any = TCPStoreBarrier(
+        rank, world_size, "checkpoint", 60, True, int(sys.argv[5]), "127.0.0.1", 60
+    )
+    checkpoint._tcp_store = tracedstore.wrap(checkpoint._tcp_store)
+    checkpoint.execute_barrier()
+    # One rank too few: all ranks time out, and rank 0 finds out who is missing.
+    with suppress(dist.DistStoreError):
+        elastic.barrier(
+            store, world_size + 1, "missing/", 0.5, rank=rank, trace_timeout=0.5
+        )
+    # The servers of both stores end after their clients.
+    elastic.synchronize(store, b"", rank, world_size, "end/", 60)
     return {}
 
 
@@ -72,7 +94,8 @@ def use_rpc(_how: str, address: str, rank: int, world_size: int) -> dict[str, An
     from torch.distributed import rpc
 
     tracedstore.instrument()
-    rpc.init_rpc(
+    init_rpc: Any = rpc.init_rpc
+    init_rpc(
         f"worker{rank}",
         rank=rank,
         world_size=world_size,
@@ -80,13 +103,15 @@ def use_rpc(_how: str, address: str, rank: int, world_size: int) -> dict[str, An
             init_method=f"tcp://127.0.0.1:{address}"
         ),
     )
-    rpc.shutdown()
+    shutdown: Any = rpc.shutdown
+    shutdown()
     return {}
 
 
 def main() -> None:
     """Run, and report the calls."""
-    how, address, rank, world_size = (*sys.argv[1:3], *map(int, sys.argv[3:5]))
+    how, address = sys.argv[1:3]
+    rank, world_size = int(sys.argv[3]), int(sys.argv[4])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=address)
     log = OperationLog()
