@@ -4,7 +4,7 @@ from typing import Any
 
 from generator import config, panels, targets
 from generator.page import Row, page
-from generator.targets import age, now, over_time, quantile, rate, series
+from generator.targets import age, now, over_time, quantile, rate, series, series_about
 from generator.targets import rows as as_rows
 from tracedstore import names
 
@@ -13,6 +13,8 @@ _WHO = "run_id, host, rank"
 # The first two ranks that arrived report these, each with its last reading.
 _MISSING = f"max by ({_BARRIER}) ({series(names.BARRIER_MISSING)})"
 _ARRIVED = f"max by ({_BARRIER}) ({series(names.BARRIER_ARRIVED)})"
+# A few ranks report these. The count is 0 if the awaited ranks are unknown.
+_AWAITED = f"max by (job, run_id) ({series(names.JOB_AWAITED)})"
 _UP = series("up", 'rank!=""')
 _RANKS_DOWN = f"count({_UP} == 0) or vector(0)"
 
@@ -22,8 +24,10 @@ def build() -> Any:
     return page(
         config.COORDINATION,
         "Job coordination",
-        "Stalled barriers and rendezvous, and the missing ranks with their hosts.",
+        "Stalled jobs, barriers and rendezvous, and the ranks that they wait for, with"
+        " their hosts.",
         _now(),
+        _stalled_job(),
         _barriers(),
         _stragglers(),
         _rendezvous(),
@@ -66,10 +70,48 @@ def _now() -> Row:
     )
 
 
-def _barriers() -> Row:
-    missing = series(names.BARRIER_RANK_MISSING).replace(
-        targets.CHOSEN, targets.CHOSEN_MISSING
+def _stalled_job() -> Row:
+    awaited = series_about("awaited_", names.JOB_RANK_AWAITED)
+    unknown = f"{series(names.JOB_AWAITED)} == 0"
+    return Row(
+        "Stalled job",
+        [
+            panels.number(
+                "Jobs stalled",
+                "Jobs whose ranks have been blocked in Store calls for stall_after. If"
+                " it is not 0, the table has the ranks that they wait for and the"
+                " cause. The runbook has a section for each cause.",
+                now(f"count({_AWAITED}) or vector(0)"),
+            ),
+            panels.number(
+                "Ranks awaited",
+                "Ranks that stalled jobs wait for. 0 while a job is stalled: the ranks"
+                " are unknown; read `evidence` of job.stalled in the logs below.",
+                now(f"sum({_AWAITED}) or vector(0)"),
+            ),
+            panels.rows(
+                "Who the job waits for",
+                "The ranks that stalled jobs wait for, with their hosts and the cause,"
+                " at most 64 per job. A row without a rank: the cause is all that is"
+                " known. Host and rank above select awaited ranks here.",
+                {
+                    "run_id": "Run",
+                    "awaited_host": "Host",
+                    "awaited_rank": "Rank",
+                    "cause": "Cause",
+                    "Value": "Awaited",
+                },
+                as_rows(
+                    f"max by (run_id, awaited_host, awaited_rank, cause) ({awaited})"
+                    f" or max by (run_id, cause) ({unknown})"
+                ),
+            ),
+        ],
     )
+
+
+def _barriers() -> Row:
+    missing = series_about("missing_", names.BARRIER_RANK_MISSING)
     return Row(
         "Barriers",
         [
@@ -265,9 +307,13 @@ def _logs_and_traces() -> Row:
         [
             panels.log_lines(
                 "Events",
-                "The events of barriers, rendezvous and stalled calls. `missing` has"
-                " the hosts and ranks; `trace_id` links to the trace.",
+                "The events of stalled jobs, barriers, rendezvous and calls. `awaited`"
+                " and `missing` have the hosts and ranks; `trace_id` links to the"
+                " trace.",
                 targets.events(
+                    names.JOB_STALLED,
+                    names.JOB_RESUMED,
+                    names.STORE_STALE,
                     names.BARRIER_WAITING,
                     names.BARRIER_TIMEOUT,
                     names.BARRIER_FAILED,

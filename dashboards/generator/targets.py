@@ -13,11 +13,6 @@ from tracedstore import names
 Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 
 CHOSEN = ", ".join(f'{name}=~"${name}"' for name in TARGET)
-# The series of a missing rank has the target labels of the rank that reports it. The
-# variables select the labels of the missing rank instead.
-CHOSEN_MISSING = ", ".join(
-    f'{"missing_" * (name in ("host", "rank"))}{name}=~"${name}"' for name in TARGET
-)
 
 # Spans have the run id as an attribute.
 OF_RUN = f'span.{names.RUN_ID} =~ "$run_id"'
@@ -27,6 +22,19 @@ def series(metric: names.Metric | str, *matchers: str, suffix: str = "") -> str:
     """Select a metric of the processes that the variables select."""
     name = metric if isinstance(metric, str) else metric.name
     return f"{name}{suffix}{{{', '.join((CHOSEN, *matchers))}}}"
+
+
+def series_about(prefix: str, metric: names.Metric) -> str:
+    """Select a metric about other ranks, which has their ranks and hosts as labels.
+
+    A series has the target labels of the rank that reports it. The variables select
+    the labels with the prefix instead.
+    """
+    chosen = (
+        f'{prefix if name in ("host", "rank") else ""}{name}=~"${name}"'
+        for name in TARGET
+    )
+    return f"{metric.name}{{{', '.join(chosen)}}}"
 
 
 def rate(metric: names.Metric, *matchers: str, suffix: str = "") -> str:

@@ -4,6 +4,7 @@ The checks are the rules of Grafana's dashboard-linter that apply. Exceptions ar
 here with their reasons.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import promql_parser
 import pytest
 
 from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
-from support.tools import ROOT, query_errors
+from support.tools import ROOT, query_errors, run
 from tracedstore import names
 
 # Metrics that Prometheus adds to every target.
@@ -196,13 +197,17 @@ class TestPromql:
             assert set(grouping.split(", ")) <= known, query
 
     def test_selectors_use_variables(self, query: Query) -> None:
-        """Every selector uses all variables; missing ranks have their own labels."""
+        """Every selector uses all variables; other ranks have their own labels."""
+        of_others = {
+            names.BARRIER_RANK_MISSING.name: "missing_",
+            names.JOB_RANK_AWAITED.name: "awaited_",
+        }
         for name, matchers in SELECTOR.findall(query.text):
-            missing = "missing_" * (name == names.BARRIER_RANK_MISSING.name)
+            prefix = of_others.get(name, "")
             for label in ("job", "instance", "run_id"):
                 assert f'{label}=~"${label}"' in matchers, query
             for label in ("host", "rank"):
-                assert f'{missing}{label}=~"${label}"' in matchers, query
+                assert f'{prefix}{label}=~"${label}"' in matchers, query
 
     def test_counters_are_rates(self, query: Query) -> None:
         """Counters are inside rate() or increase() over $__rate_interval.
@@ -217,6 +222,62 @@ class TestPromql:
         windows = set(re.findall(r"\[([^]]*)\]", query.text))
         whole_range = {"$__range"} if query.panel == "Last arrivals by rank" else set()
         assert windows <= {"$__rate_interval", *whole_range}, query
+
+
+class TestStalledJob:
+    """The panels about a stalled job, evaluated by promtool."""
+
+    REPORTERS = ('rank="0",host="n0"', 'rank="1",host="n0"')
+
+    def samples(self, panel: str, tmp_path: Path, *expected: tuple[str, float]) -> None:
+        """Check the samples of a panel: two stalled runs, one with an unknown rank."""
+        (query,) = [query for query in PROMQL if query.panel == panel]
+        target = 'job="training",instance="a:1"'
+        awaited = 'awaited_rank="2",awaited_host="n1",cause="busy"'
+        series = {
+            f'{names.JOB_AWAITED.name}{{{target},run_id="s",cause="unknown"}}': "0x5",
+            f'{names.JOB_AWAITED.name}{{{target},run_id="t",cause="gone"}}': "1 stale",
+        }
+        for reporter in self.REPORTERS:
+            labels = f'{target},run_id="r",{reporter}'
+            series[f'{names.JOB_AWAITED.name}{{{labels},cause="busy"}}'] = "1x5"
+            series[f"{names.JOB_RANK_AWAITED.name}{{{labels},{awaited}}}"] = "1x5"
+        test = {
+            "interval": "30s",
+            "input_series": [{"series": s, "values": v} for s, v in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": filled(query.text),
+                    "eval_time": "2m",
+                    "exp_samples": [
+                        {"labels": labels, "value": value} for labels, value in expected
+                    ],
+                }
+            ],
+        }
+        file = tmp_path / "test.yaml"
+        file.write_text(json.dumps({"tests": [test]}))
+
+        completed = run("promtool", "test", "rules", file)
+
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+
+    def test_table(self, tmp_path: Path) -> None:
+        """A row has rank, host and cause; a job with an unknown rank has a row too."""
+        self.samples(
+            "Who the job waits for",
+            tmp_path,
+            ('{run_id="r",awaited_rank="2",awaited_host="n1",cause="busy"}', 1),
+            ('{run_id="s",cause="unknown"}', 0),
+        )
+
+    def test_stalled_jobs_are_counted(self, tmp_path: Path) -> None:
+        """Runs are counted once, and not after they resumed."""
+        self.samples("Jobs stalled", tmp_path, ("{}", 2))
+
+    def test_awaited_ranks_are_counted(self, tmp_path: Path) -> None:
+        """A rank that two ranks report is counted once."""
+        self.samples("Ranks awaited", tmp_path, ("{}", 1))
 
 
 def test_logql_and_traceql_parse() -> None:

@@ -11,6 +11,7 @@ import yaml
 from support.dashboards import LOKI_RULES, RULES, rules
 from support.tools import ROOT, query_errors, run
 from tracedstore import names
+from tracedstore.diagnosis.verdict import CAUSES
 
 CASES = RULES.with_name("prometheus_test.yaml")
 RUNBOOK = ROOT / "docs/runbook.md"
@@ -143,8 +144,56 @@ def test_runbook_sections() -> None:
     assert sections == [alert["alert"] for alert in ALERTS]
 
 
+class TestCauses:
+    """The alert on a stalled job, its runbook section and the causes agree."""
+
+    SECTION = (
+        RUNBOOK.read_text("utf-8")
+        .partition("## TracedstoreJobStalled\n")[2]
+        .partition("\n## ")[0]
+    )
+
+    def test_one_section_for_each_cause(self) -> None:
+        """The runbook has a section for each cause of a verdict, in their order."""
+        sections = re.findall(r"^### Cause: (.*)", self.SECTION, re.MULTILINE)
+        linked = re.findall(
+            r"^\| `(\w+)` \| \[.+\]\(#cause-(\w+)\) \|$", self.SECTION, re.MULTILINE
+        )
+
+        assert sections == list(CAUSES)
+        assert linked == [(cause, cause) for cause in CAUSES]
+
+    @pytest.mark.parametrize("cause", CAUSES)
+    def test_content(self, cause: str) -> None:
+        """A section has what the cause means, what to check and what to do."""
+        _, _, rest = self.SECTION.partition(f"### Cause: {cause}\n")
+        section = rest.partition("\n### ")[0]
+
+        parts = re.findall(r"^\*\*(\w+)\*\*: \S", section, re.MULTILINE)
+        assert parts == ["Meaning", "Check", "Do"]
+
+    @pytest.mark.parametrize("path", [RULES, LOKI_RULES], ids=lambda path: path.stem)
+    def test_alert_has_the_cause(self, path: Path) -> None:
+        """The alerts on metrics and on logs contain the cause and this section."""
+        (alert,) = [
+            rule
+            for rule in rules(path)
+            if str(rule.get("alert")).startswith("TracedstoreJobStalled")
+        ]
+
+        assert "abels.cause" in alert["annotations"]["description"]
+        assert alert["annotations"]["runbook_url"].endswith("#tracedstorejobstalled")
+
+    def test_cases_use_causes(self) -> None:
+        """The causes in promtool's test cases are those of a verdict."""
+        used = set(re.findall(r'cause="(\w+)"', CASES.read_text("utf-8")))
+
+        assert used
+        assert used <= set(CAUSES)
+
+
 class TestThousandRanks:
-    """A thousand affected ranks cause one alert each of three kinds."""
+    """A thousand affected ranks cause one alert each of four kinds."""
 
     DOWN = (7, 70, 700)
 
@@ -161,6 +210,8 @@ class TestThousandRanks:
                 call = f'{target},store="tcp_store",operation="wait"'
                 series[f"{names.OLDEST_START.name}{{{call}}}"] = "0x40"
             if rank < 2:
+                stalled = f'{target},cause="gone"'
+                series[f"{names.JOB_AWAITED.name}{{{stalled}}}"] = "3x40"
                 barrier = f'{target},barrier="b"'
                 series[f"{names.BARRIER_MISSING.name}{{{barrier}}}"] = "3x40"
                 for missing in self.DOWN:
@@ -172,9 +223,10 @@ class TestThousandRanks:
         return [{"series": name, "values": values} for name, values in series.items()]
 
     def test_one_alert_each(self, tmp_path: Path) -> None:
-        """There is one alert per run, and per barrier or store."""
+        """There is one alert per run, and per barrier or store of the run."""
         firing = 'ALERTS{alertstate="firing"}'
         labels = {
+            "TracedstoreJobStalled": "",
             "TracedstoreBarrierStalled": ',barrier="b"',
             "TracedstoreOperationStalled": ',operation="wait",store="tcp_store"',
             "TracedstoreRankNotScraped": "",

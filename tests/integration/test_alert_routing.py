@@ -67,29 +67,31 @@ def test_alerts_of_one_barrier_are_grouped(
     assert len(webhook.pages) == 1
 
 
-def test_stalled_barrier_inhibits_stalled_operations(
-    alertmanager: Alertmanager, webhook: Webhook
+@pytest.mark.parametrize(
+    "source", ["TracedstoreBarrierStalled", "TracedstoreJobStalled"]
+)
+def test_stall_inhibits_stalled_operations(
+    alertmanager: Alertmanager, webhook: Webhook, source: str
 ) -> None:
     """Stalled operations of the same run are not sent, nor telemetry alerts."""
     stalled = {"alertname": "TracedstoreOperationStalled", "severity": "warning"}
     send(
         alertmanager,
         {
-            "alertname": "TracedstoreBarrierStalled",
+            "alertname": source,
             "severity": "critical",
             "run_id": "r",
-            "barrier": "b",
         },
         {"alertname": "TracedstoreTelemetryOff", "severity": "info", "run_id": "r"},
         stalled | {"run_id": "r"},
     )
-    webhook.wait_for("TracedstoreBarrierStalled")
+    webhook.wait_for(source)
     # All groups wait equally long, so a later alert is notified later.
     send(alertmanager, stalled | {"run_id": "s"})
     other = webhook.wait_for("TracedstoreOperationStalled")
 
     assert other["groupLabels"] == {"run_id": "s"}
     assert [alert_names(page) for page in webhook.pages] == [
-        {"TracedstoreBarrierStalled"},
+        {source},
         {"TracedstoreOperationStalled"},
     ]

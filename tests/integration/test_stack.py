@@ -106,6 +106,8 @@ def start_job(folder: Path, etcd: EtcdServer, otlp: str) -> Program:
             "TRACEDSTORE_RUN_ID": RUN,
             "TRACEDSTORE_HTTP_PORT": str(free_port()),
             "TRACEDSTORE_LOG_FORMAT": "json",
+            # The panels about a stalled job have data while rank 3 is stuck.
+            "TRACEDSTORE_STALL_AFTER": "1",
             "TRACEDSTORE_TRACING": "1",
             "OTEL_SERVICE_NAME": "training",
             "OTEL_EXPORTER_OTLP_ENDPOINT": otlp,

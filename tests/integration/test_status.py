@@ -486,7 +486,7 @@ class TestBlocked:
         wait_until(tracedstore.in_flight)
 
         result = run(url, "--token", "secret")
-        calls = json.loads(run(url, "--token", "secret", "--json").out)["blocked"]
+        calls = json.loads(run(url, "--token", "secret", "--json").out)["replies"]
         refused = run(url, "--token", "wrong")
         wait_for([*arrive(url, "b", 1, world_size=2), waiting])
 
@@ -523,7 +523,7 @@ class TestBlocked:
         assert len(requests) == 2
         assert [b"secret" in request for request in requests] == [sent, sent]
         reason = "responded 401 Unauthorized" if sent else refusal
-        assert document["blocked"][0]["why"] == reason
+        assert document["replies"][0]["why"] == reason
         assert f"unknown: rank 0 ({reason})" in " ".join(result.lines)
         assert result.code == 0
 
@@ -581,7 +581,7 @@ class TestBlocked:
         wrong = run(url, "--token", "wrong")
         monkeypatch.setenv("SSL_CERT_FILE", str(others.certificate))
         untrusted = run(url)
-        replies = json.loads(run(url, "--json").out)["blocked"]
+        replies = json.loads(run(url, "--json").out)["replies"]
         connect(url).set("never", "now")
         waiting.result(30)
 

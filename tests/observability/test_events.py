@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import HashStore
 
 import tracedstore
-from support.events import SCHEMA, Events, check
+from support.events import SCHEMA, Events, check, documented_fields
 from support.stores import SHORT
 from tracedstore import names
+from tracedstore.diagnosis.verdict import CAUSES, Verdict
 from tracedstore.signals.events import LEVELS
 from tracedstore.testing import FakeClock, FlakyStore
 
@@ -49,6 +50,58 @@ class TestSchema:
         assert not Draft202012Validator(SCHEMA).is_valid(event)
         event |= {"observer": "spans", "error_type": "ValueError", "error": 3}
         assert not Draft202012Validator(SCHEMA).is_valid(event)
+
+    @pytest.mark.parametrize("name", [names.JOB_STALLED, names.JOB_RESUMED])
+    def test_verdict(self, name: str) -> None:
+        """The fields of a verdict are those of the schema, for every cause."""
+        for cause in CAUSES:
+            verdict = Verdict(phase="new_group 1", cause=cause, awaited_ranks=(2,))
+            event = {"event": name, "host": "h", "pid": 1, "level": LEVELS[name]}
+            check(event | verdict.event_fields())
+            assert documented_fields(name) == set(SCHEMA["properties"]) | set(
+                verdict.event_fields()
+            )
+
+    def test_causes(self) -> None:
+        """The schema has the causes of a verdict, and no others."""
+        (missing_cause,) = SCHEMA["$defs"]["who"]["properties"]["missing_causes"][
+            "items"
+        ].values()
+
+        assert SCHEMA["$defs"]["cause"]["enum"] == list(CAUSES)
+        assert missing_cause == ["", *CAUSES]
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("cause", "lazy"), ("awaited_ranks", ["2"]), ("evidence", "a sentence")],
+    )
+    def test_wrong_verdict(self, field: str, value: object) -> None:
+        """A verdict with a field of a wrong type or value does not conform."""
+        event = {"event": names.JOB_STALLED, "host": "h", "pid": 1}
+        event |= Verdict(phase="new_group 1", cause="busy").event_fields()
+
+        assert Draft202012Validator(SCHEMA).is_valid(event)
+        assert not Draft202012Validator(SCHEMA).is_valid(event | {field: value})
+
+    def test_stale_keys(self) -> None:
+        """The event has the writer of the keys, where it is known."""
+        event = {
+            "event": names.STORE_STALE,
+            "level": "warning",
+            "host": "h",
+            "pid": 1,
+            "rank": 0,
+            "previous_attempt": 0,
+            "attempt": 1,
+            "previous_pid": 7,
+            "previous_host": "h",
+            "previous_started": 1.8e9,
+            "remedy": "start with a new store",
+            "message": "attempt 0 of rank 0 wrote these keys",
+        }
+        check(event)
+        check(event | {"previous_pid": None, "previous_started": None})
+        assert not Draft202012Validator(SCHEMA).is_valid(event | {"attempt": None})
 
     def test_store_events(
         self,

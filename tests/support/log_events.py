@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracedstore import names
+from tracedstore.diagnosis.verdict import AwaitedRank, Verdict
 from tracedstore.report.reader import ReadStats, read_events
 
 Event = dict[str, Any]
@@ -71,6 +72,30 @@ def missing_event(
         possibly_missing_ranks=[],
         unidentified_count=0,
     )
+
+
+def stall_event(
+    rank: int,
+    second: float,
+    waited: float,
+    name: str = names.JOB_STALLED,
+    **fields: Any,
+) -> Event:
+    """Return the report of a rank that the job waits for rank 2."""
+    verdict = Verdict(
+        phase="new_group 1",
+        cause="busy",
+        awaited=(
+            AwaitedRank(rank=2, host="node1", pid=812, doing="in data.py:88 load"),
+        ),
+        awaited_ranks=(2,),
+        waiting_ranks=(0, 1, 3),
+        key="default_pg/0//1//cpu//0/2",
+        waited_seconds=waited,
+        evidence=("rank 2 answered itself",),
+        remedy="look at what these ranks execute",
+    )
+    return event(name, second, rank, **verdict.event_fields() | fields)
 
 
 def span_from_event(event: Event, log_delay: float = 0.0003) -> Event:

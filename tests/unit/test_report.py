@@ -24,6 +24,7 @@ from support.log_events import (
     missing_event,
     read_file,
     span_from_event,
+    stall_event,
 )
 from support.pages import Page
 from tracedstore import names
@@ -751,6 +752,9 @@ def all_events() -> list[Event]:
             message=HOSTILE,
             cause="too_few_nodes",
         ),
+        stall_event(0, 60, 30.0, phase=HOSTILE, awaited=HOSTILE, evidence=[HOSTILE]),
+        stall_event(0, 90, 60.0, name=names.JOB_RESUMED, phase=HOSTILE),
+        event(names.STORE_STALE, 7, message=HOSTILE),
         event(names.TELEMETRY_DISABLED, 7, observer="spans", **failed),
         event(names.TELEMETRY_SERVING, 8, url="http://node0:9400"),
         event(names.BARRIER_STALE_KEY, 9, barrier=HOSTILE, waited_seconds=0),

@@ -1,4 +1,4 @@
-"""Reads ranks, barriers and rendezvous from the keys of a job's store."""
+"""Reads ranks, barriers, stalls and rendezvous from the keys of a job's store."""
 
 import re
 from base64 import b64decode
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tracedstore.attach.abandoned import AbandonedBarriers
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.snapshot import StoreSnapshot
+from tracedstore.attach.stalls import is_stall_key, read_stalls
 from tracedstore.coordination import rank_registry, validation
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
 from tracedstore.coordination.decoders import chain, default_name
@@ -81,6 +82,11 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         lambda prefix: _group_of(prefix, all_groups),
     )
     abandoned = tuple(one for one in unfinished if one.prefix in past)
+    stalls = read_stalls(
+        snapshot,
+        {one.prefix: {info.rank: info for info in one.ranks} for one in all_groups},
+    )
+    others = {group.prefix for group in other_groups}
     return JobState(
         groups=tuple(groups),
         in_progress=tuple(one for one in unfinished if one not in abandoned),
@@ -92,6 +98,9 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         worker_stores=worker_stores(snapshot),
         unreadable_barriers=tuple(unreadable),
         invalid_entries=registry.invalid_count,
+        stalls=tuple(one for one in stalls.stalls if one.prefix not in others),
+        invalid_records=stalls.invalid_count,
+        unread_records=stalls.unread_count,
     )
 
 
@@ -124,6 +133,7 @@ def select_keys(keys: Sequence[str]) -> list[str]:
         or rank_registry.prefix_of(key) is not None
         or _match_rendezvous(key)
         or is_worker_store_key(key)
+        or is_stall_key(key)
     ]
 
 

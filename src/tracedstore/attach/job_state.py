@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from tracedstore.attach.stalls import Stall
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import RankInfo
 
@@ -84,6 +85,10 @@ class JobState:
         unreadable_barriers: The prefixes of barriers whose keys have values that are
             not a barrier's, or that are too large.
         invalid_entries: The number of registry entries that are not valid.
+        stalls: The verdicts and blocked ranks.
+        invalid_records: The number of verdicts and records of blocked ranks that are
+            not valid.
+        unread_records: The number of records of blocked ranks that were not read.
     """
 
     groups: tuple[Group, ...]
@@ -97,6 +102,9 @@ class JobState:
     unreadable_stores: dict[str, str] = field(default_factory=dict)
     unreadable_barriers: tuple[str, ...] = ()
     invalid_entries: int = 0
+    stalls: tuple[Stall, ...] = ()
+    invalid_records: int = 0
+    unread_records: int = 0
 
     def running_worker_stores(self) -> set[str]:
         """Return the URLs of worker stores whose rendezvous is not closed."""
@@ -118,4 +126,7 @@ class JobState:
             unread_finished=self.unread_finished + workers.unread_finished,
             unreadable_barriers=self.unreadable_barriers + workers.unreadable_barriers,
             invalid_entries=self.invalid_entries + workers.invalid_entries,
+            stalls=self.stalls + workers.stalls,
+            invalid_records=self.invalid_records + workers.invalid_records,
+            unread_records=self.unread_records + workers.unread_records,
         )

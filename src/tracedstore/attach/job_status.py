@@ -5,7 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tracedstore.attach.job_state import BarrierState, Group, JobState
+from tracedstore.attach.stalls import BlockedRank, Stall
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.export.inflight_client import Reply
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class Status:
         now: The time of the reading, in seconds since the epoch.
         job: The state that the store records.
         replies: The reply of each registered rank.
-        after: Seconds a barrier may take before its absent ranks count as missing.
+        after: Seconds a barrier may take before its absent ranks count as missing, and
+            a rank may be blocked.
     """
 
     store: str
@@ -38,6 +41,11 @@ class Status:
         """Return what is missing, a short text each; an empty list if nothing is."""
         late = [one for one in self.job.in_progress if self._is_late(one)]
         texts = []
+        if stalls := self.fresh_stalls():
+            texts.append(f"{count(len(stalls), 'stall')} reported")
+        blocked = (one for one in self.blocked() if self.waited(one) >= self.after)
+        if number := sum(1 for _ in blocked):
+            texts.append(f"{count(number, 'rank')} blocked")
         if late:
             texts.append(f"{count(len(late), 'barrier')} not complete")
         if absent := sum(map(self._absent_ranks, self.job.groups)):
@@ -50,6 +58,24 @@ class Status:
             if silent := self.silent_nodes(state):
                 texts.append(f"{count(len(silent), 'node')} of {run_id} silent")
         return texts
+
+    def fresh_stalls(self) -> list[tuple[Verdict, Stall]]:
+        """Return the fresh verdicts, those of ranks before those of agents."""
+        fresh = [
+            (verdict, stall)
+            for stall in self.job.stalls
+            if (verdict := stall.fresh_verdict(self.now)) is not None
+        ]
+        return sorted(fresh, key=lambda one: (one[0].agents, -one[0].time))
+
+    def blocked(self) -> list[BlockedRank]:
+        """Return the blocked ranks, the longest wait first."""
+        ranks = (one for stall in self.job.stalls for one in stall.blocked)
+        return sorted(ranks, key=lambda one: (one.started, one.rank))
+
+    def waited(self, blocked: BlockedRank) -> float:
+        """Return for how many seconds a rank has been blocked."""
+        return max(0.0, self.now - blocked.started)
 
     def _absent_ranks(self, group: Group) -> int:
         """Count the unregistered ranks of a group that is older than `after`."""
@@ -83,6 +109,14 @@ class Status:
             "time": self.now,
             "healthy": not self.missing(),
             "missing": self.missing(),
+            "verdict": self._verdicts()[0] if self.fresh_stalls() else None,
+            "other_verdicts": self._verdicts()[1:],
+            "blocked": [
+                asdict(one) | {"waited_seconds": self.waited(one)}
+                for one in self.blocked()
+            ],
+            "invalid_records": job.invalid_records,
+            "unread_records": job.unread_records,
             "groups": [
                 {
                     "prefix": group.prefix,
@@ -106,8 +140,16 @@ class Status:
                 }
                 for run_id, state in job.rendezvous.items()
             ],
-            "blocked": [_reply(*one) for one in self.replies.items()],
+            "replies": [_reply(*one) for one in self.replies.items()],
         }
+
+    def _verdicts(self) -> list[dict[str, Any]]:
+        return [
+            verdict.event_fields()
+            | {"agents": verdict.agents, "time": verdict.time}
+            | {"still_waiting": stall.still_waiting()}
+            for verdict, stall in self.fresh_stalls()
+        ]
 
     def _barrier(self, barrier: BarrierState) -> dict[str, Any]:
         facts: dict[str, Any] = {

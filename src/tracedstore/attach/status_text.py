@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.job_status import Status, count, no_answer_reason
-from tracedstore.coordination.ranges import by_host, fold
+from tracedstore.attach.stalls import BlockedRank
+from tracedstore.coordination.ranges import by_host, ranks_text
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.terminal import Line
 
@@ -19,17 +20,23 @@ _MAX_FINISHED = 8
 _MAX_HOSTS = 32
 _MAX_CALLS = 24
 _MAX_REASONS = 16
+_MAX_STALLS = 4
+_MAX_EVIDENCE = 8
+# Characters of one fact, and of the ranks in it.
+_MAX_LENGTH = 1000
+_MAX_RANKS_LENGTH = 100
 _HEADING, _WARNING = "bold", "yellow"
 
 
 def status_lines(status: Status) -> list[Line]:
-    """Return the lines to print, the verdict first."""
+    """Return the lines to print: stalls and what is missing, then the details."""
     job = status.job
     sections: list[Iterable[Line]] = [
-        [_verdict(status), _line(f"store: {status.store}")],
+        [*_stalled(status), _missing(status), _line(f"store: {status.store}")],
         *map(_ranks, job.groups),
-        _in_progress(status),
         _blocked(status),
+        _in_progress(status),
+        _in_flight(status),
         *(_rendezvous(status, *one) for one in job.rendezvous.items()),
         _abandoned(status),
         _unreadable(status),
@@ -37,8 +44,8 @@ def status_lines(status: Status) -> list[Line]:
     ]
     if not job.groups:
         sections.insert(1, [_line("ranks: none registered")])
-    if job.invalid_entries:
-        sections.insert(1 + max(1, len(job.groups)), [_invalid_entries(job)])
+    invalid = list(_invalid(job))
+    sections.insert(1 + max(1, len(job.groups)), invalid)
     lines: list[Line] = []
     for section in map(list, sections):
         if lines and section:
@@ -52,7 +59,33 @@ def _line(text: str, style: str = "") -> Line:
     return Line(text, style, indent=len(text) - len(text.lstrip()) + 4)
 
 
-def _verdict(status: Status) -> Line:
+def _stalled(status: Status) -> Iterator[Line]:
+    stalls = status.fresh_stalls()
+    for verdict, stall in stalls[:_MAX_STALLS]:
+        awaited = verdict.describe_awaited()
+        if verdict.awaited_ranks:
+            awaited = f"waiting for {awaited}"
+        yield _line(_shorten(f"stalled in {verdict.phase}: {awaited}"), "bold red")
+        yield _line(f"  cause: {verdict.cause}")
+        for sentence in verdict.evidence[:_MAX_EVIDENCE]:
+            yield _line(_shorten(f"  evidence: {sentence}"))
+        if verdict.remedy:
+            yield _line(_shorten(f"  remedy: {verdict.remedy}"))
+        waiting = ranks_text(verdict.waiting_ranks)
+        if verdict.agents:
+            waiting = waiting.replace("rank", "agent", 1)
+        yield _line(
+            f"  waiting: {waiting}, for {duration(verdict.waited_seconds)} when it was"
+            f" reported {duration(status.now - verdict.time)} ago"
+        )
+        if not stall.still_waiting():
+            text = "  none of them is blocked in this call now: it may have ended"
+            yield _line(text, _WARNING)
+    if rest := len(stalls[_MAX_STALLS:]):
+        yield _line(f"and {count(rest, 'more stall')}", "bold red")
+
+
+def _missing(status: Status) -> Line:
     job = status.job
     if missing := status.missing():
         return _line(f"missing: {', '.join(missing)}", "bold red")
@@ -72,17 +105,20 @@ def _ranks(group: Group) -> Iterator[Line]:
     yield _line(heading, _HEADING)
     by_name = list(by_host(hosts, hosts.__getitem__).items())
     for host, ranks in by_name[:_MAX_HOSTS]:
-        yield _line(f"  {host}: {_rank_ranges(ranks)}")
+        yield _line(f"  {host}: {ranks_text(ranks)}")
     if rest := len(by_name[_MAX_HOSTS:]):
         yield _line(f"  and {count(rest, 'more host')}")
     if absent := set(range(group.world_size)) - hosts.keys():
-        yield _line(f"  not registered: {_rank_ranges(absent)}", _WARNING)
+        yield _line(f"  not registered: {ranks_text(absent)}", _WARNING)
 
 
-def _invalid_entries(job: JobState) -> Line:
-    verb = "are" if job.invalid_entries > 1 else "is"
-    noun = "entries" if job.invalid_entries > 1 else "entry"
-    return _line(f"{job.invalid_entries} registry {noun} {verb} not valid", _WARNING)
+def _invalid(job: JobState) -> Iterator[Line]:
+    for number, one, many in (
+        (job.invalid_entries, "registry entry is", "registry entries are"),
+        (job.invalid_records, "record of a stall is", "records of stalls are"),
+    ):
+        if number:
+            yield _line(f"{number} {one if number == 1 else many} not valid", _WARNING)
 
 
 def _in_progress(status: Status) -> Iterator[Line]:
@@ -173,9 +209,41 @@ def _rendezvous(
 
 
 def _blocked(status: Status) -> Iterator[Line]:
+    # Ranks in the same phase wait for different keys: those of different peers.
+    groups: dict[tuple[str, str], list[BlockedRank]] = {}
+    for one in status.blocked():
+        groups.setdefault((one.phase, _awaited_by(one)), []).append(one)
+    if not groups and not status.job.unread_records:
+        return
+    yield _line("blocked ranks:", _HEADING)
+    shown = list(groups.items())[:_MAX_CALLS]
+    for (phase, awaited), ranks in shown:
+        # The first one has waited for longest.
+        first = ranks[0]
+        text = f"{ranks_text(one.rank for one in ranks)}: {phase}"
+        text += f", waiting {duration(status.waited(first))} for {awaited}"
+        if first.key and first.key not in phase:
+            text += f" ({first.operation} {first.key})"
+        yield _line(_shorten(f"  {text}"))
+    if rest := sum(map(len, list(groups.values())[_MAX_CALLS:])):
+        yield _line(f"  and {count(rest, 'more rank')}")
+    if unread := status.job.unread_records:
+        text = f"  and {count(unread, 'more rank')} with records that were not read"
+        yield _line(text, _WARNING)
+
+
+def _awaited_by(blocked: BlockedRank) -> str:
+    for ranks, text in (("awaits", "{}"), ("members", "one of {}")):
+        if folded := getattr(blocked, ranks):
+            noun = "rank" if folded.isdecimal() else "ranks"
+            return text.format(f"{noun} {_shorten(folded, _MAX_RANKS_LENGTH)}")
+    return "an unknown rank"
+
+
+def _in_flight(status: Status) -> Iterator[Line]:
     if not status.replies:
         return
-    yield _line("blocked now:", _HEADING)
+    yield _line("calls in flight:", _HEADING)
     by_call: dict[tuple[str, str], list[tuple[float, RankInfo]]] = {}
     idle: list[RankInfo] = []
     unknown: dict[str, list[RankInfo]] = {}
@@ -191,27 +259,26 @@ def _blocked(status: Status) -> Iterator[Line]:
     calls = sorted(by_call.items(), key=lambda one: -max(w for w, _ in one[1]))
     for (operation, key), callers in calls[:_MAX_CALLS]:
         longest = max(waited for waited, _ in callers)
-        ranks = _rank_ranges(info.rank for _, info in callers)
+        ranks = ranks_text(info.rank for _, info in callers)
         yield _line(f"  {ranks}: {operation} {key} for {duration(longest)}")
     if rest := len(calls[_MAX_CALLS:]):
         yield _line(f"  and {count(rest, 'more call')}")
     if idle:
-        yield _line(f"  in no call: {_rank_ranges(info.rank for info in idle)}")
+        yield _line(f"  in no call: {ranks_text(info.rank for info in idle)}")
     yield from _unknown(unknown)
 
 
 def _unknown(ranks_by_reason: Mapping[str, Sequence[RankInfo]]) -> Iterator[Line]:
     reasons = list(ranks_by_reason.items())
     for reason, infos in reasons[:_MAX_REASONS]:
-        ranks = _rank_ranges(info.rank for info in infos)
+        ranks = ranks_text(info.rank for info in infos)
         yield _line(f"  unknown: {ranks} ({reason})")
     if rest := sum(len(infos) for _, infos in reasons[_MAX_REASONS:]):
         yield _line(f"  unknown: {count(rest, 'more rank')}")
 
 
-def _rank_ranges(ranks: Iterable[int]) -> str:
-    distinct: Sequence[int] = sorted(set(ranks))
-    return f"rank{'s' if len(distinct) > 1 else ''} {fold(distinct)}"
+def _shorten(text: str, max_length: int = _MAX_LENGTH) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def _last_of(total: int, shown: int) -> str:

@@ -1,7 +1,8 @@
 """Short texts for many ranks: folded into ranges and grouped by host."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 
 from tracedstore.coordination.decoders import Decoder, default_name, name_of
 
@@ -23,6 +24,12 @@ def unfold(text: str) -> list[int]:
         ValueError: The text is malformed or has more than a million ranks. It is
             raised before anything is expanded.
     """
+    return list(_unfold(text))
+
+
+# All ranks of a group publish the same text. A million ranks take 40 MB.
+@lru_cache(maxsize=4)
+def _unfold(text: str) -> tuple[int, ...]:
     ranges: list[range] = []
     total = 0
     for item in text.split(",") if text else ():
@@ -37,7 +44,7 @@ def unfold(text: str) -> list[int]:
         if total > MAX_RANKS:
             raise ValueError(f"more than {MAX_RANKS} ranks")
         ranges.append(ranks)
-    return sorted({rank for ranks in ranges for rank in ranks})
+    return tuple(sorted({rank for ranks in ranges for rank in ranks}))
 
 
 def by_host(ranks: Iterable[int], decoder: Decoder) -> dict[str, list[int]]:
@@ -65,12 +72,12 @@ def describe(
     ]
     for rank in without_host:
         del groups[default_name(rank)]
-    hosts = [f"{host} ({_ranks_text(group)})" for host, group in groups.items()]
+    hosts = [f"{host} ({ranks_text(group)})" for host, group in groups.items()]
     parts = hosts[:max_hosts]
     if rest := len(hosts) - len(parts):
         parts.append(f"... and {rest} more host{'s' if rest > 1 else ''}")
     if without_host:
-        parts.append(_ranks_text(without_host))
+        parts.append(ranks_text(without_host))
     return f"missing {missing} of {total}" + (f": {', '.join(parts)}" if parts else "")
 
 
@@ -89,11 +96,12 @@ def _range_text(bounds: tuple[int, int]) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Return ``rank 3`` or ``ranks 1,4-5``, cut after `_MAX_RANGES_SHOWN` ranges."""
-    ranges = _to_ranges(ranks)
+    distinct = set(ranks)
+    ranges = _to_ranges(distinct)
     shown = ranges[:_MAX_RANGES_SHOWN]
-    noun = "rank" if len(ranks) == 1 else "ranks"
+    noun = "rank" if len(distinct) == 1 else "ranks"
     text = f"{noun} {','.join(map(_range_text, shown))}"
-    rest = len(ranks) - sum(last - first + 1 for first, last in shown)
+    rest = len(distinct) - sum(last - first + 1 for first, last in shown)
     return f"{text},... and {rest} more" if rest else text

@@ -18,6 +18,7 @@ from tracedstore.report.record_types import (
     LoggedProcess,
 )
 from tracedstore.report.records import Records
+from tracedstore.report.stalls import Stall, merge_reports
 from tracedstore.report.values import NO_RANK
 
 # Seconds. Smaller differences are the time that the store takes to release a rank.
@@ -117,6 +118,7 @@ class Analysis:
             completed, then barriers that completed late.
         stragglers: Ranks that were missing or last, the worst first.
         failures: The first failure of each process, ordered by time.
+        stalls: Waits of the whole job, ordered by their first reports.
         clock_offsets: Seconds by which the clock of each host is ahead of most others.
     """
 
@@ -125,6 +127,7 @@ class Analysis:
     incidents: list[Incident]
     stragglers: list[Straggler]
     failures: list[tuple[LoggedProcess, FirstFailure]]
+    stalls: list[Stall]
     clock_offsets: dict[str, float]
 
     @property
@@ -178,6 +181,7 @@ def analyse(records: Records) -> Analysis:
         incidents=incidents,
         stragglers=_stragglers(barriers, incidents),
         failures=failures,
+        stalls=merge_reports(records.stall_reports),
         clock_offsets=_clock_offsets(records, barriers),
     )
 

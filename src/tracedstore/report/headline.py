@@ -20,6 +20,7 @@ from tracedstore.report.record_types import (
     FirstFailure,
     LoggedProcess,
 )
+from tracedstore.report.stalls import Stall, main_stall
 from tracedstore.report.values import NO_RANK
 
 _MAX_RANKS = 4
@@ -27,6 +28,8 @@ _MAX_RANKS_LENGTH = 100
 _MAX_HOSTS = 3
 _MAX_NAME_LENGTH = 60
 _MAX_ERROR_LENGTH = 160
+_MAX_AWAITED_LENGTH = 240
+_MAX_EVIDENCE = 4
 # Ranks that are checked for whether they have logged an event.
 _MAX_SILENT_RANKS = 100_000
 
@@ -48,16 +51,34 @@ class Headline(NamedTuple):
 def headline(analysis: Analysis) -> Headline:
     """Return the most important finding.
 
-    In this order: a barrier that did not complete, the first failure, a stalled call
-    if there are no barriers, a barrier that completed late.
+    In this order: a stall of the job without an end, a barrier that did not complete,
+    the first failure, a stall that ended, a stalled call if there are no barriers, a
+    barrier that completed late. The headline of a stall without an end has the next
+    finding among its details, if that is a failure.
     """
+    stall = main_stall(analysis.stalls)
+    if stall is not None and stall.resumed_at is None:
+        other = _finding(analysis)
+        also = f" Also: {other.text}." if other.is_failure else ""
+        return _stall(analysis, stall, also)
+    finding = _finding(analysis)
+    if stall is None or finding.is_failure:
+        return finding
+    return _stall(analysis, stall)
+
+
+def _finding(analysis: Analysis) -> Headline:
+    """Return the most important finding that is not a stall of the job."""
     incidents = analysis.incidents
     unfinished = [each for each in incidents if not each.barrier.completed]
     if unfinished:
         return _unfinished(analysis, unfinished)
     if analysis.failures:
         return _failure(analysis, *analysis.failures[0])
-    if not analysis.barriers and (stalled := _stalled_call(analysis)):
+    # A stall of the job names whom these calls waited for.
+    if not (analysis.barriers or analysis.stalls) and (
+        stalled := _stalled_call(analysis)
+    ):
         return stalled
     total = len(analysis.barriers)
     text = _completed(total) if total else "The logs contain no barrier"
@@ -73,6 +94,32 @@ def headline(analysis: Analysis) -> Headline:
     if presumed:
         details.append(f"The end of {plural(presumed, 'barrier')} is not in the logs.")
     return Headline(text, " ".join(details), is_failure=False)
+
+
+def _stall(analysis: Analysis, stall: Stall, also: str = "") -> Headline:
+    last = stall.last
+    verb = "was waiting" if stall.resumed_at is None else "waited"
+    phase, awaited = _name(last.phase), shorten(last.awaited, _MAX_AWAITED_LENGTH)
+    text = f"The job {verb} in {phase} for {awaited}"
+    if not last.awaited_ranks:
+        text = f"The job {verb} in {phase}: {awaited or 'for unknown ranks'}"
+    if stall.resumed_at is not None:
+        text += ", and resumed"
+    facts = [f"Cause: {shorten(last.cause, _MAX_NAME_LENGTH)}"]
+    facts += [
+        shorten(each, _MAX_ERROR_LENGTH) for each in last.evidence[:_MAX_EVIDENCE]
+    ]
+    if last.remedy:
+        facts.append(f"Remedy: {shorten(last.remedy, _MAX_ERROR_LENGTH)}")
+    details = " ".join(f"{_capitalized(fact.rstrip('.'))}." for fact in facts)
+    if stall.resumed_at is None:
+        when = analysis.format_time(last.time)
+        end = f"Last reported after {duration(stall.duration)}, at {when} UTC."
+    else:
+        when = analysis.format_time(stall.resumed_at)
+        end = f"It resumed after {duration(stall.duration)}, at {when} UTC."
+    is_failure = stall.resumed_at is None
+    return Headline(text, f"{details} {end}{also}", is_failure)
 
 
 def _completed(total: int) -> str:

@@ -37,6 +37,7 @@ def page(analysis: Analysis, stats: ReadStats) -> str:
         "format_time": analysis.format_time,
         "headline": headline(analysis),
         "tiles": tables.summary_tiles(analysis),
+        "stalls": analysis.stalls,
         **_incidents(analysis),
         **_failures(analysis),
         **_plots(analysis),

@@ -26,6 +26,7 @@ from tracedstore.report.record_types import (
     FirstFailure,
     LoggedProcess,
 )
+from tracedstore.report.stalls import StallReport
 from tracedstore.report.values import NO_RANK
 
 _OUTCOMES: Final = {
@@ -37,6 +38,8 @@ _OUTCOMES: Final = {
 # A process has at most 64 key families, and a job has few kinds of processes.
 _MAX_FAMILIES = 10_000
 _OTHER_FAMILIES = "(others)"
+# A few ranks report a stall, each time the wait has doubled.
+_MAX_STALL_REPORTS = 10_000
 
 # Event name, key family, operation, store.
 CallKey = tuple[str, str, str, str]
@@ -54,6 +57,9 @@ class Records:
         first_failures: The first failure of each process.
         rendezvous: Number of events by name, job, cause and message.
         stale_keys: Number of events by barrier.
+        stall_reports: Reports of a stalled job, and of its end.
+        unread_stall_reports: Number of such reports beyond the limit.
+        stale_stores: Number of events by message.
         disabled_observers: Number of events by observer and error.
         event_counts: Number of events by name.
         hosts: Host of each rank, as logged by the rank.
@@ -71,6 +77,9 @@ class Records:
         self.first_failures: dict[LoggedProcess, FirstFailure] = {}
         self.rendezvous: Counter[tuple[str, str, str, str]] = Counter()
         self.stale_keys: Counter[BarrierId] = Counter()
+        self.stall_reports: list[StallReport] = []
+        self.unread_stall_reports = 0
+        self.stale_stores: Counter[str] = Counter()
         self.disabled_observers: Counter[tuple[str, str]] = Counter()
         self.event_counts: Counter[str] = Counter()
         self.hosts: dict[int, str] = {}
@@ -91,6 +100,9 @@ class Records:
             names.RENDEZVOUS_WAITING: self._add_rendezvous_warning,
             names.RENDEZVOUS_TIMEOUT: self._add_rendezvous_failure,
             names.RENDEZVOUS_FAILED: self._add_rendezvous_failure,
+            names.JOB_STALLED: self._add_stall,
+            names.JOB_RESUMED: self._add_stall,
+            names.STORE_STALE: self._add_stale_store,
             names.TELEMETRY_DISABLED: self._add_disabled_observer,
         }
 
@@ -243,6 +255,34 @@ class Records:
     ) -> None:
         run_id, prefix = values.text(event, "run_id"), values.text(event, "barrier")
         self.stale_keys[BarrierId(run_id, prefix)] += 1
+
+    def _add_stall(self, event: Mapping[str, Any], time: float, rank: int) -> None:
+        report = StallReport(
+            time=time,
+            run_id=values.text(event, "run_id"),
+            rank=rank,
+            resumed=event["event"] == names.JOB_RESUMED,
+            phase=values.text(event, "phase"),
+            cause=values.text(event, "cause"),
+            awaited=values.text(event, "awaited"),
+            awaited_ranks=fold(values.ranks(event, "awaited_ranks")),
+            waiting_ranks=values.text(event, "waiting_ranks"),
+            key=values.text(event, "key"),
+            waited=values.duration(event, "waited_seconds"),
+            evidence=values.texts(event, "evidence"),
+            remedy=values.text(event, "remedy"),
+        )
+        if len(self.stall_reports) < _MAX_STALL_REPORTS:
+            self.stall_reports.append(report)
+        else:
+            self.unread_stall_reports += 1
+
+    def _add_stale_store(
+        self, event: Mapping[str, Any], _time: float, _rank: int
+    ) -> None:
+        message = values.text(event, "message")
+        if message in self.stale_stores or len(self.stale_stores) < _MAX_FAMILIES:
+            self.stale_stores[message] += 1
 
     def _add_disabled_observer(
         self, event: Mapping[str, Any], _time: float, _rank: int

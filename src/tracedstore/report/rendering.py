@@ -28,6 +28,7 @@ def _environment() -> Environment:
     )
     environment.globals["plural"] = formatting.plural
     environment.filters.update(
+        cut=formatting.shorten,
         duration=formatting.duration,
         number=formatting.number,
         ranks=formatting.ranks,

@@ -68,6 +68,9 @@ def summary_tiles(analysis: Analysis) -> Iterator[SummaryTile]:
     yield SummaryTile("completed", "Barriers completed", completed)
     if presumed := sum(each.presumed_completed for each in analysis.barriers):
         yield SummaryTile("guessed", "Presumed completed", number(presumed))
+    if stalls := analysis.stalls:
+        open_ended = any(stall.resumed_at is None for stall in stalls)
+        yield SummaryTile("stalls", "Stalls", number(len(stalls)), open_ended)
     for outcome, name, text in (
         (TIMEOUT, "timeouts", "Timed out"),
         (FAILED, "failed", "Failed"),
@@ -89,9 +92,11 @@ def call_rows(records: Records, kinds: Mapping[str, str]) -> list[CallRow]:
 
 
 def other_events(records: Records) -> Iterator[EventRow]:
-    """Count stale keys and disabled observers."""
+    """Count stale keys of barriers and stores, and disabled observers."""
     for barrier_id, count in records.stale_keys.most_common(MAX_ROWS):
         yield EventRow(names.BARRIER_STALE_KEY, barrier_id.prefix, count)
+    for message, count in records.stale_stores.most_common(MAX_ROWS):
+        yield EventRow(names.STORE_STALE, message, count)
     for (observer, error), count in records.disabled_observers.most_common(MAX_ROWS):
         yield EventRow(names.TELEMETRY_DISABLED, f"{observer} {error}", count)
 

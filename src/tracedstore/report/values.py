@@ -15,6 +15,7 @@ INVALID: Final = (KeyError, TypeError, ValueError, OverflowError)
 NO_RANK: Final = -1
 
 _MAX_TEXT_LENGTH = 512
+_MAX_TEXTS = 16
 # Seconds since 1970: September 2001 and October 2096.
 _MIN_TIMESTAMP, _MAX_TIMESTAMP = 1.0e9, 4.0e9
 
@@ -53,6 +54,14 @@ def text(event: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is not a string")
     return value[:_MAX_TEXT_LENGTH]
+
+
+def texts(event: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the first 16 texts of a list, empty if the field is absent."""
+    items = event.get(name, [])
+    if not isinstance(items, list):
+        raise TypeError(f"{name} is not a list")
+    return tuple(text({name: item}, name) for item in items[:_MAX_TEXTS])
 
 
 def rank(event: Mapping[str, Any], name: str = "rank") -> int:
