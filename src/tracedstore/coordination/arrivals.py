@@ -237,7 +237,12 @@ def etcd_items(store: Any) -> dict[str, bytes] | None:
     inner = store if state is None else state.inner
     if type(inner).__name__ != "EtcdStore":
         return None
-    nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
+    try:
+        nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
+    except Exception as error:
+        if type(error).__name__ == "EtcdKeyNotFound":
+            return {}  # nothing was written yet
+        raise
     return {
         b64decode(node.key.removeprefix(inner.prefix)).decode(
             "utf-8", "replace"

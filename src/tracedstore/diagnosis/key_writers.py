@@ -42,8 +42,9 @@ class _Learned:
 class KeyWriters:
     """Observes writes, and remembers the first 64 families of their keys.
 
-    An ordinary write is observed only within the span budget. The first write of a
-    family may be missed in a burst of calls, so absence proves nothing.
+    An ordinary write is observed only within the span budget; without a tracer provider
+    that is one call in 50 ms. A write right after another call may be missed, so
+    absence proves nothing.
     """
 
     name = names.DIAGNOSIS

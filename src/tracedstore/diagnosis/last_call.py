@@ -13,10 +13,11 @@ class LastCall:
     """Estimates when the last Store call ended.
 
     There are two sources. As an observer it gets the calls within the span budget: with
-    ``spans=budget`` the last of them ended at most ``1 / span_rate`` seconds (50 ms)
-    before the last call of all. Without that budget, `sample` compares the number of
-    ended calls with that of the sample before. The result is then a lower bound, and
-    low by at most the time between two samples.
+    ``spans=budget`` the last of them ended at most 50 ms before the last call of all
+    (``1 / span_rate``; without a tracer provider the interval at which spans check for
+    one). Without that budget, `sample` compares the number of ended calls with that of
+    the sample before. The result is then a lower bound, and low by at most the time
+    between two samples.
     """
 
     name = "last_call"
@@ -63,7 +64,7 @@ class LastCall:
             return None
         now = self._monotonic()
         observed, before = self._observed, self._before
-        if observed is not None and (before is None or observed >= before):
+        if observed is not None and (before is None or observed > before):
             return now - observed
         # Calls before the first sample may have ended at any time.
         if before is None and self._changed == self._sampled:
