@@ -7,7 +7,7 @@ gets the store that it would have without tracedstore.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from tracedstore.auto import lifetime, patches
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import bottom_of
 from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis import connect_target, connecting
+from tracedstore.diagnosis import connect_target, connecting, group_creation
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
 
@@ -77,7 +77,8 @@ def agent_rendezvous(original: Callable[..., Any], params: Any) -> Any:
 
 def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
     """Replace the creation of a store of torchrun's agent."""
-    bare = original(*args, **kwargs)
+    with _watch_agent(original, args, kwargs):
+        bare = original(*args, **kwargs)
     store = _trace(bare)
     if isinstance(store, TracedStore) and store is not bare:
         # The agent's rendezvous references the store while it is in use, so the wrapper
@@ -98,6 +99,23 @@ def _watch_connecting(
         if target is not None and target.rank is not None and target.world_size:
             # Before the first event: a URL may have the rank, and no variable.
             set_identity(target.rank, target.world_size)
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+    return connecting.watched(target)
+
+
+def _watch_agent(
+    original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Diagnose the TCPStore of a static rendezvous, which waits for all agents.
+
+    The other stores of agents wait for none, and `rendezvous` reports their failures.
+    """
+    target = None
+    try:
+        ensure_configured()
+        if isinstance(original, type):
+            target = connect_target.of_agent(*args, **kwargs)
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
     return connecting.watched(target)
@@ -145,7 +163,8 @@ def _create_group(
         return original(*args, **kwargs)
     traced = _traced_bottom(call.arguments.get("store"))
     try:
-        created = original(*call.args, **call.kwargs)
+        with _watch_creation(call):
+            created = original(*call.args, **call.kwargs)
     except BaseException:
         if traced is not None:
             lifetime.close_if_unused(traced)
@@ -155,6 +174,26 @@ def _create_group(
         users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
         lifetime.close_after(traced, *users)
     return created
+
+
+def _watch_creation(call: inspect.BoundArguments) -> AbstractContextManager[None]:
+    """Diagnose the creation of a group of this process; not one of other ranks."""
+    arguments = call.arguments
+    try:
+        ranks = tuple(arguments.get("global_ranks_in_group") or ())
+        if _traced_bottom(arguments.get("store")) is not None:
+            return group_creation.watched(
+                group_creation.GroupCreation(
+                    store=arguments["store"],
+                    name=str(arguments["group_name"]),
+                    size=len(ranks) or arguments["group_size"],
+                    rank=arguments["group_rank"],
+                    ranks=ranks,
+                )
+            )
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+    return nullcontext()
 
 
 def _traced_bottom(store: Store | None) -> TracedStore | None:

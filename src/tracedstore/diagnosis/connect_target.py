@@ -121,5 +121,26 @@ def from_url(
     )
 
 
+def of_agent(
+    host: Any = "", port: Any = 0, world_size: Any = None, *rest: Any, **others: Any
+) -> ConnectTarget:
+    """Return the target of the TCPStore of a static rendezvous, by its arguments."""
+    names = ("is_master", "timeout")
+    arguments = dict(zip(names, rest, strict=False)) | others
+    timeout = arguments.get("timeout")
+    return ConnectTarget(
+        host=str(others.get("host_name", host)),
+        host_name="the master address",
+        port_text=str(port),
+        port_name="the master port",
+        world_size=world_size,
+        timeout=timeout.total_seconds()
+        if isinstance(timeout, timedelta)
+        else _DEFAULT_TIMEOUT,
+        serving=bool(arguments.get("is_master")),
+        agents=True,
+    )
+
+
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.strip().isdecimal() else None

@@ -132,7 +132,7 @@ def verdict(
     if reach.defect is not None:
         return from_defect(target, reach.defect, waited_seconds)
     if reach.result == ANSWERED:
-        return None
+        return _agents_absent(target, reach, waited_seconds)
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
     sentence = _SENTENCES.get(
         reach.result, "connecting to {server} fails from {here}"
@@ -173,6 +173,26 @@ def verdict(
     )
 
 
+def _agents_absent(
+    target: ConnectTarget, reach: Reach, waited_seconds: float
+) -> Verdict | None:
+    """Count the agents that have not joined; only their number is known."""
+    size, joined = target.world_size or 0, reach.joined
+    if not (target.agents and target.serving and joined is not None and joined < size):
+        return None
+    return Verdict(
+        phase=PHASE,
+        cause="unknown",
+        known=f"{joined} of {size} agents have connected to {target.server}",
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        waited_seconds=waited_seconds,
+        evidence=("agents of a static rendezvous do not register",),
+        remedy="check that torchrun was started on every node, with this endpoint",
+        agents=True,
+        time=time.time(),
+    )
+
+
 def from_defect(
     target: ConnectTarget, defect: AddressDefect, waited_seconds: float = 0.0
 ) -> Verdict:
@@ -183,7 +203,6 @@ def from_defect(
         known=defect.finding,
         waiting_ranks=() if target.rank is None else (target.rank,),
         waited_seconds=waited_seconds,
-        evidence=(f"the store's address is {target.server}",),
         remedy=defect.remedy,
         agents=target.agents,
         time=time.time(),
