@@ -414,7 +414,10 @@ class TestGloo:
         """The exception of gloo gets a note that names the rank and its host."""
         port = free_port()
         rank = start_rank(f"tcp://127.0.0.1:{port}", 0, 2, timeout=8)
-        other = dist.TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=SECONDS))
+        # torch's stubs accept text only.
+        other: Any = dist.TCPStore(
+            "127.0.0.1", port, 2, timeout=timedelta(seconds=SECONDS)
+        )
         other.set("default_pg/0//cpu//0/1", forged_address)
 
         failed = rank.next_report()

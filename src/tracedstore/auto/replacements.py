@@ -107,15 +107,19 @@ def _watch_connecting(
 def _watch_agent(
     original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """Diagnose the TCPStore of a static rendezvous, which waits for all agents.
+    """Diagnose a store of torchrun's agent.
 
-    The other stores of agents wait for none, and `rendezvous` reports their failures.
+    The TCPStore of a static rendezvous waits for all agents. The store for the workers
+    connects to the address that the agent publishes. `rendezvous` reports failures of
+    the others.
     """
     target = None
     try:
         ensure_configured()
         if isinstance(original, type):
             target = connect_target.of_agent(*args, **kwargs)
+        elif original.__name__ == "_create_tcp_store_server":
+            target = connect_target.of_worker_store(*args[-2:])
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
     return connecting.watched(target)

@@ -80,16 +80,21 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     defect = target.check_spelling()
     if defect is not None:
         return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
-    addresses, defect = check_lookup(target.host_name, target.host, environ)
+    published = target.agents or "TORCHELASTIC_RUN_ID" in environ
+    addresses, defect = check_lookup(target.host_name, target.host, published=published)
     if defect is not None:
         return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
     result, joined = error_causes.UNKNOWN, None
     for address in addresses[:_MAX_ADDRESSES_TRIED]:
-        result, joined = _ask(str(address), target.port)
+        # Port 0 is any free port: which one is not known yet.
+        if target.port:
+            result, joined = _ask(str(address), target.port)
         if result == ANSWERED:
             break
     if result != ANSWERED and target.serving:
         defect = check_served_here(target.host_name, target.host, addresses)
+        if not target.port and defect is None:
+            result = ANSWERED  # nothing is known to be wrong
     holder = ""
     if result in (SILENT, FOREIGN) and all(map(is_local, addresses)):
         found = port_holder(target.port)
