@@ -302,3 +302,36 @@ class TestReach:
         assert verdict is not None
         assert verdict.cause == "unknown"
         assert verdict.known.startswith("0 of 3 agents have connected")
+
+
+class TestEndpoint:
+    """An agent that does not serve its c10d endpoint."""
+
+    def test_no_host(self) -> None:
+        """The exception has this machine's name, and how to make it the host."""
+        from torch.distributed.elastic.rendezvous.api import (
+            RendezvousConnectionError,
+            RendezvousParameters,
+        )
+
+        from tracedstore.rendezvous import plugins
+
+        params = RendezvousParameters(
+            "c10d",
+            f"127.0.0.1:{free_port()}",
+            "run",
+            1,
+            1,
+            is_host="0",
+            read_timeout="1",
+        )
+
+        with pytest.raises(RendezvousConnectionError) as caught:
+            plugins.CREATORS["c10d"](params)
+
+        (note,) = caught.value.__notes__
+        assert (
+            "this agent does not serve the endpoint, because is_host is false" in note
+        )
+        assert f"this machine is {socket.gethostname()}" in note
+        assert "--rdzv-conf is_host=1" in note
