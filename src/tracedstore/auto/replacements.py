@@ -7,7 +7,7 @@ gets the store that it would have without tracedstore.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -16,24 +16,19 @@ from torch.distributed import ProcessGroup, Store
 from tracedstore import names
 from tracedstore.auto import lifetime, patches
 from tracedstore.coordination import rank_registry
-from tracedstore.core.identity import bottom_of, process_identity
+from tracedstore.core.identity import bottom_of
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
 from tracedstore.diagnosis import (
     connect_target,
     connecting,
+    group_creation,
     groups,
     incarnations,
-    stalled,
-    stamps,
 )
-from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
 
 RendezvousResult = tuple[Store, int, int]
-# Seconds for reading who created a group, after that failed.
-_READ_TIMEOUT = 2.0
 
 
 def rendezvous(
@@ -88,7 +83,8 @@ def agent_rendezvous(original: Callable[..., Any], params: Any) -> Any:
 
 def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
     """Replace the creation of a store of torchrun's agent."""
-    bare = original(*args, **kwargs)
+    with _watch_agent(original, args, kwargs):
+        bare = original(*args, **kwargs)
     store = _trace(bare)
     if isinstance(store, TracedStore) and store is not bare:
         # The agent's rendezvous references the store while it is in use, so the wrapper
@@ -109,6 +105,27 @@ def _watch_connecting(
         if target is not None and target.rank is not None and target.world_size:
             # Before the first event: a URL may have the rank, and no variable.
             set_identity(target.rank, target.world_size)
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+    return connecting.watched(target)
+
+
+def _watch_agent(
+    original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """Diagnose a store of torchrun's agent.
+
+    The TCPStore of a static rendezvous waits for all agents. The store for the workers
+    connects to the address that the agent publishes. `rendezvous` reports failures of
+    the others.
+    """
+    target = None
+    try:
+        ensure_configured()
+        if isinstance(original, type):
+            target = connect_target.of_agent(*args, **kwargs)
+        elif original.__name__ == "_create_tcp_store_server":
+            target = connect_target.of_worker_store(*args[-2:])
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
     return connecting.watched(target)
@@ -156,15 +173,11 @@ def _create_group(
         return original(*args, **kwargs)
     RECORDER.failures.guarded(names.AUTO, _record_members, call.arguments)
     traced = _traced_bottom(call.arguments.get("store"))
-    if traced is not None:
-        RECORDER.failures.guarded(names.AUTO, _stamp, traced, call.arguments)
     try:
-        created = original(*call.args, **call.kwargs)
-    except BaseException as error:
+        with _watch_creation(call):
+            created = original(*call.args, **call.kwargs)
+    except BaseException:
         if traced is not None:
-            RECORDER.failures.guarded(
-                names.AUTO, _note_stale_keys, traced, call.arguments, error
-            )
             lifetime.close_if_unused(traced)
         raise
     if traced is not None:
@@ -186,31 +199,24 @@ def _record_members(arguments: dict[str, Any]) -> None:
     )
 
 
-def _stamp(store: TracedStore, arguments: dict[str, Any]) -> None:
-    """Stamp the keys that this rank is about to write for a group."""
-    rank = process_identity().rank
-    group = str(arguments["group_name"])
-    if rank is not None and rank in (groups.members(group) or ()):
-        with RECORDER.unrecorded():
-            stamps.write(store, group, rank)
-
-
-def _note_stale_keys(
-    store: TracedStore, arguments: dict[str, Any], error: BaseException
-) -> None:
-    """Add a note if a group was not created because of an earlier attempt's keys."""
-    group = str(arguments["group_name"])
-    members = groups.members(group) or ()
-
-    def find() -> Verdict | None:
-        with RECORDER.unrecorded():
-            return stamps.find_stale(store, group, members)
-
-    verdict = run_with_timeout(_READ_TIMEOUT, find)
-    if verdict is not None:
-        error.add_note(f"tracedstore: {verdict.describe()}")
-        stalled.report(error, verdict)
-        stalled.failed(error)
+def _watch_creation(call: inspect.BoundArguments) -> AbstractContextManager[None]:
+    """Diagnose the creation of a group of this process; not one of other ranks."""
+    arguments = call.arguments
+    try:
+        ranks = tuple(arguments.get("global_ranks_in_group") or ())
+        if _traced_bottom(arguments.get("store")) is not None:
+            return group_creation.watched(
+                group_creation.GroupCreation(
+                    store=arguments["store"],
+                    name=str(arguments["group_name"]),
+                    size=len(ranks) or arguments["group_size"],
+                    rank=arguments["group_rank"],
+                    ranks=ranks,
+                )
+            )
+    except Exception as error:
+        RECORDER.failures.add(names.AUTO, error)
+    return nullcontext()
 
 
 def _traced_bottom(store: Store | None) -> TracedStore | None:

@@ -118,11 +118,17 @@ def resolve(host: str) -> tuple[IPAddress, ...]:
 
 
 def check_lookup(
-    name: str, host: str, environ: Mapping[str, str]
+    name: str, host: str, *, published: bool
 ) -> tuple[tuple[IPAddress, ...], AddressDefect | None]:
-    """Look a host up; return its addresses, or why there are none."""
+    """Look a host up; return its addresses, or why there are none.
+
+    Args:
+        name: Where the host is from.
+        host: The host.
+        published: The torchrun agent of node rank 0 chose the host.
+    """
     remedy = f"make the name known to the name servers of {socket.gethostname()}"
-    if "TORCHELASTIC_RUN_ID" in environ:
+    if published:
         remedy = (
             "pass --local-addr with an address that all nodes can reach to torchrun on"
             " the node of rank 0, which published this one"

@@ -104,7 +104,7 @@ def publish_blocked(store: Any, record: BlockedRecord, *, first: bool) -> None:
         record: The record.
         first: This process publishes its first record.
     """
-    store.set(_key(record.rank), record.to_bytes())
+    store.set(blocked_key(record.rank), record.to_bytes())
     if first and store.has_extended_api():
         store.append(_RANKS, f"{record.rank} ")
 
@@ -113,7 +113,7 @@ def withdraw_blocked(store: Any, rank: int) -> None:
     """Withdraw the record of a rank."""
     # Emptied, not deleted: an EtcdStore cannot delete, and a reader gets the values of
     # keys that exist in one request, but has to search for keys that do not.
-    store.set(_key(rank), "")
+    store.set(blocked_key(rank), "")
 
 
 def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
@@ -125,7 +125,7 @@ def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
         written = read_key(store, _RANKS)[:_MAX_LEDGER_BYTES].split()
         numbers = {int(one) for one in written if _RANK.fullmatch(one)}
         ranks = sorted(rank for rank in numbers if rank < world_size)
-    values = read_existing(store, [_key(rank) for rank in ranks])
+    values = read_existing(store, [blocked_key(rank) for rank in ranks])
     records = map(BlockedRecord.from_bytes, values)
     return {record.rank: record for record in records if record is not None}
 
@@ -136,7 +136,8 @@ def is_blocked_key(key: str) -> bool:
     return bool(separator) and rank.isdecimal()
 
 
-def _key(rank: int) -> str:
+def blocked_key(rank: int) -> str:
+    """Return the key of a rank's record."""
     return f"{BLOCKED}/{rank}"
 
 

@@ -13,6 +13,8 @@ from tracedstore.diagnosis.addresses import AddressDefect, check_host, check_por
 
 # torch's default timeout of a process group.
 _DEFAULT_TIMEOUT = 1800.0
+# And of a store.
+_STORE_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,43 @@ def from_url(
         timeout=seconds,
         serving=serving,
         agent_store=agent_store,
+    )
+
+
+def of_agent(
+    host: Any = "", port: Any = 0, world_size: Any = None, *rest: Any, **others: Any
+) -> ConnectTarget:
+    """Return the target of the TCPStore of a static rendezvous, by its arguments."""
+    names = ("is_master", "timeout")
+    arguments = dict(zip(names, rest, strict=False)) | others
+    timeout = arguments.get("timeout")
+    return ConnectTarget(
+        host=str(others.get("host_name", host)),
+        host_name="the master address",
+        port_text=str(port),
+        port_name="the master port",
+        world_size=world_size,
+        timeout=timeout.total_seconds()
+        if isinstance(timeout, timedelta)
+        else _DEFAULT_TIMEOUT,
+        serving=bool(arguments.get("is_master")),
+        agents=True,
+    )
+
+
+def of_worker_store(host: Any, port: Any) -> ConnectTarget:
+    """Return the target of the store that an agent serves to its workers.
+
+    Port 0 is any free port, which the agent publishes later. The agent is the only
+    client that it waits for.
+    """
+    return ConnectTarget(
+        world_size=1,
+        host=str(host),
+        port_text=str(port),
+        timeout=_STORE_TIMEOUT,
+        serving=True,
+        agents=True,
     )
 
 

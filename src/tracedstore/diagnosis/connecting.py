@@ -21,7 +21,7 @@ from tracedstore import names
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout
 from tracedstore.core.watcher import WATCHER, Watch
-from tracedstore.diagnosis import error_causes, reach, stalled
+from tracedstore.diagnosis import error_causes, file_store, incarnations, reach, stalled
 from tracedstore.diagnosis.connect_target import ConnectTarget
 from tracedstore.diagnosis.serving import ServerSide
 from tracedstore.diagnosis.verdict import Verdict
@@ -30,6 +30,9 @@ from tracedstore.diagnosis.verdict import Verdict
 _PUBLISH_AFTER = 1.0
 # Seconds that a constructor which has ended waits for the last step of the diagnosis.
 _END_TIMEOUT = 1.0
+
+# Of reports that are made once in the life of this process.
+_claims: list[socket.socket] = []
 
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
@@ -41,7 +44,11 @@ def watched(target: ConnectTarget | None) -> Iterator[None]:
     Args:
         target: Where it connects to; None if that is unknown, and nothing is done.
     """
-    if target is None or target.path or not RECORDER.on:
+    if target is None or not RECORDER.on:
+        yield
+        return
+    if target.path:
+        _guarded(_check_file, target)
         yield
         return
     phase = ConnectingPhase(target, RECORDER.overdue_ns / 1e9)
@@ -52,6 +59,24 @@ def watched(target: ConnectTarget | None) -> Iterator[None]:
         _guarded(phase.failed, error)
         raise
     _guarded(phase.returned)
+
+
+def _check_file(target: ConnectTarget) -> None:
+    """Report a file that an earlier run left, once per host and job."""
+    try:
+        verdict = run_with_timeout(
+            _END_TIMEOUT,
+            partial(file_store.check_earlier_run, target.path, target.rank),
+        )
+    except TimeoutError:
+        return  # the file system does not answer; the store will not either
+    if verdict is None:
+        return
+    # Kept until the process ends: the other ranks of the host may open the file later.
+    claimed = claim(f"{target.path}/{verdict.cause}")
+    if claimed is not None:
+        _claims.append(claimed)
+        incarnations.report_stale(verdict.describe(), remedy=verdict.remedy)
 
 
 class ConnectingPhase:
@@ -69,7 +94,8 @@ class ConnectingPhase:
         self._look_after = min(stall_after, target.timeout / 2)
         first = self._look_after
         self._server: ServerSide | None = None
-        if target.serving and (target.world_size or 0) > 1:
+        # Agents do not register.
+        if target.serving and not target.agents and (target.world_size or 0) > 1:
             self._server = ServerSide(target, time.time())
             first = min(first, _PUBLISH_AFTER)
         self._watch = Watch(names.DIAGNOSIS, self._step, first)
@@ -77,7 +103,7 @@ class ConnectingPhase:
         self._busy = False
         self._ended = False
         self._verdict: Verdict | None = None
-        self._reported = False
+        self._reported: Verdict | None = None
         self._claim: socket.socket | None = None
 
     def start(self) -> None:
@@ -108,19 +134,20 @@ class ConnectingPhase:
             return
         self._verdict = replace(verdict, waited_seconds=self._waited())
         error.add_note(f"tracedstore: {self._verdict.describe()}")
-        if math.isfinite(self._stall_after) and not self._reported:
+        if math.isfinite(self._stall_after) and self._reported is None:
             self._report()
         stalled.failed(self)
         self._release()
 
     def returned(self) -> None:
         """Withdraw what was published: the constructor has returned."""
-        verdict = self._end()
+        self._end()
         if self._server is not None:
             with suppress(TimeoutError):
                 run_with_timeout(_END_TIMEOUT, self._server.withdraw)
-        if verdict is not None and self._reported:
-            stalled.resumed(self, replace(verdict, waited_seconds=self._waited()))
+        if self._reported is not None:
+            waited = self._waited()
+            stalled.resumed(self, replace(self._reported, waited_seconds=waited))
         self._release()
 
     def _end(self) -> Verdict | None:
@@ -188,7 +215,7 @@ class ConnectingPhase:
             self._claim = claim(f"{self._target.server}/{verdict.cause}")
             if self._claim is None:
                 return
-        self._reported = True
+        self._reported = verdict
         stalled.report(self, verdict)
 
 

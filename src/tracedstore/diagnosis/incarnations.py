@@ -67,7 +67,13 @@ def check_earlier(store: Any, rank: int) -> None:
         return
     # Every rank of the attempt finds one; the first of them reports it.
     if store.add(f"{_STALE}/{attempt}/{identity.run_id}", 1) == 1:
-        _report_stale(found, rank, attempt)
+        age = max(0.0, time.time() - found.started)
+        report_stale(
+            f"the store holds keys of an earlier process of rank {rank}: pid"
+            f" {found.pid} on {found.host}, attempt {found.attempt}, registered"
+            f" {age:.0f} s ago; this is attempt {attempt}",
+            found=found,
+        )
 
 
 def read_duplicates(store: Any) -> list[Duplicate]:
@@ -92,19 +98,25 @@ def _record_duplicate(store: Any, found: RankInfo, host: str) -> None:
         store.set(_DUPLICATES, line)
 
 
-def _report_stale(found: RankInfo, rank: int, attempt: int) -> None:
-    age = max(0.0, time.time() - found.started)
+def report_stale(
+    message: str, *, found: RankInfo | None = None, remedy: str = _REMEDY
+) -> None:
+    """Emit `store.stale_keys`.
+
+    Args:
+        message: What was found.
+        found: The earlier process, if it is known.
+        remedy: What to do.
+    """
     TELEMETRY.emit(
         names.STORE_STALE,
-        message=f"the store holds keys of an earlier process of rank {rank}: pid"
-        f" {found.pid} on {found.host}, attempt {found.attempt}, registered"
-        f" {age:.0f} s ago; this is attempt {attempt}",
-        attempt=attempt,
-        previous_attempt=found.attempt,
-        previous_pid=found.pid,
-        previous_host=found.host,
-        previous_started=found.started,
-        remedy=_REMEDY,
+        message=message,
+        attempt=restart_count(os.environ),
+        previous_attempt=None if found is None else found.attempt,
+        previous_pid=None if found is None else found.pid,
+        previous_host="" if found is None else found.host,
+        previous_started=None if found is None else found.started,
+        remedy=remedy,
     )
 
 

@@ -76,9 +76,10 @@ def port_holder(port: int, proc: Path = Path("/proc")) -> PortHolder | None:
     links = {f"socket:[{inode}]" for inode in owners}
     for pid in _pids(proc):
         with suppress(OSError):
-            for descriptor in os.scandir(proc / str(pid) / "fd"):
+            folder = f"{proc}/{pid}/fd"
+            for descriptor in os.listdir(folder):  # noqa: PTH208 - thousands of them
                 with suppress(OSError):
-                    if os.readlink(descriptor.path) in links:  # noqa: PTH115 - not a Path
+                    if os.readlink(f"{folder}/{descriptor}") in links:  # noqa: PTH115
                         return _describe(pid, next(iter(owners.values())), proc)
     return PortHolder(pid=None, uid=next(iter(owners.values())))
 
@@ -100,7 +101,7 @@ def _listening(port: int, proc: Path) -> Iterator[tuple[str, int]]:
 
 def _pids(proc: Path) -> list[int]:
     with suppress(OSError):
-        names = (entry.name for entry in os.scandir(proc))
+        names = (entry.name for entry in proc.iterdir())
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
     return []
 

@@ -80,16 +80,21 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     defect = target.check_spelling()
     if defect is not None:
         return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
-    addresses, defect = check_lookup(target.host_name, target.host, environ)
+    published = target.agents or "TORCHELASTIC_RUN_ID" in environ
+    addresses, defect = check_lookup(target.host_name, target.host, published=published)
     if defect is not None:
         return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
     result, joined = error_causes.UNKNOWN, None
     for address in addresses[:_MAX_ADDRESSES_TRIED]:
-        result, joined = _ask(str(address), target.port)
+        # Port 0 is any free port: which one is not known yet.
+        if target.port:
+            result, joined = _ask(str(address), target.port)
         if result == ANSWERED:
             break
     if result != ANSWERED and target.serving:
         defect = check_served_here(target.host_name, target.host, addresses)
+        if not target.port and defect is None:
+            result = ANSWERED  # nothing is known to be wrong
     holder = ""
     if result in (SILENT, FOREIGN) and all(map(is_local, addresses)):
         found = port_holder(target.port)
@@ -132,7 +137,7 @@ def verdict(
     if reach.defect is not None:
         return from_defect(target, reach.defect, waited_seconds)
     if reach.result == ANSWERED:
-        return None
+        return _agents_absent(target, reach, waited_seconds)
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
     sentence = _SENTENCES.get(
         reach.result, "connecting to {server} fails from {here}"
@@ -173,6 +178,26 @@ def verdict(
     )
 
 
+def _agents_absent(
+    target: ConnectTarget, reach: Reach, waited_seconds: float
+) -> Verdict | None:
+    """Count the agents that have not joined; only their number is known."""
+    size, joined = target.world_size or 0, reach.joined
+    if not (target.agents and target.serving and joined is not None and joined < size):
+        return None
+    return Verdict(
+        phase=PHASE,
+        cause="unknown",
+        known=f"{joined} of {size} agents have connected to {target.server}",
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        waited_seconds=waited_seconds,
+        evidence=("agents of a static rendezvous do not register",),
+        remedy="check that torchrun was started on every node, with this endpoint",
+        agents=True,
+        time=time.time(),
+    )
+
+
 def from_defect(
     target: ConnectTarget, defect: AddressDefect, waited_seconds: float = 0.0
 ) -> Verdict:
@@ -183,7 +208,6 @@ def from_defect(
         known=defect.finding,
         waiting_ranks=() if target.rank is None else (target.rank,),
         waited_seconds=waited_seconds,
-        evidence=(f"the store's address is {target.server}",),
         remedy=defect.remedy,
         agents=target.agents,
         time=time.time(),

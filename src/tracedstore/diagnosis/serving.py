@@ -44,6 +44,7 @@ _REGISTRATION_DELAY = 0.5
 _ANSWER_TIMEOUT = 2.0
 # Entries that are read for the run ids of other jobs.
 _MAX_ENTRIES_READ = 256
+_MAX_HOSTS_SHOWN = 8
 
 
 class ServerSide:
@@ -152,14 +153,20 @@ class ServerSide:
         target, size = self._target, self._world_size
         registered = sorted(set(range(size)).difference(absent))
         count = "" if joined is None else f"{joined} of {size} clients joined; "
-        ranks = ranges.fold(registered)
-        evidence = [f"{count}ranks {ranks} are registered at {target.server}"]
+        entries = rank_registry.read_ranks(self._client, registered[:_MAX_ENTRIES_READ])
+        hosts = ranges.by_host(entries, lambda rank: entries[rank].host)
+        shown = "; ".join(
+            f"ranks {ranges.fold(ranks)} on {host}"
+            for host, ranks in list(hosts.items())[:_MAX_HOSTS_SHOWN]
+        )
+        if more := len(registered) - len(entries):
+            shown += f"; {more} more ranks"
+        evidence = [f"{count}registered at {target.server}: {shown}"]
         loopback = check_loopback(
             target.host_name, target.host, reach.addresses, os.environ
         )
         if loopback is not None:
             evidence.append(loopback.finding)
-        entries = rank_registry.read_ranks(self._client, registered[:_MAX_ENTRIES_READ])
         own = entries.get(self._rank)
         foreign = {
             info.run_id: info

@@ -26,6 +26,7 @@ from tracedstore.coordination import membership
 from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.diagnosis.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
@@ -75,6 +76,7 @@ def create(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             where=where,
+            hint=_guarded(_host_hint, params, where) or "",
         )
         if RECORDER.on:
             _guarded(emit_failure, error, attempt)
@@ -323,6 +325,32 @@ def _own_node(handler: Any) -> Node | None:
     with suppress(AttributeError, TypeError, ValueError):
         return Node(str(found.addr), int(found.pid), int(found.local_id))
     return None
+
+
+def _host_hint(params: RendezvousParameters, where: tuple[str, int] | None) -> str:
+    """Return why this agent does not serve the endpoint; "" if it should.
+
+    The c10d store is served by the agent whose machine has the name or an address of
+    the endpoint. If no agent has, all of them wait for one that does not exist.
+    """
+    is_c10d = params.backend.removeprefix("traced-") == "c10d"
+    if not is_c10d or where is None:
+        return ""
+    # Private to torch, and only the hint needs it.
+    from torch.distributed.elastic.rendezvous.utils import (  # noqa: PLC0415
+        _matches_machine_hostname,
+    )
+
+    host = where[0]
+    if params.get_as_bool("is_host", _matches_machine_hostname(host)):
+        return ""
+    chosen = "is_host is false in --rdzv-conf"
+    if params.get("is_host") is None:
+        chosen = f"no name or address of it matches {host!r}"
+    return (
+        f"this agent does not serve the endpoint, because {chosen} ({describe_own()});"
+        " if it should, pass --rdzv-conf is_host=1, or use one of these as the endpoint"
+    )
 
 
 def _where(params: RendezvousParameters, port: int) -> tuple[str, int] | None:

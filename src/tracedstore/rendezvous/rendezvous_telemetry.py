@@ -11,17 +11,21 @@ from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.error_causes import (
+    NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
     NOT_WRITTEN,
+    REFUSED,
     TOO_FEW_NODES,
     UNKNOWN,
+    UNREACHABLE,
     probe_endpoint,
 )
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
+_NOT_CONNECTED = frozenset({NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE})
 _MAX_NODES_IN_TEXT = 16
 
 
@@ -40,6 +44,7 @@ class JoinAttempt:
         where: Host and port of the endpoint, where it has them.
         own: The node that called.
         attendance: The nodes that were seen in the state.
+        hint: A further sentence for a connection that failed, "" without one.
     """
 
     backend: str
@@ -52,6 +57,7 @@ class JoinAttempt:
     where: tuple[str, int] | None = None
     own: Node | None = None
     attendance: Attendance | None = None
+    hint: str = ""
 
 
 def emit_waiting(attempt: JoinAttempt) -> None:
@@ -76,6 +82,8 @@ def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
     message = f"{_title(attempt)} failed after {attempt.waited_seconds:.1f} s"
     if diagnosis.remedy:
         message += f": {diagnosis.remedy}"
+    if attempt.hint and diagnosis.cause in _NOT_CONNECTED:
+        message += f"; {attempt.hint}"
     message += joined
     timed_out = isinstance(error, RendezvousTimeoutError)
     TELEMETRY.emit(

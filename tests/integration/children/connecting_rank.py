@@ -1,7 +1,6 @@
 """A rank that creates its process group; it reports how that ended.
 
-Arguments: init method, rank, world size (empty: from the environment), and the timeout
-in seconds.
+Arguments: init method, rank, world size, timeout in seconds.
 """
 
 import sys
@@ -14,13 +13,16 @@ import tracedstore
 from integration.harness import report
 
 url, rank, world_size, timeout = sys.argv[1:5]
-numbers = {"rank": int(rank), "world_size": int(world_size)} if rank else {}
 tracedstore.instrument()
 report(state="connecting")
 started = time.monotonic()
 try:
     dist.init_process_group(
-        "gloo", url, timeout=timedelta(seconds=float(timeout)), **numbers
+        "gloo",
+        url,
+        timeout=timedelta(seconds=float(timeout)),
+        rank=int(rank),
+        world_size=int(world_size),
     )
 except Exception as error:
     report(
@@ -33,5 +35,6 @@ except Exception as error:
     )
 else:
     report(state="connected", seconds=time.monotonic() - started)
+    sys.stdin.readline()
     dist.barrier()
     dist.destroy_process_group()

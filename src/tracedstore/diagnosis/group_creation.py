@@ -1,0 +1,139 @@
+"""The creation of a process group: gloo's addresses, and the file of a FileStore.
+
+gloo connects every two ranks after they exchanged their addresses. No Store call is in
+flight then, so the diagnosis of blocked calls does not see it.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from tracedstore import names
+from tracedstore.coordination.arrivals import bare_store, side_connection
+from tracedstore.core.errors import error_message
+from tracedstore.core.identity import bottom_of
+from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.diagnosis import file_store, gloo_addresses, stalled, stamps
+from tracedstore.diagnosis.verdict import Verdict
+
+_READ_TIMEOUT = 1.0
+_guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupCreation:
+    """A process group that is being created.
+
+    Attributes:
+        store: The store given to it.
+        name: Its name.
+        size: The number of its ranks.
+        rank: The rank of this process in the group.
+        ranks: Its global ranks in order, empty for the default group.
+    """
+
+    store: Any
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...] = ()
+    verdict: Verdict | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def stamp(self) -> None:
+        """Stamp the keys that this rank is about to write."""
+        with RECORDER.unrecorded():
+            stamps.write(bottom_of(self.store), self.name, self._own_rank())
+
+    def look(self) -> None:
+        """Check the addresses that gloo's ranks have published."""
+        with side_connection(self.store) as connection:
+            prefix = gloo_addresses.key_prefix(self.name)
+            found = gloo_addresses.read(connection, prefix, self.size)
+        verdict = gloo_addresses.check_loopback(
+            found, f"connecting gloo's ranks of group {self.name}", self._members()
+        )
+        if verdict is not None:
+            waited = time.monotonic() - self.started
+            self.verdict = replace(verdict, waited_seconds=waited)
+
+    def look_and_report(self) -> None:
+        """Check the addresses, and emit `job.stalled` if they cannot work.
+
+        The first rank of the group reports, and the first one with a bad address.
+        """
+        # The store's failures are not failures of the telemetry.
+        with suppress(RuntimeError, OSError):
+            self.look()
+        verdict = self.verdict
+        if verdict is not None and (
+            self.rank == 0 or self._own_rank() == verdict.awaited_ranks[0]
+        ):
+            stalled.report(self, verdict)
+
+    def _members(self) -> Mapping[int, int]:
+        return dict(enumerate(self.ranks))
+
+    def _own_rank(self) -> int:
+        return self._members().get(self.rank, self.rank)
+
+    def _look_after_failure(self) -> None:
+        """Look for keys of an earlier attempt, and for addresses that cannot work."""
+        with suppress(RuntimeError, OSError):
+            run_with_timeout(_READ_TIMEOUT, self._look_for_stale_keys)
+            if self.verdict is None:
+                run_with_timeout(_READ_TIMEOUT, self.look)
+        if self.verdict is not None:
+            stalled.report(self, self.verdict)
+
+    def _look_for_stale_keys(self) -> None:
+        with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
+            members = self.ranks or tuple(range(self.size))
+            self.verdict = stamps.find_stale(store, self.name, members)
+
+    def add_note(self, error: Exception) -> None:
+        """Add to an exception what torch's text does not contain."""
+        if self.verdict is None and "connect" in error_message(error).lower():
+            self._look_after_failure()
+        if self.verdict is not None:
+            error.add_note(f"tracedstore: {self.verdict.describe()}")
+        bottom = bare_store(self.store)
+        if type(bottom).__name__ == "FileStore":
+            text = file_store.describe_wait(bottom.path, self.size)
+            error.add_note(f"tracedstore: {text}")
+
+
+@contextmanager
+def watched(creation: GroupCreation) -> Iterator[None]:
+    """Diagnose the creation of a process group that runs in this context."""
+    after = RECORDER.overdue_ns / 1e9
+    if not RECORDER.on:
+        yield
+        return
+
+    def report() -> None:
+        # The other watches must not wait for it.
+        with suppress(TimeoutError):
+            run_with_timeout(0, partial(_guarded, creation.look_and_report))
+
+    if creation.rank >= 0:
+        _guarded(creation.stamp)
+    watch = Watch(names.DIAGNOSIS, report, after)
+    if math.isfinite(after):
+        _guarded(WATCHER.add, watch)
+    try:
+        yield
+    except Exception as error:
+        _guarded(creation.add_note, error)
+        stalled.failed(creation)
+        raise
+    finally:
+        WATCHER.remove(watch)
+    if creation.verdict is not None:
+        _guarded(stalled.resumed, creation, creation.verdict)

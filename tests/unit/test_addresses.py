@@ -1,0 +1,337 @@
+"""The checks of addresses, and what is read from /proc, gloo and FileStores."""
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.etcd import free_port
+from tracedstore.diagnosis import (
+    addresses,
+    connect_target,
+    file_store,
+    gloo_addresses,
+    reach,
+)
+from tracedstore.diagnosis.connect_target import ConnectTarget
+from tracedstore.diagnosis.port_holder import port_holder
+
+
+class TestSpelling:
+    """Checks without I/O."""
+
+    @pytest.mark.parametrize(
+        ("value", "remedy"),
+        [
+            ("", "the host of rank 0"),
+            ("  ", "the host of rank 0"),
+            (" node1", "'node1'"),
+            ("node1\n", "'node1'"),
+            ("[fe80::1]", "'fe80::1'"),
+            ("http://node1/", "'node1'"),
+            ("node1:29500", "'node1' and the port to '29500'"),
+            ("no de1", "correct MASTER_ADDR"),
+        ],
+    )
+    def test_host(self, value: str, remedy: str) -> None:
+        """A defect has the value, and the remedy the corrected value."""
+        defect = addresses.check_host("MASTER_ADDR", value)
+
+        assert defect is not None
+        assert repr(value) in str(defect)
+        assert remedy in defect.remedy
+
+    @pytest.mark.parametrize(
+        "value", ["node1", "10.0.0.1", "::1", "a.b-c.d", "fe80::1"]
+    )
+    def test_good_host(self, value: str) -> None:
+        """Names and addresses of both families pass."""
+        assert addresses.check_host("MASTER_ADDR", value) is None
+
+    @pytest.mark.parametrize("value", ["", "x", "-1", "65536", "0"])
+    def test_port(self, value: str) -> None:
+        """A port that no other rank can connect to."""
+        defect = addresses.check_port("MASTER_PORT", value, 2)
+
+        assert defect is not None
+        assert f"MASTER_PORT is {value!r}" in defect.finding
+
+    def test_good_port(self) -> None:
+        """One rank alone may use port 0."""
+        assert addresses.check_port("MASTER_PORT", "0", 1) is None
+        assert addresses.check_port("MASTER_PORT", " 29500 ", 2) is None
+
+
+class TestLookup:
+    """Name lookups."""
+
+    def test_unresolvable(self) -> None:
+        """The remedy depends on who chose the name."""
+        for published, remedy in ((True, "--local-addr"), (False, "an IP address")):
+            found, defect = addresses.check_lookup(
+                "MASTER_ADDR", "no-such-host.invalid", published=published
+            )
+            assert not found
+            assert defect is not None
+            assert "it does not resolve on" in defect.defect
+            assert remedy in defect.remedy
+
+    @pytest.mark.parametrize("name", ["a" * 70 + ".invalid", "..", "\udcff"])
+    def test_no_name(self, name: str) -> None:
+        """What cannot be a name is a defect, and no exception."""
+        assert addresses.check_lookup("x", name, published=False)[1] is not None
+
+    def test_local(self) -> None:
+        """Loopback is this machine's; an address for documentation is not."""
+        local = addresses.resolve("127.0.0.1")
+        other = addresses.resolve("203.0.113.9")
+
+        assert addresses.check_served_here("x", "127.0.0.1", local) is None
+        defect = addresses.check_served_here("x", "203.0.113.9", other)
+        assert defect is not None
+        assert socket.gethostname() in defect.defect
+
+    def test_loopback(self) -> None:
+        """Loopback is a defect only if the launcher started several nodes."""
+        found = addresses.resolve("127.0.0.1")
+        several = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+        one = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+
+        assert addresses.check_loopback("x", "localhost", found, several)
+        assert addresses.check_loopback("x", "localhost", found, one) is None
+        assert addresses.check_loopback("x", "localhost", found, {}) is None
+
+
+class TestTarget:
+    """The address of a store, as torch reads it."""
+
+    def test_env(self) -> None:
+        """The URL's rank and world size precede the environment's."""
+        environ = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "RANK": "3"}
+        target = connect_target.from_url("env://?rank=0&world_size=2", None, environ)
+
+        assert target is not None
+        assert (target.server, target.rank, target.world_size) == ("h:1", 0, 2)
+        assert target.serving
+
+    def test_agent_store(self) -> None:
+        """Rank 0 does not serve if the agent does."""
+        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        url = "tcp://[::1]:7?rank=0&world_size=2"
+        target = connect_target.from_url(url, None, environ)
+
+        assert target is not None
+        assert (target.server, target.serving) == ("[::1]:7", False)
+
+    @pytest.mark.parametrize("url", ["env://", "tcp://h:x", "tcp://[h:1", "tcp://h:-1"])
+    def test_rejected_by_torch(self, url: str) -> None:
+        """What torch raises for is left to torch."""
+        assert connect_target.from_url(url, None, {}) is None
+
+
+class TestPortHolder:
+    """The process that listens at a port."""
+
+    def test_own(self) -> None:
+        """pid, command and start time."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            found = port_holder(server.getsockname()[1])
+
+        assert found is not None
+        assert found.pid == os.getpid()
+        assert "python" in found.command
+        assert "started at" in found.describe()
+
+    def test_none(self, tmp_path: Path) -> None:
+        """No listener, or no proc file system."""
+        assert port_holder(free_port()) is None
+        assert port_holder(1, tmp_path) is None
+
+    def test_not_readable(self, tmp_path: Path) -> None:
+        """A socket without a visible process has its user."""
+        (tmp_path / "net").mkdir()
+        line = "0: 0100007F:0050 00000000:0000 0A 0:0 0:0 0 1234 0 77 1 0\n"
+        (tmp_path / "net" / "tcp").write_text("header\nshort\n" + line)
+        found = port_holder(80, tmp_path)
+
+        assert found is not None
+        assert found.describe() == (
+            "a process of uid 1234, whose pid is not readable here"
+        )
+
+
+def gloo_value(host: bytes, address: str) -> bytes:
+    """Encode an address as gloo does."""
+    peer = struct.pack("=HH", socket.AF_INET, socket.htons(7))
+    peer = (peer + socket.inet_aton(address)).ljust(136, b"\0")
+    return struct.pack("=Q", len(host)) + host + struct.pack("=Q", len(peer)) + peer
+
+
+class TestGloo:
+    """Addresses that gloo's ranks publish."""
+
+    def test_real(self) -> None:
+        """The value of this torch's gloo has this machine's name."""
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            found = gloo_addresses.read(store, gloo_addresses.key_prefix("0"), 2)
+        finally:
+            dist.destroy_process_group()
+
+        assert list(found) == [0]
+        assert found[0].host == socket.gethostname()
+        assert found[0].port > 0
+
+    @given(
+        st.binary(max_size=300) | st.builds(gloo_value, st.binary(), st.just("1.2.3.4"))
+    )
+    def test_any_bytes(self, value: bytes) -> None:
+        """No value raises."""
+        found = gloo_addresses.parse(value)
+        assert found is None or found.host.isprintable()
+
+    def test_loopback(self) -> None:
+        """Ranks at loopback are named only if there are several hosts."""
+        a = gloo_addresses.parse(gloo_value(b"a", "10.0.0.1"))
+        b = gloo_addresses.parse(gloo_value(b"b", "127.0.1.1"))
+        assert a is not None
+        assert b is not None
+
+        verdict = gloo_addresses.check_loopback({0: a, 1: b}, "phase", {0: 4, 1: 6})
+        assert verdict is not None
+        assert verdict.awaited_ranks == (6,)
+        assert "rank 6 on b: publishes 127.0.1.1:7" in verdict.describe()
+        assert gloo_addresses.check_loopback({0: b, 1: b}, "phase", {}) is None
+        assert gloo_addresses.check_loopback({0: a, 1: a}, "phase", {}) is None
+
+
+class TestFile:
+    """The file of a FileStore."""
+
+    def test_real(self, tmp_path: Path) -> None:
+        """Keys are counted once, and without FileStore's own counter."""
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        assert file_store.check_earlier_run(str(tmp_path / "store"), 0) is None
+        store.set("a", "1")
+        store.set("a", "2")
+        store.set("b", "3")
+
+        content = file_store.read_file(str(tmp_path / "store"))
+
+        assert content is not None
+        assert content.key_count == 2
+        # Written after this process began: it may be of an untraced rank of this job.
+        assert file_store.check_earlier_run(str(tmp_path / "store"), 0) is None
+        os.utime(tmp_path / "store", (1, 1))
+        stale = file_store.check_earlier_run(str(tmp_path / "store"), 0)
+        assert stale is not None
+        assert "holds 2 keys, was last written at 1970-01-01" in stale.known
+
+    @given(content=st.binary(max_size=200))
+    def test_any_bytes(
+        self, content: bytes, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """No content raises."""
+        path = tmp_path_factory.getbasetemp() / "any"
+        path.write_bytes(content)
+
+        file_store.check_earlier_run(str(path), 0)
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        """No file, a directory and a FIFO are read as nothing."""
+        os.mkfifo(tmp_path / "fifo")
+        for path in (tmp_path, tmp_path / "none", tmp_path / "fifo"):
+            assert file_store.read_file(str(path)) is None
+            assert "cannot be read" in file_store.describe_wait(str(path), 2)
+
+
+class TestReach:
+    """One connection attempt."""
+
+    def test_foreign_server(self) -> None:
+        """A server that answers something else is no store."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            # It answers before the request, as an SSH server does.
+            import threading
+
+            def answer() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(b"SSH-2.0-x\r\n")
+                    connection.recv(100)
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            target = ConnectTarget(
+                host="127.0.0.1", port_text=str(server.getsockname()[1]), rank=1
+            )
+            found = reach.examine(target)
+            thread.join(10)
+        verdict = reach.verdict(target, found, 3)
+
+        assert found.result == reach.FOREIGN
+        assert verdict is not None
+        assert verdict.cause == "server_unreachable"
+        assert verdict.awaited_ranks == ()
+
+    def test_joined_count(self) -> None:
+        """A store that answers reports its clients, and there is no verdict."""
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+        joined = dist.TCPStore("127.0.0.1", store.port, 3, is_master=False)
+        target = ConnectTarget(host="127.0.0.1", port_text=str(store.port), rank=1)
+
+        found = reach.examine(target)
+
+        assert (found.result, found.joined) == (reach.ANSWERED, 1)
+        assert reach.verdict(target, found, 3) is None
+        del joined
+
+    def test_agents(self) -> None:
+        """The agent that serves a static rendezvous reports how many joined."""
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+        target = connect_target.of_agent("127.0.0.1", store.port, 3, True)
+
+        verdict = reach.verdict(target, reach.examine(target), 3)
+
+        assert verdict is not None
+        assert verdict.cause == "unknown"
+        assert verdict.known.startswith("0 of 3 agents have connected")
+
+
+class TestEndpoint:
+    """An agent that does not serve its c10d endpoint."""
+
+    def test_no_host(self) -> None:
+        """The exception has this machine's name, and how to make it the host."""
+        from torch.distributed.elastic.rendezvous.api import (
+            RendezvousConnectionError,
+            RendezvousParameters,
+        )
+
+        from tracedstore.rendezvous import plugins
+
+        params = RendezvousParameters(
+            "c10d",
+            f"127.0.0.1:{free_port()}",
+            "run",
+            1,
+            1,
+            is_host="0",
+            read_timeout="1",
+        )
+
+        with pytest.raises(RendezvousConnectionError) as caught:
+            plugins.CREATORS["c10d"](params)
+
+        (note,) = caught.value.__notes__
+        assert (
+            "this agent does not serve the endpoint, because is_host is false" in note
+        )
+        assert f"this machine is {socket.gethostname()}" in note
+        assert "--rdzv-conf is_host=1" in note
