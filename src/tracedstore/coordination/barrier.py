@@ -293,6 +293,10 @@ class BarrierCall:
 
     def _read_missing(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)
+        if arrivals.arrived_count < self._order:
+            # The server restarted without its data, or the file was truncated. Ranks
+            # whose arrival is gone must not be named: this one is among them.
+            return MissingReport.unknown(self._world_size)
         decoder = self._decoder_for(store, arrivals.unseen_ranks)
         return MissingReport.from_arrivals(arrivals, self._world_size, decoder)
 
