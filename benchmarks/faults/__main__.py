@@ -11,6 +11,8 @@ import os
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# torch's C++ warns of each connection without a host name, and blocks in a full pipe.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse  # noqa: E402 - see above
 import gc  # noqa: E402

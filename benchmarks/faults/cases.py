@@ -67,8 +67,8 @@ class Case:
         ordered: Release each rank when the one before it waits, instead of all at once.
         faults: What is injected.
         proxied: Ranks that connect through the proxy.
-        log: Standard error: ``file``, ``full_pipe``, ``dev_full``, ``too_large`` or
-            ``closed``.
+        log: Standard error: ``file``, ``full_pipe``, ``broken_pipe``, ``dev_full``,
+            ``too_large`` or ``none``.
         exporter: The OTLP endpoint: ``refused``, ``silent`` or ``slow``; "" for none.
         spans: Record spans in memory.
         http_clients: Hung clients of each rank's metrics endpoint; -1 for no endpoint.

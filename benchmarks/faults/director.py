@@ -274,7 +274,8 @@ class Director:
     # What the ranks did.
 
     def _may_fail(self, rank: int) -> bool:
-        return any(
+        # Nodes of a rendezvous depend on each other after they have joined.
+        return self._case.protocol == "rendezvous" or any(
             fault.action.startswith(("server", "file"))
             or (fault.action.startswith("proxy") and rank in self._case.proxied)
             or (fault.action.startswith("limit") and fault.rank == rank)
@@ -285,9 +286,16 @@ class Director:
         return any(
             not fault.release
             and (
-                fault.action == "server_stop"
+                # A FileStore that reads half an entry waits for the rest of it.
+                fault.action in ("server_stop", "file_truncate", "file_delete")
                 or (fault.action == "proxy_hold" and rank in self._case.proxied)
             )
+            for fault in self._case.faults
+        )
+
+    def _lossy(self) -> bool:
+        return any(
+            fault.action in ("file_delete", "file_truncate", "server_restart")
             for fault in self._case.faults
         )
 
@@ -304,6 +312,7 @@ class Director:
             flavour=case.flavours[rank],
             may_fail=self._may_fail(rank),
             may_block=self._may_block(rank),
+            lossy=self._lossy(),
             unnamed=any(
                 fault.action == "refuse_threads"
                 for fault in case.faults_of(rank).values()
@@ -351,4 +360,5 @@ class Director:
             if line.startswith("{"):
                 with suppress(ValueError):  # cut off when the rank was killed
                     events.append(json.loads(line))
-        return [event for event in events if "event" in event]
+        pid = self._ranks[rank].pid  # a process that it forked logs as well
+        return [event for event in events if event.get("pid") == pid]

@@ -36,6 +36,8 @@ class RankRecord:
         killed: The case killed it.
         may_fail: A fault is at its store, its memory or its disk.
         may_block: A fault blocks its store without end; its stall report is expected.
+        lossy: The store forgot arrivals, so that a rank cannot know of all others. It
+            must not name itself.
         unnamed: It cannot read who is missing: no thread can be started, for example.
         log_works: Its events can be read.
         events: Its events.
@@ -52,6 +54,7 @@ class RankRecord:
     killed: bool = False
     may_fail: bool = False
     may_block: bool = False
+    lossy: bool = False
     unnamed: bool = False
     log_works: bool = True
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -96,11 +99,15 @@ class Judgement:
             the exception.
         skewed: A rank arrived while others read who is missing, so that different
             verdicts were right.
+        undecidable: A plain torch rank took part, and another rank died after it was
+            recorded and before it was counted. The store then has the same content as
+            if the plain rank was missing; docs/barriers.md documents this limit.
     """
 
     findings: dict[str, list[str]]
     verdict_seconds: list[float] = field(default_factory=list)
     skewed: bool = False
+    undecidable: bool = False
 
     @property
     def good(self) -> bool:
@@ -136,6 +143,7 @@ def judge_barrier(
             if record.outcome == "timeout" and record.flavour != "torch"
         ],
         skewed=skewed,
+        undecidable=bool(_confusable(ranks)),
     )
 
 
@@ -188,6 +196,10 @@ def _wrong(
             yield f"{me} timed out after the barrier was completed"
         present = {r.rank for r in ranks if r.arrived_before(record.asked)}
         absent_ranks = {r.rank for r in ranks if r.absent_until(ended)}
+        if record.lossy:
+            present, absent_ranks = {record.rank}, set()
+        present -= _confusable(ranks)
+        absent_ranks -= _confusable(ranks)
         if accused := sorted(record.missing & present):
             yield f"{me} named ranks {accused} as missing, which had arrived"
         named = record.missing or record.possibly
@@ -197,6 +209,15 @@ def _wrong(
             yield f"{me} named ranks {sorted(named)} as possible only"
         if extra := sorted(named - set(range(world_size))):
             yield f"{me} named ranks {extra} of {world_size}"
+
+
+def _confusable(ranks: Sequence[RankRecord]) -> set[int]:
+    """Return the ranks that the store cannot tell apart: see `Judgement`."""
+    plain = {r.rank for r in ranks if r.flavour == "torch"}
+    stopped = {
+        r.rank for r in ranks if "recorded" in r.steps and "counting" not in r.steps
+    }
+    return plain | stopped if plain and stopped else set()
 
 
 def _decidable(record: RankRecord, ranks: Sequence[RankRecord]) -> bool:
@@ -224,6 +245,7 @@ def _wrong_events(record: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[s
     me = f"rank {record.rank}"
     began = record.steps.get("waiting", record.ended)
     present = {r.rank for r in ranks if r.arrived_before(began)}
+    present = {record.rank} if record.lossy else present - _confusable(ranks)
     for event in events_of(record, "barrier.waiting"):
         if accused := sorted(present.intersection(event["missing_ranks"])):
             yield f"{me} warned that ranks {accused} are missing, which had arrived"
@@ -268,7 +290,10 @@ def _disagreements(ranks: Sequence[RankRecord]) -> Iterator[str]:
     verdicts = {
         r.rank: sorted(r.missing)
         for r in ranks
-        if r.outcome == "timeout" and r.missing and r.flavour != "torch"
+        if r.outcome == "timeout"
+        and r.missing
+        and r.flavour != "torch"
+        and not r.lossy
     }
     if len({tuple(named) for named in verdicts.values()}) > 1:
         yield f"the ranks named different ranks as missing: {verdicts}"

@@ -132,6 +132,9 @@ def _counted(draw: Draw, step: str) -> Fields:
     return {
         "world_size": world_size,
         "faults": (fault,),
+        # Not the last one, which completes the barrier.
+        "order": (*ranks, *absent["absent"]),
+        "ordered": True,
         "completes": not with_absent,
         **absent,
     }
@@ -188,6 +191,9 @@ def _mixed(draw: Draw) -> Fields:
         ),
         "timeout": _SHORT if dies_before or absent["absent"] else _LONG,
         "trace_timeout": 1.0,
+        # The rank that dies is not the last one, which completes the barrier.
+        "order": (*reversed(ranks), *absent["absent"]),
+        "ordered": True,
         **absent,
     }
 
@@ -304,7 +310,7 @@ def _endpoint(draw: Draw) -> Fields:
 
 def _log(draw: Draw) -> Fields:
     """Write events to a log that blocks or is full."""
-    kinds = ("full_pipe", "dev_full", "too_large", "closed")
+    kinds = ("full_pipe", "broken_pipe", "dev_full", "too_large", "none")
     return _with_absent(draw, log=draw.choice(kinds), warn_after=0.15)
 
 

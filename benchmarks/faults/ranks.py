@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import os
 import resource
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -29,11 +31,16 @@ from faults import actions
 from faults.cases import Case
 from faults.channel import Channel
 from faults.stores import RENDEZVOUS_STORE_TIMEOUT, Script, connect
+from tracedstore.core.timeouts import join_bounded_threads
+from tracedstore.core.watcher import WATCHER
 from tracedstore.rendezvous.handlers import create
 
 _EXIT_TIMEOUT = 2.0
 _STALL_AFTER = 0.5
+# Seconds for reports in progress to end, before counts are compared.
+_QUIET_TIMEOUT = 5.0
 _METRICS_OF = {"tcp": "tcp_store", "file": "file_store", "etcd": "etcd_store"}
+_ETCD_METHODS = ("add", "wait", "set")
 # Faults after which not every call can be counted.
 _UNCOUNTED = ("limit_memory",)
 
@@ -122,8 +129,16 @@ def _open_log(case: Case, rank: int, folder: Path) -> None:
         os.dup2(writing, 2)
         os.set_inheritable(reading, True)  # stays open: nothing reads it
         return
-    if case.log == "closed":
-        os.close(2)
+    if case.log == "broken_pipe":
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(reading)
+        os.close(writing)
+        return
+    if case.log == "none":
+        # What Python does in a process that starts without standard error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        vars(sys)["stderr"] = None
         return
     path = "/dev/full" if case.log == "dev_full" else log_path(folder, rank)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -188,7 +203,8 @@ def _barrier(case: Case, rank: int, store: Any) -> dict[str, Any]:
             "duplicates": error.duplicate_ranks,
         }
     except Exception as error:
-        timed_out = flavour == "torch" and "imed out" in str(error)
+        # torch's barrier raises another text than the store.
+        timed_out = flavour == "torch" and type(error) is dist.DistStoreError
         text = f"{type(error).__name__}: {str(error)[:200]}"
         return {"outcome": "timeout" if timed_out else "failed", "error": text}
     return {"outcome": "completed"}
@@ -227,6 +243,9 @@ def _counts(
     case: Case, rank: int, script: Script, result: dict[str, Any]
 ) -> dict[str, tuple[int, int]]:
     """Return what happened and what tracedstore counted, by name."""
+    # A report that the watcher has begun goes on after the barrier has returned.
+    WATCHER.stop(_QUIET_TIMEOUT)
+    quiet = join_bounded_threads(_QUIET_TIMEOUT)
     counted = actions.counted(actions.tracedstore_registry())
     if case.protocol == "rendezvous":
         name = f"rendezvous {result['outcome']}"
@@ -238,9 +257,12 @@ def _counts(
     refused = any(f.action == "refuse_threads" for f in case.faults_of(rank).values())
     if case.log == "file" and not refused:
         counts["events dropped"] = (0, counted.get("events dropped", 0))
-    # A call that the barrier abandoned may be under way.
-    if case.flavours[rank] == "traced" and not tracedstore.in_flight():
-        for method, times in script.calls.items():
+    # A call that the barrier abandoned is under way, and not counted yet.
+    if case.flavours[rank] == "traced" and quiet and not tracedstore.in_flight():
+        # An EtcdStore calls its own methods from C++ for the others.
+        methods = _ETCD_METHODS if case.store == "etcd" else script.calls
+        for method in methods:
+            times = script.calls[method]
             label = f"{_METRICS_OF[case.store]}.{method}"
             counts[label] = (times, counted.get(label, 0))
     return counts

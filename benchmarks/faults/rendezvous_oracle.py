@@ -94,9 +94,8 @@ def _was_read(reader: RankRecord, other: RankRecord) -> bool:
     writes = [at for step, at in other.steps.items() if step.startswith("compare_set:")]
     left = max([at for at in writes if at > joined], default=float("inf"))
     return any(
-        joined < at < left
+        joined < at
+        and reader.steps.get(step.replace(":", " returned:"), float("inf")) < left
         for step, at in reader.steps.items()
-        # A read that returned: its result was recorded.
         if step.startswith("get:")
-        and step.replace("get:", "get returned:") in reader.steps
     )

@@ -88,11 +88,13 @@ def _percentile(values: list[float], share: float) -> str:
 def summary(results: list[Result]) -> str:
     """Return what else is worth knowing of a run, in one line each."""
     skewed = sum(result["skewed"] for result in results)
+    undecidable = sum(result["undecidable"] for result in results)
     outcomes = Counter[str]()
     for result in results:
         outcomes.update(result["outcomes"].values())
     ends = ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
     return (
         f"ranks ended as: {ends}\n"
-        f"cases in which a rank arrived while others read who is missing: {skewed}"
+        f"cases in which a rank arrived while others read who is missing: {skewed}\n"
+        f"cases in which a plain torch rank may be named: {undecidable}"
     )

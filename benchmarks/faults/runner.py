@@ -47,6 +47,7 @@ def run_case(case: Case, folder: Path, etcd_port: int) -> Result:
         "findings": judgement.findings,
         "verdict_seconds": [round(s, 3) for s in judgement.verdict_seconds],
         "skewed": judgement.skewed,
+        "undecidable": judgement.undecidable,
         "outcomes": {r.rank: r.outcome or "ended by the case" for r in records},
     }
     if not judgement.good:

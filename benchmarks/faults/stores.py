@@ -111,9 +111,11 @@ def _scripted(base: Any, script: Script) -> Any:
 
     It has the name of its base: tracedstore treats stores by their class's name.
     """
+    # An EtcdStore inherits methods from C++, which call an override of themselves.
+    own = RECORDED if base is not EtcdStore else vars(base).keys() & RECORDED
     methods = {
         name: _hooked(name, script)
-        for name in RECORDED
+        for name in own
         if hasattr(base, name) and name != "clone"
     }
     return type(base.__name__, (base,), {"__module__": base.__module__, **methods})
