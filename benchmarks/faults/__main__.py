@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Run the cases that have no result yet; return 1 if one of them is not good."""
     options = _options()
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"{threads} threads run in the process that forks the ranks, not 1")
     file = ResultsFile(options.results, options.seed, options.only)
@@ -61,7 +61,7 @@ def main() -> int:
     # Collected once here, and not by every rank at its end.
     gc.collect()
     gc.freeze()
-    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - in memory
+    shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     # Not TemporaryDirectory, which every rank would remove at its exit.
     folder = Path(tempfile.mkdtemp(prefix="tracedstore-faults-", dir=shared))
     try:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults import ranks, servers
+from faults import expectations, ranks, servers
 from faults.cases import Case, Fault
 from faults.oracle import EXIT_BOUND, VERDICT_BOUND, RankRecord
 from faults.processes import Process
@@ -23,8 +23,6 @@ _START_TIMEOUT = 60.0
 # A rank that has sent one of these steps, or ended, keeps no other rank from its turn.
 _WAITING = ("waiting", "compare_set returned:1")
 _POLL_INTERVAL = 0.05
-# Faults after which a rank cannot write its events.
-_LOG_LOST = ("limit_file_size", "limit_memory", "refuse_threads")
 
 
 class Director:
@@ -91,12 +89,14 @@ class Director:
         where = ranks.Surroundings(folder=self._folder, address=address)
         if case.proxied:
             control, self._proxy_control = os.pipe()
-            target = int(address.rpartition(":")[2])
+            own, _, prefix = address.rpartition(":")[2].partition(",")
+            target = int(own)
             self._proxy = self._helper(
                 lambda channel: servers.Proxy(channel, control, target).serve()
             )
             port = self._proxy.wait_for("port", _START_TIMEOUT)["port"]
-            where = replace(where, proxy=f"127.0.0.1:{port}")
+            proxy = f"{port},{prefix}" if prefix else f"127.0.0.1:{port}"
+            where = replace(where, proxy=proxy)
         if case.exporter:
             where = replace(where, collector=self._start_collector(case.exporter))
         return where
@@ -104,14 +104,12 @@ class Director:
     def _start_collector(self, kind: str) -> int:
         if kind == "slow":
             collector = self._helper(servers.serve_slow_collector)
-            port: int = collector.wait_for("port", _START_TIMEOUT)["port"]
-            return port
+            return int(collector.wait_for("port", _START_TIMEOUT)["port"])
         silent = servers.refusing_socket()
         if kind == "silent":
             silent.listen(64)  # the kernel accepts, nothing responds
         self._sockets.append(silent)
-        port = silent.getsockname()[1]
-        return port
+        return int(silent.getsockname()[1])
 
     def _helper(self, work: Callable[[Any], Any]) -> Process:
         process = Process(work)
@@ -139,7 +137,9 @@ class Director:
         self._advance()
         while not finished() and time.monotonic() < deadline:
             due = min((when for when, _ in self._timers), default=deadline)
-            blocked = any(self._may_block(r) for r in self._ranks)
+            blocked = any(
+                expectations.may_block(self._case, rank) for rank in self._ranks
+            )
             left = max(0.0, min(due, deadline) - time.monotonic())
             # A stall report arrives in a file, which has to be polled.
             for key, _ in self._selector.select(
@@ -273,81 +273,28 @@ class Director:
 
     # What the ranks did.
 
-    def _may_fail(self, rank: int) -> bool:
-        # Nodes of a rendezvous depend on each other after they have joined.
-        return self._case.protocol == "rendezvous" or any(
-            fault.action.startswith(("server", "file"))
-            or (fault.action.startswith("proxy") and rank in self._case.proxied)
-            or (fault.action.startswith("limit") and fault.rank == rank)
-            for fault in self._case.faults
-        )
-
-    def _may_block(self, rank: int) -> bool:
-        return any(
-            not fault.release
-            and (
-                # A FileStore that reads half an entry waits for the rest of it.
-                fault.action in ("server_stop", "file_truncate", "file_delete")
-                or (fault.action == "proxy_hold" and rank in self._case.proxied)
-            )
-            for fault in self._case.faults
-        )
-
-    def _lossy(self) -> bool:
-        return any(
-            fault.action in ("file_delete", "file_truncate", "server_restart")
-            for fault in self._case.faults
-        )
-
     def _is_blocked(self, rank: int) -> bool:
         """Return whether a rank has reported that its store does not respond."""
-        return self._may_block(rank) and any(
+        return expectations.may_block(self._case, rank) and any(
             event["event"] == "store.operation.stalled" for event in self._events(rank)
         )
 
     def _record(self, rank: int) -> RankRecord:
-        case = self._case
-        record = RankRecord(
-            rank=rank,
-            flavour=case.flavours[rank],
-            may_fail=self._may_fail(rank),
-            may_block=self._may_block(rank),
-            lossy=self._lossy(),
-            unnamed=any(
-                fault.action == "refuse_threads"
-                for fault in case.faults_of(rank).values()
-            ),
-            log_works=case.log == "file"
-            and not any(
-                fault.action in _LOG_LOST for fault in case.faults_of(rank).values()
-            ),
-        )
+        record = expectations.record_of(self._case, rank)
         process = self._ranks.get(rank)
         if process is None:
             return record
         process.receive()
+        record.read(process.lines)
         record.exit_status, record.exited = process.exit_status, process.exited
-        faults = case.faults_of(rank).values()
         stopped = rank in self._held and not self._held[rank].release
-        record.killed = stopped or any(f.action == "kill" for f in faults)
-        if record.killed and process.exit_status == 0:
-            record.killed = False  # it ended before it reached the step
         if stopped:
             record.exit_status = -signal.SIGKILL  # when the case ends
-        for line in process.lines:
-            if line["kind"] == "step":
-                record.steps[line["step"]] = line["at"]
-            elif line["kind"] == "result":
-                record.result, record.ended = line, line["at"]
-            elif line["kind"] == "child":
-                record.children.append({"counts": line["counts"], "status": None})
-            elif line["kind"] == "child_ended":
-                if not record.children or record.children[-1]["status"] is not None:
-                    record.children.append({})
-                record.children[-1]["status"] = line["status"]
-        for child in record.children:
-            if child["status"] is None:  # its parent ended before it
-                child["status"] = 0
+        # A rank that ended before it reached the step was not killed.
+        faults = self._case.faults_of(rank).values()
+        record.killed = stopped or (
+            process.exit_status != 0 and any(f.action == "kill" for f in faults)
+        )
         record.events = self._events(rank)
         return record
 

@@ -80,6 +80,18 @@ class RankRecord:
         """When it began to find out who is missing."""
         return self.steps.get("timed_out", self.ended)
 
+    def read(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Read the lines that the rank sent to its director."""
+        for line in lines:
+            if line["kind"] == "step":
+                self.steps[line["step"]] = line["at"]
+            elif line["kind"] == "result":
+                self.result, self.ended = line, line["at"]
+            elif line["kind"] == "child":
+                self.children.append({"counts": line["counts"], "status": 0})
+            elif line["kind"] == "child_ended" and line["status"] != 0:
+                self.children.append({"status": line["status"]})
+
     def arrived_before(self, when: float) -> bool:
         """Return whether it was certainly counted before a time."""
         return self.steps.get("counted", float("inf")) < when
@@ -162,8 +174,7 @@ def _hangs(record: RankRecord, timeout: float) -> Iterator[str]:
     if record.killed or not record.steps:
         return
     if record.may_block and record.result is None:
-        if record.log_works and not events_of(record, "store.operation.stalled"):
-            yield f"rank {record.rank} is blocked and did not report the stall"
+        yield from unreported_stall(record)
         return
     if record.result is None:
         yield f"rank {record.rank} had no result after {timeout + VERDICT_BOUND:g} s"
@@ -172,6 +183,12 @@ def _hangs(record: RankRecord, timeout: float) -> Iterator[str]:
     if waited > VERDICT_BOUND:
         yield f"rank {record.rank} took {waited:.1f} s after the timeout"
     yield from exit_hangs(record)
+
+
+def unreported_stall(record: RankRecord) -> Iterator[str]:
+    """Yield a rank that is blocked and did not report that."""
+    if record.log_works and not events_of(record, "store.operation.stalled"):
+        yield f"rank {record.rank} is blocked and did not report the stall"
 
 
 def exit_hangs(record: RankRecord) -> Iterator[str]:
@@ -183,10 +200,10 @@ def exit_hangs(record: RankRecord) -> Iterator[str]:
 def _wrong(
     record: RankRecord, ranks: Sequence[RankRecord], world_size: int
 ) -> Iterator[str]:
-    me, ended = f"rank {record.rank}", record.ended
+    me = f"rank {record.rank}"
     if record.outcome == "completed":
-        absent = [r.rank for r in ranks if r.absent_until(ended)]
-        if absent:
+        absent = [r.rank for r in ranks if r.absent_until(record.ended)]
+        if absent and not record.lossy:
             yield f"{me} completed without ranks {absent}"
     elif record.outcome == "failed" and not record.may_fail:
         yield f"{me} failed: {(record.result or {}).get('error')}"
@@ -194,21 +211,26 @@ def _wrong(
         completed = [r.steps.get("completed", float("inf")) for r in ranks]
         if not record.may_fail and min(completed) < record.asked:
             yield f"{me} timed out after the barrier was completed"
-        present = {r.rank for r in ranks if r.arrived_before(record.asked)}
-        absent_ranks = {r.rank for r in ranks if r.absent_until(ended)}
-        if record.lossy:
-            present, absent_ranks = {record.rank}, set()
-        present -= _confusable(ranks)
-        absent_ranks -= _confusable(ranks)
-        if accused := sorted(record.missing & present):
-            yield f"{me} named ranks {accused} as missing, which had arrived"
-        named = record.missing or record.possibly
-        if unnamed := sorted(absent_ranks - named):
-            yield f"{me} did not name ranks {unnamed}, which were missing"
-        elif absent_ranks and not record.missing and _decidable(record, ranks):
-            yield f"{me} named ranks {sorted(named)} as possible only"
-        if extra := sorted(named - set(range(world_size))):
+        if extra := sorted((record.missing | record.possibly) - set(range(world_size))):
             yield f"{me} named ranks {extra} of {world_size}"
+        yield from _wrong_names(record, ranks)
+
+
+def _wrong_names(record: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[str]:
+    me = f"rank {record.rank}"
+    present = {r.rank for r in ranks if r.arrived_before(record.asked)}
+    absent = {r.rank for r in ranks if r.absent_until(record.ended)}
+    if record.lossy:
+        present, absent = {record.rank}, set()
+    present -= _confusable(ranks)
+    absent -= _confusable(ranks)
+    if accused := sorted(record.missing & present):
+        yield f"{me} named ranks {accused} as missing, which had arrived"
+    named = record.missing or record.possibly
+    if unnamed := sorted(absent - named):
+        yield f"{me} did not name ranks {unnamed}, which were missing"
+    elif absent and not record.missing and _decidable(record, ranks):
+        yield f"{me} named ranks {sorted(named)} as possible only"
 
 
 def _confusable(ranks: Sequence[RankRecord]) -> set[int]:
@@ -234,8 +256,7 @@ def _decidable(record: RankRecord, ranks: Sequence[RankRecord]) -> bool:
         "recorded" in r.steps and not r.arrived_before(record.asked) for r in ranks
     )
     unconfirmed = any(
-        "counting" in r.steps
-        and r.steps.get("confirmed", float("inf")) > record.ended
+        "counting" in r.steps and r.steps.get("confirmed", float("inf")) > record.ended
         for r in ranks
     )
     return not (stopped and unconfirmed)
@@ -281,19 +302,14 @@ def _skewed(ranks: Sequence[RankRecord]) -> bool:
     if not verdicts:
         return False
     first, last = min(r.asked for r in verdicts), max(r.ended for r in verdicts)
-    return any(
-        not r.absent_until(last) and not r.arrived_before(first) for r in ranks
-    )
+    return any(not r.absent_until(last) and not r.arrived_before(first) for r in ranks)
 
 
 def _disagreements(ranks: Sequence[RankRecord]) -> Iterator[str]:
     verdicts = {
         r.rank: sorted(r.missing)
         for r in ranks
-        if r.outcome == "timeout"
-        and r.missing
-        and r.flavour != "torch"
-        and not r.lossy
+        if r.outcome == "timeout" and r.missing and r.flavour != "torch" and not r.lossy
     }
     if len({tuple(named) for named in verdicts.values()}) > 1:
         yield f"the ranks named different ranks as missing: {verdicts}"

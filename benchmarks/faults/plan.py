@@ -15,6 +15,13 @@ _NOT_COUNTED = ("start", "registered", "recorded")
 _COUNTED = ("counted", "waiting")
 _AFTER_TIMEOUT = ("timed_out", "confirmed", "publishing", "published")
 _UNTIL_TIMEOUT = (*_NOT_COUNTED, *_COUNTED, "timed_out", "confirmed")
+_SERVER_FAULTS = (
+    ("server_kill", ""),
+    ("server_restart", ""),
+    ("server_stop", "0.9"),
+    ("server_stop", "0.2"),
+    ("server_stop", ""),
+)
 # Probability that a rank of a case finalizes its interpreter.
 _EXITS = 0.25
 
@@ -30,7 +37,7 @@ def make_case(seed: int, number: int, only: str = "") -> Case:
         number: The number of the case.
         only: The fault class, instead of a random one.
     """
-    draw = random.Random(f"{seed}/{number}")  # noqa: S311 - repeatable, not secret
+    draw = random.Random(f"{seed}/{number}")
     drawn = draw.choices(list(_CLASSES), [weight for weight, _ in _CLASSES.values()])
     fault_class = only or drawn[0]
     fields = _CLASSES[fault_class][1](draw)
@@ -104,9 +111,7 @@ def _not_counted(draw: Draw) -> Fields:
     victims = ranks[: 1 if world_size == 2 or draw.random() < 0.7 else 2]
     action, release = _held(draw, "in_time", "after")
     faults = tuple(
-        Fault(
-            rank=rank, step=draw.choice(_NOT_COUNTED), action=action, release=release
-        )
+        Fault(rank=rank, step=draw.choice(_NOT_COUNTED), action=action, release=release)
         for rank in victims
     )
     completes = release == "in_time" and len(victims) == 1
@@ -145,7 +150,7 @@ def _after_timeout(draw: Draw, step: str) -> Fields:
     ranks, absent = _split(draw, world_size, 1)
     action, release = _held(draw, "after")
     fault = Fault(rank=ranks[0], step=step, action=action, release=release)
-    more = ()
+    more: tuple[Fault, ...] = ()
     if len(ranks) > 2 and draw.random() < 0.4:
         # Another rank died while it arrived, so that confirmations matter.
         more = (Fault(rank=ranks[1], step="recorded", action="kill"),)
@@ -178,7 +183,7 @@ def _mixed(draw: Draw) -> Fields:
     ranks, absent = _split(draw, world_size, draw.choice((0, 1)))
     plain = ranks[1 : draw.randint(2, len(ranks))]
     step = draw.choice(("recorded", "counted", "registered", "waiting"))
-    faults = ()
+    faults: tuple[Fault, ...] = ()
     if not absent["absent"] or draw.random() < 0.5:
         faults = (Fault(rank=ranks[-1], step=step, action="kill"),)
     dies_before = faults and step in _NOT_COUNTED
@@ -218,6 +223,8 @@ def _rendezvous(draw: Draw) -> Fields:
     action, release = _held(draw, "in_time", "after")
     if action == "late" and step == "joined":
         action, release = "kill", ""
+    if draw.random() < 0.3:
+        action, release = draw.choice(_SERVER_FAULTS)
     return {
         "protocol": "rendezvous",
         "world_size": world_size,
@@ -237,15 +244,7 @@ def _server(draw: Draw) -> Fields:
     if store == "file":
         action, release = draw.choice(("file_delete", "file_truncate")), ""
     else:
-        action, release = draw.choice(
-            (
-                ("server_kill", ""),
-                ("server_restart", ""),
-                ("server_stop", "0.9"),
-                ("server_stop", "0.2"),
-                ("server_stop", ""),
-            )
-        )
+        action, release = draw.choice(_SERVER_FAULTS)
     step = draw.choice(_UNTIL_TIMEOUT)
     return {
         "store": store,
@@ -273,6 +272,9 @@ def _network(draw: Draw) -> Fields:
             ("proxy_half_close_client", "", 0.0),
         )
     )
+    store = draw.choices(("tcp", "etcd"), (85, 15))[0]
+    if store == "etcd" and action == "proxy_hold" and not release:
+        release = "0.9 cut"
     fault = Fault(
         rank=ranks[0],
         step=draw.choice(_UNTIL_TIMEOUT),
@@ -281,6 +283,7 @@ def _network(draw: Draw) -> Fields:
         value=value,
     )
     return {
+        "store": store,
         "world_size": world_size,
         "timeout": _SHORT,
         "proxied": tuple(sorted(ranks[: draw.randint(1, len(ranks))])),

@@ -154,7 +154,9 @@ def _configure(case: Case, where: Surroundings, script: Script) -> int | None:
     actions.use_registry(registry)
     settings: dict[str, Any] = {}
     if case.exporter:
-        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{where.collector}"
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = (
+            f"http://127.0.0.1:{where.collector}"
+        )
         settings["tracing"] = True
     elif case.spans:
         provider = TracerProvider(shutdown_on_exit=False)

@@ -16,6 +16,7 @@ from faults.oracle import (
     events_of,
     exit_hangs,
     lost_counts,
+    unreported_stall,
 )
 from faults.ranks import node_address
 from faults.stores import RENDEZVOUS_STORE_TIMEOUT
@@ -53,6 +54,9 @@ def judge_rendezvous(
 def _hangs(node: RankRecord, timeout: float) -> Iterator[str]:
     if node.killed or not node.steps:
         return
+    if node.may_block and node.result is None:
+        yield from unreported_stall(node)
+        return
     bound = timeout + _ROLLBACK + RENDEZVOUS_STORE_TIMEOUT + VERDICT_BOUND
     if node.result is None or node.ended - node.steps["start"] > bound:
         yield f"node {node.rank} had no result after {bound:g} s"
@@ -68,13 +72,19 @@ def _wrong(
         return
     if node.outcome == "completed":
         world = node.result["world"]
-        wrote = [n for n in nodes if n.steps.get("compare_set:1", node.ended) < node.ended]
+        wrote = [
+            n for n in nodes if n.steps.get("compare_set:1", node.ended) < node.ended
+        ]
         if not min_nodes <= world <= len(wrote):
             yield f"{me} joined a world of {world}, but {len(wrote)} nodes joined"
     if node.outcome == "failed" and not node.may_fail:
         yield f"{me} failed: {node.result.get('error')}"
-    if not node.log_works:
-        return
+    if node.log_works:
+        yield from _wrong_events(node, nodes)
+
+
+def _wrong_events(node: RankRecord, nodes: Sequence[RankRecord]) -> Iterator[str]:
+    me = f"node {node.rank}"
     events = [event for name in _FAILURES for event in events_of(node, name)]
     if len(events) != (node.outcome != "completed"):
         yield f"{me} ended as {node.outcome} with {len(events)} events"
