@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,7 @@ def run(case: Case, rank: int, channel: Channel, where: Surroundings) -> NoRetur
     script.announce("start")
     call = _rendezvous if case.protocol == "rendezvous" else _barrier
     result = call(case, rank, store)
+    result["ended"] = time.monotonic()
     actions.lift_limits()
     counts = {}
     if not any(fault.action in _UNCOUNTED for fault in faults.values()):
