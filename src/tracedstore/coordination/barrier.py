@@ -287,6 +287,8 @@ class BarrierCall:
         report = MissingReport.from_bytes(written, self._world_size)
         if report is None or report.unidentified_count:
             return None
+        if self._rank in report.missing_ranks:
+            return None
         if report.arrived_count != store.add(self._keys.num_members, 0):
             return None
         return report if self._decoder is None else report.with_names(self._decoder)
