@@ -226,15 +226,17 @@ def _rendezvous(case: Case, rank: int, store: Any) -> dict[str, Any]:
         last_call_timeout=1,
         warn_after=case.warn_after,
     )
-    handler = create(
-        params, lambda p: (C10dRendezvousBackend(store, p.run_id), store), 29400
-    )
+    handler = None
     try:
+        handler = create(
+            params, lambda p: (C10dRendezvousBackend(store, p.run_id), store), 29400
+        )
         info = handler.next_rendezvous()
     except RendezvousTimeoutError as error:
         return {"outcome": "timeout", "error": str(error)}
     except Exception as error:
-        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"[:200]}
+        text = f"{type(error).__name__}: {error}"[:200]
+        return {"outcome": "failed", "error": text, "began": handler is not None}
     return {"outcome": "completed", "world": info.world_size, "rank": info.rank}
 
 
@@ -253,7 +255,8 @@ def _counts(
     counted = actions.counted(actions.tracedstore_registry())
     if case.protocol == "rendezvous":
         name = f"rendezvous {result['outcome']}"
-        return {name: (1, counted.get(name, 0))}
+        # A rendezvous whose backend cannot be created has not begun.
+        return {name: (int(result.get("began", True)), counted.get(name, 0))}
     if case.flavours[rank] == "torch":
         return {}
     name = f"barriers {result['outcome']}"
