@@ -274,8 +274,16 @@ class Director:
     # What the ranks did.
 
     def _is_blocked(self, rank: int) -> bool:
-        """Return whether a rank has reported that its store does not respond."""
-        return expectations.may_block(self._case, rank) and any(
+        """Return whether a rank has reported that its store blocks it without end.
+
+        A rank whose wait has ended is not blocked: its verdict is due.
+        """
+        if not expectations.may_block(self._case, rank) or any(
+            line["kind"] == "result" or line.get("step") == "timed_out"
+            for line in self._ranks[rank].lines
+        ):
+            return False
+        return any(
             event["event"] == "store.operation.stalled" for event in self._events(rank)
         )
 

@@ -16,6 +16,8 @@ WRONG, DISAGREEMENTS, HANGS, ABORTS, LOST = COLUMNS
 # Seconds that a verdict may take after the barrier's timeout: 4 s are promised for a
 # store that does not respond, and a machine under load gets the rest.
 VERDICT_BOUND = 4.0 + 12.0
+# Seconds that the store has to wake up a rank when the barrier completes.
+_DELIVERY = 0.5
 # Seconds from the verdict to the end of the process.
 EXIT_BOUND = 20.0
 
@@ -141,7 +143,7 @@ def judge_barrier(
     for record in ranks:
         findings[ABORTS] += aborts(record)
         findings[HANGS] += _hangs(record, timeout)
-        findings[WRONG] += _wrong(record, ranks, world_size)
+        findings[WRONG] += _wrong(record, ranks, world_size, timeout)
         findings[WRONG] += _wrong_events(record, ranks)
         findings[LOST] += lost_counts(record)
     skewed = _skewed(ranks)
@@ -173,7 +175,8 @@ def aborts(record: RankRecord) -> Iterator[str]:
 def _hangs(record: RankRecord, timeout: float) -> Iterator[str]:
     if record.killed or not record.steps:
         return
-    if record.may_block and record.result is None:
+    # A rank whose wait has ended gets its verdict, even if the store does not respond.
+    if record.may_block and record.result is None and "timed_out" not in record.steps:
         yield from unreported_stall(record)
         return
     if record.result is None:
@@ -198,7 +201,7 @@ def exit_hangs(record: RankRecord) -> Iterator[str]:
 
 
 def _wrong(
-    record: RankRecord, ranks: Sequence[RankRecord], world_size: int
+    record: RankRecord, ranks: Sequence[RankRecord], world_size: int, timeout: float
 ) -> Iterator[str]:
     me = f"rank {record.rank}"
     if record.outcome == "completed":
@@ -212,7 +215,9 @@ def _wrong(
         completed = [
             r.steps.get("completed", float("inf")) for r in ranks if not r.may_fail
         ]
-        if not record.may_fail and min(completed) < record.asked:
+        due = record.steps.get("waiting", record.ended) + timeout
+        late = min(completed, default=float("inf")) > due - _DELIVERY
+        if not (record.may_fail or late):
             yield f"{me} timed out after the barrier was completed"
         if extra := sorted((record.missing | record.possibly) - set(range(world_size))):
             yield f"{me} named ranks {extra} of {world_size}"

@@ -36,7 +36,9 @@ from tracedstore.core.timeouts import join_bounded_threads
 from tracedstore.core.watcher import WATCHER
 from tracedstore.rendezvous.handlers import create
 
-_EXIT_TIMEOUT = 2.0
+# Seconds to write events and export spans at exit: the default, and less where the
+# exporter uses it up.
+_EXIT_TIMEOUT, _EXIT_TIMEOUT_EXPORTER = 5.0, 2.0
 _STALL_AFTER = 0.5
 # Seconds for reports in progress to end, before counts are compared.
 _QUIET_TIMEOUT = 5.0
@@ -170,7 +172,7 @@ def _configure(case: Case, where: Surroundings, script: Script) -> int | None:
         registry=registry,
         log_format="json",
         stall_after=_STALL_AFTER,
-        exit_timeout=_EXIT_TIMEOUT,
+        exit_timeout=_EXIT_TIMEOUT_EXPORTER if case.exporter else _EXIT_TIMEOUT,
         **settings,
     )
     if case.http_clients < 0:

@@ -100,6 +100,15 @@ class TestBarrier:
 
         assert only(WRONG, judge(*ranks, never_started(2)))
 
+    def test_timed_out_after_completion(self) -> None:
+        """A rank times out although the barrier was completed long before."""
+        last = arrived(2, result={"outcome": "completed"}, events=[])
+        last.steps["completed"] = 10.1
+
+        assert only(WRONG, judge(arrived(0), arrived(1), last))
+        last.steps["completed"] = 10.9
+        assert judge(arrived(0), arrived(1), last).good
+
     def test_failed_without_fault(self) -> None:
         """The store of a rank fails, and no fault was injected there."""
         failed = {"outcome": "failed", "error": "DistNetworkError"}
@@ -166,10 +175,15 @@ class TestBarrier:
         """A rank that its store blocks reports the stall."""
         fields: dict[str, Any] = {"result": None, "exit_status": None}
         blocked = arrived(1, **fields, may_block=True, events=[])
+        in_wait = {k: v for k, v in blocked.steps.items() if v < 11}
+        after_wait, blocked.steps = blocked.steps, in_wait
 
         assert only(HANGS, judge(arrived(0, (2,)), blocked, never_started(2)))
         blocked.events.append({"event": "store.operation.stalled"})
         assert judge(arrived(0, (2,)), blocked, never_started(2)).good
+        # After its wait, its verdict is due.
+        blocked.steps = after_wait
+        assert only(HANGS, judge(arrived(0, (2,)), blocked, never_started(2)))
 
     @pytest.mark.parametrize("status", [-signal.SIGABRT, -signal.SIGSEGV, 1])
     def test_abort(self, status: int) -> None:
