@@ -196,6 +196,7 @@ class Director:
         return (
             rank in self._held
             or process.exit_status is not None
+            or self._is_blocked(rank)
             or any(
                 line["kind"] == "result" or line.get("step") in _WAITING
                 for line in process.lines

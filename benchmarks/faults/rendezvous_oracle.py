@@ -55,7 +55,9 @@ def _hangs(node: RankRecord, timeout: float) -> Iterator[str]:
     if node.killed or not node.steps:
         return
     if node.may_block and node.result is None:
-        yield from unreported_stall(node)
+        # torch creates the key through the bare store, before anything is traced.
+        if "get:1" in node.steps or "compare_set:1" in node.steps:
+            yield from unreported_stall(node)
         return
     bound = timeout + _ROLLBACK + RENDEZVOUS_STORE_TIMEOUT + VERDICT_BOUND
     if node.result is None or node.ended - node.steps["start"] > bound:

@@ -29,6 +29,7 @@ _PROGRESS_INTERVAL = 30.0
 
 def run_case(case: Case, folder: Path, etcd_port: int) -> Result:
     """Run one case in this process and judge it."""
+    began = time.monotonic()
     records = Director(case, folder, etcd_port).run()
     if case.protocol == "rendezvous":
         judgement = judge_rendezvous(records, case.min_nodes, case.timeout)
@@ -46,6 +47,7 @@ def run_case(case: Case, folder: Path, etcd_port: int) -> Result:
         + (case.http_clients > 0),
         "findings": judgement.findings,
         "verdict_seconds": [round(s, 3) for s in judgement.verdict_seconds],
+        "seconds": round(time.monotonic() - began, 2),
         "skewed": judgement.skewed,
         "undecidable": judgement.undecidable,
         "outcomes": {r.rank: r.outcome or "ended by the case" for r in records},
