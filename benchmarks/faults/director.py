@@ -23,6 +23,8 @@ _START_TIMEOUT = 60.0
 # A rank that has sent one of these steps, or ended, keeps no other rank from its turn.
 _WAITING = ("waiting", "compare_set returned:1")
 _POLL_INTERVAL = 0.05
+# Seconds after a timeout at which a rank that is not blocked has noticed it.
+_SETTLE = 1.5
 
 
 class Director:
@@ -51,7 +53,8 @@ class Director:
         self._when_waiting: list[Fault] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._to_release: list[int] = []
-        self._killed: set[int] = set()
+        # When the last fault outside of a rank was injected.
+        self._injected = float("inf")
 
     def run(self) -> list[RankRecord]:
         """Run the case and return what each rank did.
@@ -230,6 +233,7 @@ class Director:
 
     def _break(self, fault: Fault) -> None:
         """Inject a fault that a rank asked for."""
+        self._injected = time.monotonic()
         process = self._ranks[fault.rank]
         if fault.action == "kill":
             process.signal(signal.SIGKILL)
@@ -279,7 +283,10 @@ class Director:
 
         A rank whose wait has ended is not blocked: its verdict is due.
         """
-        if not expectations.may_block(self._case, rank) or any(
+        settled = self._injected + self._case.timeout + _SETTLE
+        if time.monotonic() < settled or not expectations.may_block(self._case, rank):
+            return False
+        if any(
             line["kind"] == "result" or line.get("step") == "timed_out"
             for line in self._ranks[rank].lines
         ):
