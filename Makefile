@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help setup lint types unit check test tests coverage docs dashboards pictures \
-	demo bench format clean
+	demo bench bench-faults format clean
 
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
@@ -27,6 +27,7 @@ help:
 	@echo "make demo        run the demo; options: ARGS='--store file --serve'"
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
+	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
 	@echo "make clean       remove all generated files"
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
@@ -102,6 +103,9 @@ bench: $(VENV)/.ready
 	@missed=0; for name in overhead barriers exposition report; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
+
+bench-faults: $(VENV)/.ready
+	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m faults $(ARGS)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -98,7 +98,7 @@ class TestExamples:
             target
             for page in PAGES
             for target in re.findall(
-                r"(?:`|^)make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE
+                r"(?:`|^)make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE
             )
         }
 

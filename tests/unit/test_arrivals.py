@@ -24,6 +24,7 @@ from tracedstore.coordination.arrivals import (
     side_connection,
 )
 from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
+from tracedstore.testing import FlakyStore
 
 KEYS = BarrierKeys("barrier/7")
 
@@ -151,6 +152,21 @@ class TestReadArrivals:
         assert unsure.uncounted_ranks == ()
         assert sure.unseen_ranks == sure.uncounted_ranks == (3,)
         assert (sure.arrived_count, sure.unidentified_count) == (3, 0)
+
+    def test_arrives_between_reads(self) -> None:
+        """A rank that arrives while another one is stuck is never missing."""
+        inner = HashStore()
+        store = FlakyStore(inner)
+        arrive(inner, 0, ledger=True)
+        record_arrival(inner, KEYS, 3)  # and dies before it is counted
+        # The count is read, then the ledger, then the count again.
+        store.before("add", lambda: None)
+        store.before("add", lambda: arrive(inner, 1, ledger=True))
+
+        arrivals = read_arrivals(store, KEYS, 4)
+
+        assert arrivals.arrived_count == 2
+        assert arrivals.unidentified_count > 0 or 1 not in arrivals.unseen_ranks
 
     def test_duplicate_rank(self) -> None:
         """A rank that arrives again is a duplicate, not an unidentified arrival."""

@@ -145,6 +145,26 @@ class TestStoppedWhileArriving:
         assert all(stopped in event["possibly_missing_ranks"] for event in waiting)
 
 
+class TestStoreLosesData:
+    """The store forgets the arrivals: a restarted server, or a damaged file."""
+
+    def test_does_not_name_itself(self) -> None:
+        """A rank whose own arrival is gone names no rank as missing."""
+        inner, keys = dist.HashStore(), BarrierKeys("barrier/7")
+        store = FlakyStore(inner)
+
+        def forget() -> None:
+            inner.delete_key(keys.num_members)
+            inner.delete_key(keys.ledger)
+
+        store.before("wait", forget)
+        (error,) = run_barrier(tracedstore.wrap(store), 0, world_size=2)
+
+        assert isinstance(error, BarrierTimeout)
+        assert error.missing_ranks == ()
+        assert error.possibly_missing_ranks == (0, 1)
+
+
 class TestException:
     """The BarrierTimeout that a caller catches."""
 

@@ -29,6 +29,8 @@ T = TypeVar("T")
 _MAX_KEYS_PER_CHECK = 4096
 # Checks for repeated ranks, one each: only after a restart, without a ledger.
 _MAX_REPEAT_CHECKS = 256
+# Reads of a barrier at which ranks arrive meanwhile.
+_MAX_READS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,20 @@ def confirm_arrival(store: Any, keys: BarrierKeys, rank: int) -> None:
         store.set(keys.counted(rank), "")
 
 
-def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
+def read_arrivals(
+    store: Any, keys: BarrierKeys, world_size: int, *, reads: int = _MAX_READS
+) -> Arrivals:
     """Read which ranks arrived. Does not block and changes nothing.
 
     A rank records its arrival before it is counted. One that dies between the two is
     recorded, and the barrier waits for it. So the two are compared: if more arrivals
     are recorded than counted, only ranks that confirmed theirs are certain.
+
+    Args:
+        store: The store to read from.
+        keys: The keys of the barrier.
+        world_size: The number of ranks.
+        reads: How often to read, if ranks are counted meanwhile.
     """
     # The count is read before the ledger: a rank that arrives between the two reads is
     # identified and not counted, instead of counted and reported missing.
@@ -104,12 +114,13 @@ def read_arrivals(store: Any, keys: BarrierKeys, world_size: int) -> Arrivals:
         ]
     uncounted: set[int] = set()
     if world_size - len(unseen) + repeats > count:
-        # Read again: ranks may have been counted since.
-        count = store.add(keys.num_members, 0)
-        if world_size - len(unseen) + repeats > count:
-            seen_ranks = sorted(set(range(world_size)) - unseen)
-            uncounted = set(seen_ranks) - _confirmed(store, keys, seen_ranks)
-            unseen |= uncounted
+        if reads > 1 and store.add(keys.num_members, 0) != count:
+            # Ranks were counted since. The new count is not comparable with the old
+            # ledger: it may include a rank that was recorded after it was read.
+            return read_arrivals(store, keys, world_size, reads=reads - 1)
+        seen_ranks = sorted(set(range(world_size)) - unseen)
+        uncounted = set(seen_ranks) - _confirmed(store, keys, seen_ranks)
+        unseen |= uncounted
     unidentified = max(0, count - (world_size - len(unseen)) - repeats)
     return Arrivals(
         arrived_count=count,

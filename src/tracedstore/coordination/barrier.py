@@ -321,6 +321,8 @@ class BarrierCall:
         report = MissingReport.from_bytes(written, self._world_size)
         if report is None or report.unidentified_count:
             return None
+        if self._rank in report.missing_ranks:
+            return None
         if report.arrived_count != store.add(self._keys.num_members, 0):
             return None
         return report if self._decoder is None else report.with_names(self._decoder)
@@ -337,6 +339,10 @@ class BarrierCall:
 
     def _read_missing(self, store: Any) -> MissingReport:
         arrivals = read_arrivals(store, self._keys, self._world_size)
+        if arrivals.arrived_count < self._order:
+            # The server restarted without its data, or the file was truncated. Ranks
+            # whose arrival is gone must not be named: this one is among them.
+            return MissingReport.unknown(self._world_size)
         decoder = self._decoder_for(store, arrivals.unseen_ranks)
         return MissingReport.from_arrivals(arrivals, self._world_size, decoder)
 

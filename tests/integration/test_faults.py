@@ -1,0 +1,45 @@
+"""A slice of the fault suite: no finding in any column."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(600)]
+
+
+def inject(results: Path, faults: int) -> subprocess.CompletedProcess[str]:
+    """Run the suite with two cases at the same time."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "faults"),
+            *("--faults", str(faults), "--seed", "20", "--jobs", "2"),
+            *("--results", str(results)),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+
+
+def test_survivors_are_right(tmp_path: Path) -> None:
+    """200 faults: right verdicts in time, no abort and no lost count."""
+    results = tmp_path / "faults.jsonl"
+
+    run = inject(results, 200)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    cases = len(results.read_text().splitlines())
+    assert f"in {cases} cases" in run.stdout
+
+    # A second start has nothing to do.
+    run = inject(results, 200)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(results.read_text().splitlines()) == cases
