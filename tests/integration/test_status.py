@@ -523,7 +523,7 @@ class TestBlocked:
         assert len(requests) == 2
         assert [b"secret" in request for request in requests] == [sent, sent]
         reason = "responded 401 Unauthorized" if sent else refusal
-        assert document["blocked"][0]["why"] == reason
+        assert document["blocked"][0]["error"] == reason
         assert f"unknown: rank 0 ({reason})" in " ".join(result.lines)
         assert result.code == 0
 
@@ -589,7 +589,7 @@ class TestBlocked:
         assert blocked in trusted.out
         assert (blocked in wrong.out) == (token is None)
         assert "unknown: rank 0 (SSLCertVerificationError: " in untrusted.out
-        assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["why"]
+        assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["error"]
         assert {trusted.code, wrong.code, untrusted.code} == {0}
 
     def test_ranks_without_reply(

@@ -75,7 +75,7 @@ def info(rank: int) -> RankInfo:
 def answered(rank: int, **fields: Any) -> Reply:
     """Return the reply of a rank that answered."""
     status = make_status(rank, **fields)
-    return Reply(state="answered", info=info(rank), answer=status)
+    return Reply(state="answered", info=info(rank), status=status)
 
 
 class TestStatus:
@@ -220,13 +220,13 @@ class TestQueryRanks:
         replies, store_error = query_ranks(Directory(lambda: store, 10), 10, 5)
 
         assert store_error == ""
-        assert replies[0].answer == make_status(0)
-        assert replies[1].why == "another process responds at its address"
+        assert replies[0].status == make_status(0)
+        assert replies[1].error == "another process responds at its address"
         assert [replies[rank].state for rank in range(10)] == (
             ["answered"] + ["silent"] * 7 + ["without", "absent"]
         )
-        assert "404" in replies[3].why
-        assert "99999999" in replies[5].why
+        assert "404" in replies[3].error
+        assert "99999999" in replies[5].error
 
     def test_many_silent_ranks(
         self, store: dist.Store, listen: Callable[[bytes | None], str]
@@ -297,7 +297,7 @@ class TestView:
             1: answered(1, calls=(shorter,)),
             2: answered(2, calls=(CALL, shorter), more_calls=1),
             3: answered(3, barriers=(STALLED,)),
-            4: Reply(state="silent", info=info(4), why="no response within 2 s"),
+            4: Reply(state="silent", info=info(4), error="no response within 2 s"),
             5: Reply(state="absent"),
             6: Reply(state="absent"),
             7: Reply(state="without"),

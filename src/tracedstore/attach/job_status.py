@@ -148,15 +148,15 @@ class Status:
 
 def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
     rank = {"rank": info.rank, "host": info.host, "pid": info.pid}
-    if reply.answer is None:
-        return rank | {"answered": False, "why": no_answer_reason(reply)}
-    calls = [asdict(call) for call in reply.answer.calls]
+    if reply.status is None:
+        return rank | {"answered": False, "error": no_answer_reason(reply)}
+    calls = [asdict(call) for call in reply.status.calls]
     return rank | {"answered": True, "in_flight": calls}
 
 
 def no_answer_reason(reply: Reply) -> str:
     """Return why a rank has no answer."""
-    return "no endpoint" if reply.state == "absent" else reply.why
+    return "no endpoint" if reply.state == "absent" else reply.error
 
 
 def count(number: int, noun: str) -> str:

@@ -180,12 +180,12 @@ def _blocked(status: Status) -> Iterator[Line]:
     idle: list[RankInfo] = []
     unknown: dict[str, list[RankInfo]] = {}
     for info, reply in status.replies.items():
-        if reply.answer is None:
+        if reply.status is None:
             unknown.setdefault(no_answer_reason(reply), []).append(info)
-        elif not reply.answer.calls:
+        elif not reply.status.calls:
             idle.append(info)
         else:
-            for call in reply.answer.calls:
+            for call in reply.status.calls:
                 caller = (call.waited_seconds, info)
                 by_call.setdefault((call.operation, call.key), []).append(caller)
     calls = sorted(by_call.items(), key=lambda one: -max(w for w, _ in one[1]))

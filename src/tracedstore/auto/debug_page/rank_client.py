@@ -14,7 +14,7 @@ from typing import Any
 
 from tracedstore.coordination.arrivals import close_connection, find_absent
 from tracedstore.coordination.rank_registry import RankInfo, read_ranks
-from tracedstore.export.inflight_client import Reply, ask_each, fetch
+from tracedstore.export.inflight_client import Reply, fetch, request_each
 
 # Seconds for one rank to answer, and for the store to return the addresses.
 _RANK_TIMEOUT = 2.0
@@ -93,7 +93,7 @@ def query_ranks(
     deadline = time.monotonic() + timeout
     registered, store_error = directory.read(min(_STORE_TIMEOUT, timeout / 2))
     remaining = deadline - time.monotonic()
-    answers = ask_each(
+    answers = request_each(
         registered.with_page.values(), _fetch_status, _RANK_TIMEOUT, remaining
     )
     replies = {info.rank: reply for info, reply in answers.items()}
@@ -106,7 +106,7 @@ def query_ranks(
 def _unanswered(registered: _RegisteredRanks, rank: int) -> Reply:
     info = registered.with_page.get(rank)
     if info is not None:
-        return Reply(state="silent", info=info, why="no answer in time")
+        return Reply(state="silent", info=info, error="no answer in time")
     return Reply(state="without" if rank in registered.without_page else "absent")
 
 
