@@ -16,11 +16,11 @@ def fold(ranks: Iterable[int]) -> str:
     return ",".join(map(_range_text, _to_ranges(ranks)))
 
 
-def unfold(text: str) -> list[int]:
+def unfold(text: str, max_ranks: int = MAX_RANKS) -> list[int]:
     """Expand the text that ``fold`` returned.
 
     Raises:
-        ValueError: The text is malformed or has more than a million ranks. It is
+        ValueError: The text is malformed or has more than `max_ranks` ranks. It is
             raised before anything is expanded.
     """
     ranges: list[range] = []
@@ -34,8 +34,8 @@ def unfold(text: str) -> list[int]:
             raise ValueError(f"{item!r} is a descending range")
         # From the bounds: len() of a range beyond sys.maxsize is an OverflowError.
         total += ranks.stop - ranks.start
-        if total > MAX_RANKS:
-            raise ValueError(f"more than {MAX_RANKS} ranks")
+        if total > max_ranks:
+            raise ValueError(f"more than {max_ranks} ranks")
         ranges.append(ranks)
     return sorted({rank for ranks in ranges for rank in ranks})
 
