@@ -30,6 +30,7 @@ from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.rank_registry import RankInfo, register
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import join_bounded_threads
 from tracedstore.export import process_status
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
@@ -255,7 +256,10 @@ class TestQueryRanks:
         results = [directory.read(0.05), directory.read(0.05)]
         with directory._lock:
             read_done = directory._read_done
+        # The thread is in a Store call, so the exit of the process waits for it.
+        assert not join_bounded_threads(0.01)
         go_on.set()
+        assert join_bounded_threads(20)
         assert read_done is not None
         read_done.wait(10)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tracedstore.coordination.arrivals import close_connection, find_absent
 from tracedstore.coordination.rank_registry import RankInfo, read_ranks
+from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.export.inflight_client import Reply, fetch, request_each
 
 # Seconds for one rank to answer, and for the store to return the addresses.
@@ -53,8 +54,12 @@ class Directory:
         """Return the registered ranks, and the error of the store or ""."""
         with self._lock:
             if self._read_done is None:
+                # Joined at exit, because it is in a Store call.
+                try:
+                    start_bounded_thread(self._run)
+                except RuntimeError as error:
+                    return self._registered, f"the store was not read: {error}"
                 self._read_done = threading.Event()
-                threading.Thread(target=self._run, daemon=True).start()
             read_done = self._read_done
         if not read_done.wait(timeout):
             return self._registered, f"the store did not answer within {timeout:.0f} s"
