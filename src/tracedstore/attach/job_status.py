@@ -92,10 +92,12 @@ class Status:
                 for group in job.groups
             ],
             "invalid_entries": job.invalid_entries,
+            "invalid_keys": list(job.invalid_keys),
             "barriers_in_progress": [self._barrier(one) for one in job.in_progress],
             "more_barriers_in_progress": job.unread_in_progress,
             "barriers_abandoned": [self._barrier(one) for one in job.abandoned],
             "barriers_unreadable": list(job.unreadable_barriers),
+            "barriers_over_limit": job.unread_ledgers,
             "barriers_finished": [self._barrier(one) for one in job.finished],
             "more_barriers_finished": job.unread_finished,
             "rendezvous": [

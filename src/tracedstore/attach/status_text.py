@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.job_status import Status, count, no_answer_reason
+from tracedstore.attach.snapshot import MAX_LEDGER_BYTES
 from tracedstore.coordination.ranges import by_host, fold
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.export.discovery import invalid_entries
 from tracedstore.terminal import Line
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 _MAX_IN_PROGRESS = 16
 _MAX_ABANDONED = 4
 _MAX_UNREADABLE = 4
+_MAX_INVALID_KEYS = 4
 _MAX_FINISHED = 8
 _MAX_HOSTS = 32
 _MAX_CALLS = 24
@@ -33,7 +36,9 @@ def status_lines(status: Status) -> list[Line]:
         *(_rendezvous(status, *one) for one in job.rendezvous.items()),
         _abandoned(status),
         _unreadable(status),
+        _over_limit(status),
         _finished(status),
+        _invalid_keys(status),
     ]
     if not job.groups:
         sections.insert(1, [_line("ranks: none registered")])
@@ -56,7 +61,7 @@ def _verdict(status: Status) -> Line:
     job = status.job
     if missing := status.missing():
         return _line(f"missing: {', '.join(missing)}", "bold red")
-    if job.unreadable_stores:
+    if job.unreadable_stores or job.unread_ledgers:
         text = "nothing is missing, as far as can be read from here"
         return _line(text, "bold yellow")
     if not (job.groups or job.in_progress or job.finished or job.rendezvous):
@@ -80,9 +85,7 @@ def _ranks(group: Group) -> Iterator[Line]:
 
 
 def _invalid_entries(job: JobState) -> Line:
-    verb = "are" if job.invalid_entries > 1 else "is"
-    noun = "entries" if job.invalid_entries > 1 else "entry"
-    return _line(f"{job.invalid_entries} registry {noun} {verb} not valid", _WARNING)
+    return _line(invalid_entries(job.invalid_entries), _WARNING)
 
 
 def _in_progress(status: Status) -> Iterator[Line]:
@@ -124,6 +127,26 @@ def _unreadable(status: Status) -> Iterator[Line]:
         yield _line(heading, _WARNING)
     for prefix in barriers[-_MAX_UNREADABLE:]:
         yield _line(f"  {prefix}: cannot be read")
+
+
+def _over_limit(status: Status) -> Iterator[Line]:
+    if number := status.job.unread_ledgers:
+        limit = f"{MAX_LEDGER_BYTES >> 20} MiB"
+        yield _line(
+            f"{count(number, 'barrier')} not read: the ledgers of newer ones have"
+            f" {limit} together",
+            _WARNING,
+        )
+
+
+def _invalid_keys(status: Status) -> Iterator[Line]:
+    keys = status.job.invalid_keys
+    if keys:
+        shown = min(len(keys), _MAX_INVALID_KEYS)
+        heading = f"keys that are not valid{_last_of(len(keys), shown)}:"
+        yield _line(heading, _WARNING)
+    for key in keys[-_MAX_INVALID_KEYS:]:
+        yield _line(f"  {key}: no Store has written it")
 
 
 def _finished(status: Status) -> Iterator[Line]:
