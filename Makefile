@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
+FUZZ := .tools/fuzz
 
 # More workers than cores, because most tests wait for other processes.
 WORKERS ?= 4
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help setup lint types unit check test tests coverage docs dashboards pictures \
-	demo bench format clean
+	demo bench fuzz format clean
 
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
@@ -27,6 +28,7 @@ help:
 	@echo "make demo        run the demo; options: ARGS='--store file --serve'"
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
+	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
@@ -103,10 +105,19 @@ bench: $(VENV)/.ready
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
 
+# atheris is in a folder on the import path of this command, not in the environment.
+fuzz: $(FUZZ)/.ready
+	@PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz $(ARGS)
+
+$(FUZZ)/.ready: constraints.txt $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(FUZZ) \
+		--constraint constraints.txt --group fuzz
+	touch $@
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* bench-results \
-		test-results dist
+		fuzz-results test-results dist
