@@ -122,15 +122,15 @@ def _wait(
     process: "subprocess.Popen[bytes]", progress: Progress, hang_timeout: float
 ) -> str:
     """Wait for a worker; return why it was ended, "" if it ended by itself."""
-    seen, since = -1, time.monotonic()
+    seen, since = (-1, False), time.monotonic()
     while process.poll() is None:
-        inputs = progress.counts().inputs
-        if inputs != seen:
-            seen, since = inputs, time.monotonic()
-        elif time.monotonic() - since > (
-            hang_timeout if progress.input() else _START_TIMEOUT
-        ):
-            return f"hangs: no result within {hang_timeout:g} s"
+        started = bool(progress.input())
+        current = progress.counts().inputs, started
+        timeout = hang_timeout if started else _START_TIMEOUT
+        if current != seen:
+            seen, since = current, time.monotonic()
+        elif time.monotonic() - since > timeout:
+            return f"hangs: no result within {timeout:g} s"
         if _rss(process.pid) > _MAX_RSS:
             return f"more than {_MAX_RSS >> 20} MB of memory"
         time.sleep(_POLL_INTERVAL)
