@@ -107,7 +107,7 @@ def run_atheris(
             f"-max_len={_MAX_LENGTH}",
             f"-artifact_prefix={folder}/",
             # The monitor has these bounds.
-            "-timeout=0",
+            "-timeout=1000000",
             "-rss_limit_mb=0",
         ],
         try_input,

@@ -13,9 +13,9 @@ from fuzz import worker
 from fuzz.progress import Counts, Progress
 
 # Seconds without a finished input, after which a worker hangs.
-_HANG_TIMEOUT = 120.0
+_HANG_TIMEOUT = 600.0
 # Seconds until the first input. Importing torch on a busy machine takes most of it.
-_START_TIMEOUT = 300.0
+_START_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.1
 # Bytes of resident memory of a worker. torch takes 400 MB of them.
 _MAX_RSS = 3 << 30
