@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
+FUZZ := .tools/fuzz
 
 # More workers than cores, because most tests wait for other processes.
 WORKERS ?= 4
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help setup lint types unit check test tests coverage docs dashboards pictures \
-	demo bench bench-faults format clean
+	demo bench bench-faults bench-hangs fuzz format clean
 
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
@@ -28,6 +29,7 @@ help:
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
+	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
@@ -106,6 +108,14 @@ bench: $(VENV)/.ready
 
 bench-faults: $(VENV)/.ready
 	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m faults $(ARGS)
+# atheris is in a folder on the import path of this command, not in the environment.
+fuzz: $(FUZZ)/.ready
+	@PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz $(ARGS)
+
+$(FUZZ)/.ready: constraints.txt $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(FUZZ) \
+		--constraint constraints.txt --group fuzz
+	touch $@
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -113,4 +123,4 @@ format: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* bench-results \
-		test-results dist
+		fuzz-results test-results dist

@@ -149,9 +149,13 @@ def test_status_as_json(hostile_store: Store) -> None:
 
 
 def test_sd(hostile_store: Store) -> None:
-    """The ranks of the good job are listed."""
+    """The ranks of the good job are listed, and the bad entries are counted."""
     done = run("sd", hostile_store)
 
     assert done.returncode == 0
+    assert done.stderr == (
+        f"tracedstore: {len(BAD_ENTRIES)} registry entries are not valid, and left out"
+        " of the list\n"
+    )
     ranks = [one["labels"]["rank"] for one in json.loads(done.stdout)]
     assert ranks == ["0", "1"]

@@ -426,6 +426,33 @@ class TestRendezvous:
         assert "rendezvous job-8: round 0, complete" in result.lines
         assert "joined: node1 (pid 100)" in result.lines
 
+    def test_invalid_keys(self, etcd_server: EtcdServer, run: RunStatus) -> None:
+        """Keys and values in etcd that no Store has written are listed."""
+        client: Any = etcd_server.client()
+        prefix = "/jobs/invalid-keys"
+        store: Store = EtcdStore(client, prefix)
+        store.set("step/num_members", "1")
+        not_utf8 = b64encode(b"\xff\xfe").decode()
+        for key in ("no base64", "odd", not_utf8):
+            client.set(f"{prefix}/{key}", "eA==")
+        bad_value = b64encode(b"k").decode()
+        client.set(f"{prefix}/{bad_value}", "%")
+        url = f"etcd://127.0.0.1:{etcd_server.port}{prefix}"
+
+        result = run(url)
+        document = json.loads(run(url, "--json").out)
+
+        assert (result.code, result.err) == (2, "")
+        assert "keys that are not valid: 4:" in result.lines
+        assert "odd: no Store has written it" in result.lines
+        assert any(line.startswith("step: 1 arrived") for line in result.lines)
+        assert set(document["invalid_keys"]) == {
+            "no base64",
+            "odd",
+            not_utf8,
+            bad_value,
+        }
+
     def test_torchrun(self, start_command: Any, run: RunStatus) -> None:
         """The agents' store has the address of the worker store, which is read too."""
         port = free_port()
@@ -523,7 +550,7 @@ class TestBlocked:
         assert len(requests) == 2
         assert [b"secret" in request for request in requests] == [sent, sent]
         reason = "responded 401 Unauthorized" if sent else refusal
-        assert document["replies"][0]["why"] == reason
+        assert document["replies"][0]["error"] == reason
         assert f"unknown: rank 0 ({reason})" in " ".join(result.lines)
         assert result.code == 0
 
@@ -589,7 +616,7 @@ class TestBlocked:
         assert blocked in trusted.out
         assert (blocked in wrong.out) == (token is None)
         assert "unknown: rank 0 (SSLCertVerificationError: " in untrusted.out
-        assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["why"]
+        assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["error"]
         assert {trusted.code, wrong.code, untrusted.code} == {0}
 
     def test_ranks_without_reply(

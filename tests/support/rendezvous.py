@@ -76,17 +76,19 @@ class Rendezvous:
 def pickled_state(
     joined: dict[str, float] | None = None,
     waiting: dict[str, float] | None = None,
+    *,
+    now: datetime | None = None,
     **fields: Any,
 ) -> bytes:
     """Return torch's pickled state.
 
     `joined` and `waiting` map each node's address to the age of its last heartbeat
-    in seconds; `fields` are set on the state.
+    in seconds, from `now` or the current time; `fields` are set on the state.
     """
     state = dynamic._RendezvousState()
     for name, value in fields.items():
         setattr(state, name, value)
-    now = datetime.now(UTC)
+    now = now or datetime.now(UTC)
     for rank, (addr, heartbeat_age) in enumerate((joined or {}).items()):
         node = dynamic._NodeDesc(addr, 100 + rank, 0)
         state.participants[node] = rank

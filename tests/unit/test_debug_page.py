@@ -30,6 +30,7 @@ from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.rank_registry import RankInfo, register
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import join_bounded_threads
 from tracedstore.export import process_status
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
@@ -75,7 +76,7 @@ def info(rank: int) -> RankInfo:
 def answered(rank: int, **fields: Any) -> Reply:
     """Return the reply of a rank that answered."""
     status = make_status(rank, **fields)
-    return Reply(state="answered", info=info(rank), answer=status)
+    return Reply(state="answered", info=info(rank), status=status)
 
 
 class TestStatus:
@@ -220,13 +221,13 @@ class TestQueryRanks:
         replies, store_error = query_ranks(Directory(lambda: store, 10), 10, 5)
 
         assert store_error == ""
-        assert replies[0].answer == make_status(0)
-        assert replies[1].why == "another process responds at its address"
+        assert replies[0].status == make_status(0)
+        assert replies[1].error == "another process responds at its address"
         assert [replies[rank].state for rank in range(10)] == (
             ["answered"] + ["silent"] * 7 + ["without", "absent"]
         )
-        assert "404" in replies[3].why
-        assert "99999999" in replies[5].why
+        assert "404" in replies[3].error
+        assert "99999999" in replies[5].error
 
     def test_many_silent_ranks(
         self, store: dist.Store, listen: Callable[[bytes | None], str]
@@ -255,7 +256,10 @@ class TestQueryRanks:
         results = [directory.read(0.05), directory.read(0.05)]
         with directory._lock:
             read_done = directory._read_done
+        # The thread is in a Store call, so the exit of the process waits for it.
+        assert not join_bounded_threads(0.01)
         go_on.set()
+        assert join_bounded_threads(20)
         assert read_done is not None
         read_done.wait(10)
 
@@ -297,7 +301,7 @@ class TestView:
             1: answered(1, calls=(shorter,)),
             2: answered(2, calls=(CALL, shorter), more_calls=1),
             3: answered(3, barriers=(STALLED,)),
-            4: Reply(state="silent", info=info(4), why="no response within 2 s"),
+            4: Reply(state="silent", info=info(4), error="no response within 2 s"),
             5: Reply(state="absent"),
             6: Reply(state="absent"),
             7: Reply(state="without"),

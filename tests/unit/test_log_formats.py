@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,7 +18,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from support.log_events import EVENT_LINE, Event, completed_event, read_file
+from support.log_events import (
+    EVENT_LINE,
+    Event,
+    completed_event,
+    read_file,
+    span_from_event,
+)
 from support.otlp import otlp
 from tracedstore import names
 from tracedstore.report.analysis import analyse
@@ -98,6 +105,32 @@ def read(path: Path, content: str | bytes) -> tuple[list[Event], ReadStats]:
     file = path / "some.log"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return read_file(file)
+
+
+@pytest.mark.parametrize("field", ["start_time", "end_time"])
+def test_huge_span_time(field: str, tmp_path: Path) -> None:
+    """A time beyond the range of a float is no span, and does not raise."""
+    span = span_from_event(completed_event(0, 1.0, 0.5)) | {field: 10**400}
+
+    events, stats = read(tmp_path, json.dumps(span) + "\n")
+
+    assert (events, stats.spans) == ([], 0)
+
+
+@pytest.mark.parametrize("outer", [0, 8, 14])
+def test_span_nested_to_the_recursion_limit(outer: int, tmp_path: Path) -> None:
+    """A span whose name is nested as deeply as JSON can be does not raise."""
+    text = json.dumps(span_from_event(completed_event(0, 1.0, 0.5)) | {"name": "@"})
+    limit = sys.getrecursionlimit()
+    lines = [
+        '{"a":' * outer + text.replace('"@"', "[" * n + "]" * n) + "}" * outer
+        for n in range(limit - 200, limit)
+    ]
+
+    _, stats = read(tmp_path, "\n".join(lines))
+
+    assert stats.lines == len(lines)
+    assert stats.spans == 0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tracedstore.attach import snapshot as snapshot_module
 from tracedstore.attach.collect import (
     MAX_LEDGERS,
     _newest,
@@ -72,6 +73,56 @@ class TestSnapshot:
 
         with pytest.raises(CommandError, match="too old to list the keys"):
             StoreSnapshot.take(Old(), list)
+
+
+class TestLedgerLimit:
+    """All ledgers of a store together are bounded."""
+
+    @pytest.fixture
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+        """Return a store with 20 barriers; the ledgers of eight exceed the limit."""
+        monkeypatch.setattr(snapshot_module, "MAX_LEDGER_BYTES", 8 * 12)
+        store = dist.HashStore()
+        for number in range(20):
+            keys = BarrierKeys(f"step/{number}")
+            store.set(keys.num_members, "1")
+            store.set(keys.ledger, encode_arrival(0, 1.0 + number).decode("latin-1"))
+        return store
+
+    def test_newest_are_read(self, store: dist.Store) -> None:
+        """The newest barriers are read, the others are counted."""
+        job = job_of(store)
+
+        assert [one.prefix for one in job.in_progress] == [
+            f"step/{number}" for number in range(12, 20)
+        ]
+        assert job.unread_ledgers == 12
+        assert job.unreadable_barriers == ()
+
+    def test_incomplete_are_first(self, store: dist.Store) -> None:
+        """The ledgers of incomplete barriers are read before those of complete ones."""
+        for number in range(8, 20):
+            store.set(BarrierKeys(f"step/{number}").last_member, "")
+
+        job = job_of(store)
+
+        assert len(job.in_progress) == 8
+        assert job.finished == ()
+        assert job.unread_ledgers == 12
+
+    def test_shown(self, store: dist.Store) -> None:
+        """The text and the JSON have the number of barriers that were left out."""
+        status = status_of(store)
+
+        assert "12 barriers not read: the ledgers of newer ones have" in text_of(status)
+        assert status.to_json()["barriers_over_limit"] == 12
+
+    def test_verdict(self, store: dist.Store) -> None:
+        """Without the ledgers, a job is not reported as complete."""
+        for number in range(20):
+            store.set(BarrierKeys(f"step/{number}").last_member, "")
+
+        assert "nothing is missing, as far as can be read" in text_of(status_of(store))
 
 
 class TestNewest:

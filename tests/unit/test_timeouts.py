@@ -4,7 +4,11 @@ import threading
 
 import pytest
 
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.timeouts import (
+    join_bounded_threads,
+    run_with_timeout,
+    start_bounded_thread,
+)
 
 
 class TestRunWithTimeout:
@@ -41,3 +45,18 @@ class TestRunWithTimeout:
             run_with_timeout(20, lambda: calls.append(True))
 
         assert not calls
+
+
+def test_bounded_thread_is_joined() -> None:
+    """join_bounded_threads waits for a thread until it has ended."""
+    release = threading.Event()
+
+    def wait() -> None:
+        release.wait(20)
+
+    start_bounded_thread(wait)
+    try:
+        assert not join_bounded_threads(0.01)
+    finally:
+        release.set()
+    assert join_bounded_threads(20)

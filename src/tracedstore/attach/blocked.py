@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from tracedstore.attach.child_process import ChildTimeoutError, run_in_child
 from tracedstore.attach.token_policy import TokenPolicy
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export.inflight_client import Reply, ResponseError, ask_each, fetch
+from tracedstore.export.inflight_client import Reply, ResponseError, fetch, request_each
 
 # Seconds for one rank, and for all of them together.
 _RANK_TIMEOUT = 1.0
@@ -57,11 +57,11 @@ def query_ranks(
         with suppress(ChildTimeoutError, ChildProcessError):
             replies = run_in_child(
                 _PROCESS_TIMEOUT,
-                lambda _: ask_each(
+                lambda _: request_each(
                     serving, fetch_in_flight, _RANK_TIMEOUT, _TOTAL_TIMEOUT
                 ),
             )
-    silent = Reply(state="silent", why=f"no response within {_TOTAL_TIMEOUT:g} s")
+    silent = Reply(state="silent", error=f"no response within {_TOTAL_TIMEOUT:g} s")
     absent = Reply(state="absent")
     return dict.fromkeys(ranks, absent) | {
         info: replies.get(info, silent) for info in serving

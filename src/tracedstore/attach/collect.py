@@ -59,12 +59,19 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
     incomplete, complete = _barriers(snapshot.keys)
     newest_incomplete, newest_complete = _newest(incomplete), _newest(complete)
     unreadable: list[str] = []
+    without_ledger: list[str] = []
 
     def read_barriers(prefixes: Sequence[str]) -> tuple[BarrierState, ...]:
         barriers = []
         for prefix in prefixes:
             group = _group_of(prefix, all_groups)
             if group in other_groups:
+                continue
+            keys = BarrierKeys(prefix)
+            if not snapshot.unread_ledgers.isdisjoint(
+                (keys.ledger, keys.confirmations)
+            ):
+                without_ledger.append(prefix)
                 continue
             try:
                 barriers.append(_read_barrier(snapshot, prefix, group))
@@ -97,10 +104,12 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         rendezvous=_read_rendezvous(snapshot, run_id),
         worker_stores=worker_stores(snapshot),
         unreadable_barriers=tuple(unreadable),
+        unread_ledgers=len(without_ledger),
         invalid_entries=registry.invalid_count,
         stalls=tuple(one for one in stalls.stalls if one.prefix not in others),
         invalid_records=stalls.invalid_count,
         unread_records=stalls.unread_count,
+        invalid_keys=snapshot.invalid_keys,
     )
 
 
@@ -112,21 +121,31 @@ def _belongs_to(group: Group, run_id: str | None) -> bool:
 def select_keys(keys: Sequence[str]) -> list[str]:
     """Return the keys whose values are read, a small part of those of a long job."""
     present = set(keys)
-    prefixes = [prefix for some in _barriers(present) for prefix in _newest(some)]
+    # The incomplete ones first, and the newest ones first: their ledgers are read
+    # before the limit is reached.
+    barriers = [
+        BarrierKeys(prefix)
+        for some in _barriers(present)
+        for prefix in reversed(_newest(some))
+    ]
     barrier_keys = {
         key
-        for barrier in map(BarrierKeys, prefixes)
+        for barrier in barriers
         for key in (
             barrier.num_members,
             barrier.last_member,
-            barrier.ledger,
             barrier.missing_report,
-            barrier.confirmations,
             barrier.repeat_count,
             barrier.traceparent,
         )
     }
-    return [
+    ledgers = [
+        key
+        for barrier in barriers
+        for key in (barrier.ledger, barrier.confirmations)
+        if key in present
+    ]
+    others = [
         key
         for key in keys
         if key in barrier_keys
@@ -135,6 +154,7 @@ def select_keys(keys: Sequence[str]) -> list[str]:
         or is_worker_store_key(key)
         or is_stall_key(key)
     ]
+    return [*others, *ledgers]
 
 
 def _barriers(keys: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -6,7 +6,7 @@ people know. They make another store for their workers, where the ranks are.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tracedstore.attach.address import Address
 from tracedstore.attach.collect import (
@@ -49,20 +49,36 @@ def collect_job(address: Address, run_id: str | None) -> JobState:
     return job
 
 
-def registered_ranks(address: Address) -> list[RankInfo]:
-    """Return the ranks that registered in the store and in its worker stores.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredRanks:
+    """The ranks that registered in a store and in its worker stores.
+
+    Attributes:
+        infos: The ranks.
+        invalid_count: The number of entries that are not valid.
+    """
+
+    infos: list[RankInfo]
+    invalid_count: int
+
+
+def registered_ranks(address: Address) -> RegisteredRanks:
+    """Read the ranks that registered in the store and in its worker stores.
 
     Raises:
         CommandError: The store cannot be read.
     """
     snapshot = address.read_snapshot(_select_rank_keys)
-    infos = read_registry(snapshot).ranks()
+    registries = [read_registry(snapshot)]
     for url in _followed(worker_stores(snapshot).values(), address):
         # The job has ended, or its worker store is unreachable from here.
         with suppress(CommandError):
             workers = Address(url).read_snapshot(_select_rank_keys)
-            infos += read_registry(workers).ranks()
-    return infos
+            registries.append(read_registry(workers))
+    return RegisteredRanks(
+        infos=[info for registry in registries for info in registry.ranks()],
+        invalid_count=sum(registry.invalid_count for registry in registries),
+    )
 
 
 class RegisteredStore:

@@ -84,11 +84,14 @@ class JobState:
         unreadable_stores: Why a worker store could not be read, by its URL.
         unreadable_barriers: The prefixes of barriers whose keys have values that are
             not a barrier's, or that are too large.
+        unread_ledgers: The number of barriers that were not read, because the ledgers
+            of newer ones are too large together.
         invalid_entries: The number of registry entries that are not valid.
         stalls: The verdicts and blocked ranks.
         invalid_records: The number of verdicts and records of blocked ranks that are
             not valid.
         unread_records: The number of records of blocked ranks that were not read.
+        invalid_keys: Keys of an etcd that no Store has written.
     """
 
     groups: tuple[Group, ...]
@@ -101,10 +104,12 @@ class JobState:
     worker_stores: dict[str, str | None]
     unreadable_stores: dict[str, str] = field(default_factory=dict)
     unreadable_barriers: tuple[str, ...] = ()
+    unread_ledgers: int = 0
     invalid_entries: int = 0
     stalls: tuple[Stall, ...] = ()
     invalid_records: int = 0
     unread_records: int = 0
+    invalid_keys: tuple[str, ...] = ()
 
     def running_worker_stores(self) -> set[str]:
         """Return the URLs of worker stores whose rendezvous is not closed."""
@@ -125,8 +130,10 @@ class JobState:
             finished=self.finished + workers.finished,
             unread_finished=self.unread_finished + workers.unread_finished,
             unreadable_barriers=self.unreadable_barriers + workers.unreadable_barriers,
+            unread_ledgers=self.unread_ledgers + workers.unread_ledgers,
             invalid_entries=self.invalid_entries + workers.invalid_entries,
             stalls=self.stalls + workers.stalls,
             invalid_records=self.invalid_records + workers.invalid_records,
             unread_records=self.unread_records + workers.unread_records,
+            invalid_keys=self.invalid_keys + workers.invalid_keys,
         )

@@ -126,10 +126,12 @@ class Status:
                 for group in job.groups
             ],
             "invalid_entries": job.invalid_entries,
+            "invalid_keys": list(job.invalid_keys),
             "barriers_in_progress": [self._barrier(one) for one in job.in_progress],
             "more_barriers_in_progress": job.unread_in_progress,
             "barriers_abandoned": [self._barrier(one) for one in job.abandoned],
             "barriers_unreadable": list(job.unreadable_barriers),
+            "barriers_over_limit": job.unread_ledgers,
             "barriers_finished": [self._barrier(one) for one in job.finished],
             "more_barriers_finished": job.unread_finished,
             "rendezvous": [
@@ -190,15 +192,15 @@ class Status:
 
 def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
     rank = {"rank": info.rank, "host": info.host, "pid": info.pid}
-    if reply.answer is None:
-        return rank | {"answered": False, "why": no_answer_reason(reply)}
-    calls = [asdict(call) for call in reply.answer.calls]
+    if reply.status is None:
+        return rank | {"answered": False, "error": no_answer_reason(reply)}
+    calls = [asdict(call) for call in reply.status.calls]
     return rank | {"answered": True, "in_flight": calls}
 
 
 def no_answer_reason(reply: Reply) -> str:
     """Return why a rank has no answer."""
-    return "no endpoint" if reply.state == "absent" else reply.why
+    return "no endpoint" if reply.state == "absent" else reply.error
 
 
 def count(number: int, noun: str) -> str:

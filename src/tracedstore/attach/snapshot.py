@@ -9,11 +9,17 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 
 from tracedstore.coordination import validation
-from tracedstore.coordination.arrivals import etcd_items, list_keys
+from tracedstore.coordination.arrivals import etcd_contents, list_keys
+from tracedstore.coordination.protocol import is_ledger_key
 from tracedstore.core.errors import CommandError
 
 # Keys per multi_get request.
 _BATCH_SIZE = 1024
+# The same for ledgers, which are large.
+_LEDGER_BATCH_SIZE = 8
+# Maximum size of all ledgers; the last batch that is read may exceed it. The ledger of
+# 98,304 ranks has 1.2 MB, so this is enough for 28 barriers of such a job.
+MAX_LEDGER_BYTES = 32 * 1024 * 1024
 # Seconds for one request, which waits for a key that was deleted after it was listed.
 _READ_TIMEOUT = 1.0
 _MAX_COUNTER = 10**12
@@ -27,6 +33,9 @@ class StoreSnapshot:
 
     Attributes:
         keys: All keys of the store.
+        invalid_keys: Keys of an etcd that no Store has written.
+        unread_ledgers: Keys of ledgers that were not read, because those that were
+            read have `MAX_LEDGER_BYTES` together.
         etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend keeps
             outside its store, by run id.
     """
@@ -36,8 +45,13 @@ class StoreSnapshot:
         keys: Iterable[str],
         values: dict[str, bytes],
         etcd_rendezvous: Mapping[str, bytes] | None = None,
+        *,
+        invalid_keys: tuple[str, ...] = (),
+        unread_ledgers: Iterable[str] = (),
     ) -> None:
         self.keys = frozenset(keys)
+        self.invalid_keys = invalid_keys
+        self.unread_ledgers = frozenset(unread_ledgers)
         self._values = values
         self.etcd_rendezvous = etcd_rendezvous or {}
 
@@ -52,27 +66,43 @@ class StoreSnapshot:
 
         Args:
             store: The store.
-            select: Returns the keys whose values are read.
+            select: Returns the keys whose values are read. Ledgers are read last, in
+                this order, up to `MAX_LEDGER_BYTES`.
             heartbeat: Is called after each answer of the store.
 
         Raises:
             CommandError: torch here or in the job is too old to list keys.
         """
-        contents = etcd_items(store)
+        contents = etcd_contents(store)
         if contents is not None:
             heartbeat()
-            return cls(contents, contents, _etcd_rendezvous(store))
+            return cls(
+                contents.items,
+                contents.items,
+                _etcd_rendezvous(store),
+                invalid_keys=contents.invalid_keys,
+            )
         keys = _list_keys(store)
         heartbeat()
         store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
         values: dict[str, bytes] = {}
         selected = select(keys)
-        remaining = iter(selected)
+        remaining = iter([key for key in selected if not is_ledger_key(key)])
         while batch := list(islice(remaining, _BATCH_SIZE)):
             values |= _read_values(store, batch, heartbeat)
             heartbeat()
-        deleted = set(selected) - values.keys()
-        return cls(set(keys) - deleted, values)
+        ledgers = iter([key for key in selected if is_ledger_key(key)])
+        size = 0
+        while size < MAX_LEDGER_BYTES and (
+            batch := list(islice(ledgers, _LEDGER_BATCH_SIZE))
+        ):
+            read = _read_values(store, batch, heartbeat)
+            size += sum(map(len, read.values()))
+            values |= read
+            heartbeat()
+        unread = set(ledgers)
+        deleted = set(selected) - values.keys() - unread
+        return cls(set(keys) - deleted, values, unread_ledgers=unread)
 
     def list_keys(self) -> list[str]:
         """Return the keys whose values were read."""

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.job_status import Status, count, no_answer_reason
+from tracedstore.attach.snapshot import MAX_LEDGER_BYTES
 from tracedstore.attach.stalls import BlockedRank
 from tracedstore.coordination.ranges import by_host, ranks_text
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.export.discovery import invalid_entries
 from tracedstore.terminal import Line
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _MAX_IN_PROGRESS = 16
 _MAX_ABANDONED = 4
 _MAX_UNREADABLE = 4
+_MAX_INVALID_KEYS = 4
 _MAX_FINISHED = 8
 _MAX_HOSTS = 32
 _MAX_CALLS = 24
@@ -40,7 +43,9 @@ def status_lines(status: Status) -> list[Line]:
         *(_rendezvous(status, *one) for one in job.rendezvous.items()),
         _abandoned(status),
         _unreadable(status),
+        _over_limit(status),
         _finished(status),
+        _invalid_keys(status),
     ]
     if not job.groups:
         sections.insert(1, [_line("ranks: none registered")])
@@ -89,7 +94,7 @@ def _missing(status: Status) -> Line:
     job = status.job
     if missing := status.missing():
         return _line(f"missing: {', '.join(missing)}", "bold red")
-    if job.unreadable_stores:
+    if job.unreadable_stores or job.unread_ledgers:
         text = "nothing is missing, as far as can be read from here"
         return _line(text, "bold yellow")
     if not (job.groups or job.in_progress or job.finished or job.rendezvous):
@@ -113,12 +118,11 @@ def _ranks(group: Group) -> Iterator[Line]:
 
 
 def _invalid(job: JobState) -> Iterator[Line]:
-    for number, one, many in (
-        (job.invalid_entries, "registry entry is", "registry entries are"),
-        (job.invalid_records, "record of a stall is", "records of stalls are"),
-    ):
-        if number:
-            yield _line(f"{number} {one if number == 1 else many} not valid", _WARNING)
+    if job.invalid_entries:
+        yield _line(invalid_entries(job.invalid_entries), _WARNING)
+    if number := job.invalid_records:
+        records = "record of a stall is" if number == 1 else "records of stalls are"
+        yield _line(f"{number} {records} not valid", _WARNING)
 
 
 def _in_progress(status: Status) -> Iterator[Line]:
@@ -160,6 +164,26 @@ def _unreadable(status: Status) -> Iterator[Line]:
         yield _line(heading, _WARNING)
     for prefix in barriers[-_MAX_UNREADABLE:]:
         yield _line(f"  {prefix}: cannot be read")
+
+
+def _over_limit(status: Status) -> Iterator[Line]:
+    if number := status.job.unread_ledgers:
+        limit = f"{MAX_LEDGER_BYTES >> 20} MiB"
+        yield _line(
+            f"{count(number, 'barrier')} not read: the ledgers of newer ones have"
+            f" {limit} together",
+            _WARNING,
+        )
+
+
+def _invalid_keys(status: Status) -> Iterator[Line]:
+    keys = status.job.invalid_keys
+    if keys:
+        shown = min(len(keys), _MAX_INVALID_KEYS)
+        heading = f"keys that are not valid{_last_of(len(keys), shown)}:"
+        yield _line(heading, _WARNING)
+    for key in keys[-_MAX_INVALID_KEYS:]:
+        yield _line(f"  {key}: no Store has written it")
 
 
 def _finished(status: Status) -> Iterator[Line]:
@@ -248,12 +272,12 @@ def _in_flight(status: Status) -> Iterator[Line]:
     idle: list[RankInfo] = []
     unknown: dict[str, list[RankInfo]] = {}
     for info, reply in status.replies.items():
-        if reply.answer is None:
+        if reply.status is None:
             unknown.setdefault(no_answer_reason(reply), []).append(info)
-        elif not reply.answer.calls:
+        elif not reply.status.calls:
             idle.append(info)
         else:
-            for call in reply.answer.calls:
+            for call in reply.status.calls:
                 caller = (call.waited_seconds, info)
                 by_call.setdefault((call.operation, call.key), []).append(caller)
     calls = sorted(by_call.items(), key=lambda one: -max(w for w, _ in one[1]))

@@ -51,16 +51,26 @@ def run(arguments: argparse.Namespace) -> int:
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
         from tracedstore.attach.job_discovery import registered_ranks  # noqa: PLC0415
-        from tracedstore.export.discovery import listed  # noqa: PLC0415
+        from tracedstore.export.discovery import (  # noqa: PLC0415
+            invalid_entries,
+            listed,
+        )
 
     written = None
+    invalid_count = 0
     while True:
-        infos = _of_job(registered_ranks(address), arguments.run_id)
+        registered = registered_ranks(address)
+        infos = _of_job(registered.infos, arguments.run_id)
         targets = listed(infos)
         text = json.dumps(targets, indent=2) + "\n"
         if text != written:
             _write(text, arguments.output)
             written = text
+        # With --watch, once for each change.
+        if registered.invalid_count not in (0, invalid_count):
+            skipped = invalid_entries(registered.invalid_count)
+            sys.stderr.write(f"tracedstore: {skipped}, and left out of the list\n")
+        invalid_count = registered.invalid_count
         if not targets and not arguments.watch:
             sys.stderr.write(f"tracedstore: {_explain_no_targets(len(infos))}\n")
         if not arguments.watch:

@@ -22,6 +22,7 @@ from tracedstore.coordination.protocol import (
     encode_traceparent,
 )
 from tracedstore.core.identity import bottom_of
+from tracedstore.core.keys import printable
 
 T = TypeVar("T")
 
@@ -238,11 +239,25 @@ def etcd_keys(store: Any) -> frozenset[str] | None:
     stores a listing costs no less than the checks it replaces, and the listing of a
     PrefixStore includes keys outside its prefix.
     """
-    items = etcd_items(store)
-    return None if items is None else frozenset(items)
+    contents = etcd_contents(store)
+    return None if contents is None else frozenset(contents.items)
 
 
-def etcd_items(store: Any) -> dict[str, bytes] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdContents:
+    """The contents of an EtcdStore.
+
+    Attributes:
+        items: Its keys and values.
+        invalid_keys: Keys that no Store has written, as they are in etcd: the key is
+            not the base64 of a text, or its value is not base64.
+    """
+
+    items: dict[str, bytes]
+    invalid_keys: tuple[str, ...]
+
+
+def etcd_contents(store: Any) -> EtcdContents | None:
     """Read all keys and values of an EtcdStore in one request; None for others."""
     state = getattr(store, "_traced", None)
     inner = store if state is None else state.inner
@@ -252,15 +267,20 @@ def etcd_items(store: Any) -> dict[str, bytes] | None:
         nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
     except Exception as error:
         if type(error).__name__ == "EtcdKeyNotFound":
-            return {}  # nothing was written yet
+            return EtcdContents(items={}, invalid_keys=())  # nothing was written yet
         raise
-    return {
-        b64decode(node.key.removeprefix(inner.prefix)).decode(
-            "utf-8", "replace"
-        ): b64decode(node.value)
-        for node in nodes
-        if not node.dir
-    }
+    items: dict[str, bytes] = {}
+    invalid: list[str] = []
+    for node in nodes:
+        if node.dir:
+            continue
+        encoded = node.key.removeprefix(inner.prefix)
+        try:
+            key = b64decode(encoded, validate=True).decode()
+            items[key] = b64decode(node.value, validate=True)
+        except (ValueError, TypeError):  # TypeError: no value
+            invalid.append(printable(encoded))
+    return EtcdContents(items=items, invalid_keys=tuple(invalid))
 
 
 def list_keys(store: Any) -> Iterable[str]:

@@ -80,6 +80,14 @@ class BarrierKeys:
         return f"{self.prefix}/MISSING"
 
 
+_LEDGER_SUFFIXES = (BarrierKeys("").ledger, BarrierKeys("").confirmations)
+
+
+def is_ledger_key(key: str) -> bool:
+    """Return whether a key is the ledger of a barrier; ledgers may be large."""
+    return key.endswith(_LEDGER_SUFFIXES)
+
+
 @dataclass(frozen=True, slots=True)
 class LastArrival:
     """The value of the `last_member` key, written by the last rank to arrive.

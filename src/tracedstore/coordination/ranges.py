@@ -17,19 +17,19 @@ def fold(ranks: Iterable[int]) -> str:
     return ",".join(map(_range_text, _to_ranges(ranks)))
 
 
-def unfold(text: str) -> list[int]:
+def unfold(text: str, max_ranks: int = MAX_RANKS) -> list[int]:
     """Expand the text that ``fold`` returned.
 
     Raises:
-        ValueError: The text is malformed or has more than a million ranks. It is
+        ValueError: The text is malformed or has more than `max_ranks` ranks. It is
             raised before anything is expanded.
     """
-    return list(_unfold(text))
+    return list(_unfold(text, max_ranks))
 
 
 # All ranks of a group publish the same text. A million ranks take 40 MB.
 @lru_cache(maxsize=4)
-def _unfold(text: str) -> tuple[int, ...]:
+def _unfold(text: str, max_ranks: int) -> tuple[int, ...]:
     ranges: list[range] = []
     total = 0
     for item in text.split(",") if text else ():
@@ -41,8 +41,8 @@ def _unfold(text: str) -> tuple[int, ...]:
             raise ValueError(f"{item!r} is a descending range")
         # From the bounds: len() of a range beyond sys.maxsize is an OverflowError.
         total += ranks.stop - ranks.start
-        if total > MAX_RANKS:
-            raise ValueError(f"more than {MAX_RANKS} ranks")
+        if total > max_ranks:
+            raise ValueError(f"more than {max_ranks} ranks")
         ranges.append(ranks)
     return tuple(sorted({rank for ranks in ranges for rank in ranks}))
 

@@ -192,13 +192,33 @@ def _write(store: Any, info: RankInfo) -> None:
     store.set(_key(info.rank), json.dumps(asdict(replace(info, metrics=_metrics))))
 
 
-def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
-    """Read the entries of these ranks; ranks without a valid entry are omitted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """The entries of some ranks.
 
-    If a rank has registered twice, the later entry is returned.
+    Attributes:
+        infos: The valid entries, by rank. If a rank has registered twice, the later
+            one.
+        invalid_count: The number of entries that are not valid.
     """
-    entries = map(parse_entry, read_existing(store, [_key(rank) for rank in ranks]))
-    return {info.rank: info for info in entries if info is not None}
+
+    infos: dict[int, RankInfo]
+    invalid_count: int
+
+
+def read_entries(store: Any, ranks: Iterable[int]) -> Entries:
+    """Read the entries of these ranks."""
+    values = read_existing(store, [_key(rank) for rank in ranks])
+    entries = list(map(parse_entry, values))
+    return Entries(
+        infos={info.rank: info for info in entries if info is not None},
+        invalid_count=entries.count(None),
+    )
+
+
+def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
+    """Read the valid entries of these ranks; ranks without one are omitted."""
+    return read_entries(store, ranks).infos
 
 
 def registered_ranks(store: Any, world_size: int) -> set[int]:

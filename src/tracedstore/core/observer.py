@@ -61,10 +61,10 @@ class Failures:
         """Return whether the named part failed since it was set up."""
         return name in self._failed
 
-    def rearm(self, *names: str) -> None:
-        """Note that parts are set up anew; without names, all. Counts stay."""
+    def rearm(self) -> None:
+        """Note that all parts are set up anew. Counts stay."""
         with self._lock:
-            self._failed.difference_update(names or list(self._failed))
+            self._failed.clear()
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""

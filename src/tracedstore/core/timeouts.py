@@ -31,15 +31,10 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
             results.append(work())
         except BaseException as error:
             errors.append(error)
-        finally:
-            _threads.discard(thread)
 
-    thread = threading.Thread(target=run, name="tracedstore-bounded", daemon=True)
-    _threads.add(thread)
     try:
-        thread.start()
-    except RuntimeError as error:  # the limit is reached, or the interpreter finalizes
-        _threads.discard(thread)
+        thread = start_bounded_thread(run)
+    except RuntimeError as error:
         raise TimeoutError(f"not run: {error}") from error
     thread.join(seconds)
     if errors:
@@ -52,6 +47,31 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
 def track(thread: threading.Thread) -> None:
     """Join a thread at exit that uses a native store, and ends when it is asked to."""
     _threads.add(thread)
+
+
+def start_bounded_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread for work that its caller waits for with a timeout.
+
+    `join_bounded_threads` waits for it.
+
+    Raises:
+        RuntimeError: The limit of threads is reached, or the interpreter finalizes.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _threads.discard(thread)
+
+    thread = threading.Thread(target=run, name="tracedstore-bounded", daemon=True)
+    _threads.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:
+        _threads.discard(thread)
+        raise
+    return thread
 
 
 def join_bounded_threads(timeout: float) -> bool:

@@ -175,7 +175,7 @@ class _Demo:
         after = findings.totals(self._outputs)
         failed = sum(after["failed_calls"].values())
         completed = [
-            total["barrier_visits"].get("completed", 0) // self._arguments.ranks
+            total["barrier_calls"].get("completed", 0) // self._arguments.ranks
             for total in (before, after)
         ]
         self._printer.result(

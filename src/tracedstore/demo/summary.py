@@ -30,7 +30,7 @@ def totals(outputs: RankOutputs) -> dict[str, Any]:
         "failed_calls": dict(failed),
         "cas_won": cas[names.WON],
         "cas_lost": cas[names.LOST],
-        "barrier_visits": dict(barriers),
+        "barrier_calls": dict(barriers),
         "last_arrivals": {
             rank: metrics.last_arrivals
             for rank, metrics in outputs.metrics.items()
@@ -153,7 +153,7 @@ def missing(outputs: RankOutputs, folder: OutputFolder) -> dict[str, Any]:
         "warned_after_seconds": min(
             (round(e["waited_seconds"], 3) for e in warnings), default=None
         ),
-        "told_by": by_source,
+        "missing_by_source": by_source,
         "agree": bool(ranks) and complete and all(by_source.values()),
         "traces": len(traces),
     }

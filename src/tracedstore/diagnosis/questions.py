@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from tracedstore.coordination import ranges, validation
 from tracedstore.coordination.arrivals import (
-    etcd_items,
+    etcd_contents,
     find_absent,
     read_existing,
 )
@@ -157,7 +157,8 @@ def peek(connection: Any, key: str) -> bytes | None:
     It takes one round trip on torch's stores. ``get`` after ``check`` takes three on a
     TCPStore, and waits for its timeout if the key is deleted in between.
     """
-    in_etcd = etcd_items(connection)
+    contents = etcd_contents(connection)
+    in_etcd = None if contents is None else contents.items
     if in_etcd is not None:
         return in_etcd.get(key)
     try:
@@ -199,7 +200,8 @@ def answered_ranks(
 ) -> set[int]:
     """Return those of these ranks that have an answer already; waits for nothing."""
     ranks = set(ranks)
-    in_etcd = etcd_items(connection)
+    contents = etcd_contents(connection)
+    in_etcd = None if contents is None else contents.items
     if in_etcd is not None:
         return ranks & _parsed(in_etcd.values(), question).keys()
     if connection.has_extended_api():
@@ -281,7 +283,8 @@ def _read_answers(
     connection: Any, question: Question, ranks: frozenset[int]
 ) -> dict[int, ProcessAnswer]:
     """Read the answers about these ranks that exist."""
-    in_etcd = etcd_items(connection)
+    contents = etcd_contents(connection)
+    in_etcd = None if contents is None else contents.items
     if in_etcd is not None:
         found = _parsed(in_etcd.values(), question)
     else:

@@ -39,44 +39,44 @@ class Reply:
         state: It responded (`answered`); it did not (`silent`); it runs torch's debug
             server without this page (`without`); or it never registered (`absent`).
         info: Its registration, where it has one.
-        answer: Its status.
-        why: Why there is no status.
+        status: Its status.
+        error: Why there is no status.
     """
 
     state: State
     info: RankInfo | None = None
-    answer: ProcessStatus | None = None
-    why: str = ""
+    status: ProcessStatus | None = None
+    error: str = ""
 
 
-def ask_each(
+def request_each(
     infos: Iterable[RankInfo],
     fetch: Callable[[RankInfo], Awaitable[bytes]],
-    one_within: float,
-    all_within: float,
+    rank_timeout: float,
+    total_timeout: float,
 ) -> dict[RankInfo, Reply]:
     """Request the status of ranks concurrently; return the replies in time.
 
     Args:
         infos: The ranks.
         fetch: Requests the status of one rank.
-        one_within: Timeout of one request, in seconds.
-        all_within: Timeout of all requests, in seconds.
+        rank_timeout: Timeout of one request, in seconds.
+        total_timeout: Timeout of all requests, in seconds.
     """
     replies: dict[RankInfo, Reply] = {}
     done = threading.Event()
-    asking = _ask(infos, fetch, one_within, replies, done)
+    requests = _request_all(infos, fetch, rank_timeout, replies, done)
     # Not joined: it ends when the last name lookup has timed out.
-    threading.Thread(target=lambda: asyncio.run(asking), daemon=True).start()
-    done.wait(all_within)
+    threading.Thread(target=lambda: asyncio.run(requests), daemon=True).start()
+    done.wait(total_timeout)
     # A copy: replies may still arrive.
     return dict(replies)
 
 
-async def _ask(
+async def _request_all(
     infos: Iterable[RankInfo],
     fetch: Callable[[RankInfo], Awaitable[bytes]],
-    within: float,
+    rank_timeout: float,
     replies: dict[RankInfo, Reply],
     done: threading.Event,
 ) -> None:
@@ -86,33 +86,33 @@ async def _ask(
         ThreadPoolExecutor(_MAX_NAME_LOOKUPS)
     )
 
-    async def ask(info: RankInfo) -> None:
+    async def request(info: RankInfo) -> None:
         async with slots:
-            replies[info] = await _reply(info, fetch, within)
+            replies[info] = await _reply(info, fetch, rank_timeout)
 
-    await asyncio.gather(*map(ask, infos))
+    await asyncio.gather(*map(request, infos))
     done.set()
 
 
 async def _reply(
-    info: RankInfo, fetch: Callable[[RankInfo], Awaitable[bytes]], within: float
+    info: RankInfo, fetch: Callable[[RankInfo], Awaitable[bytes]], rank_timeout: float
 ) -> Reply:
     try:
-        written = await asyncio.wait_for(fetch(info), within)
-        answer = ProcessStatus.from_bytes(written)
+        body = await asyncio.wait_for(fetch(info), rank_timeout)
+        status = ProcessStatus.from_bytes(body)
     except TimeoutError:
-        why = f"no response within {within:.0f} s"
+        reason = f"no response within {rank_timeout:.0f} s"
     except ResponseError as error:
-        why = str(error)
+        reason = str(error)
     except ConnectionRefusedError:
-        why = "connection refused"
+        reason = "connection refused"
     except Exception as error:  # no route, a closed connection, or no HTTP
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     else:
-        if _is(answer.process, info):
-            return Reply(state="answered", info=info, answer=answer)
-        why = "another process responds at its address"
-    return Reply(state="silent", info=info, why=why)
+        if _is(status.process, info):
+            return Reply(state="answered", info=info, status=status)
+        reason = "another process responds at its address"
+    return Reply(state="silent", info=info, error=reason)
 
 
 def _is(process: Mapping[str, Any], info: RankInfo) -> bool:

@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tracedstore.coordination import validation
-from tracedstore.coordination.ranges import by_host, fold, unfold
+from tracedstore.coordination.ranges import MAX_RANKS, by_host, fold, unfold
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
@@ -86,9 +86,16 @@ class ProcessStatus:
                 recording=bool(found["recording"]),
                 calls=tuple(map(_call, found["in_flight"])),
                 more_calls=int(found["more_in_flight"]),
-                barriers=tuple(map(_stalled, found["barriers"])),
+                barriers=_stalled_barriers(found["barriers"]),
             )
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        # RecursionError: the text of a value that is nested almost too deeply.
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ValueError("not the status of a process") from error
 
 
@@ -102,17 +109,28 @@ def _call(found: Mapping[str, Any]) -> InFlight:
     return call
 
 
-def _stalled(found: Mapping[str, Any]) -> StalledBarrier:
-    return StalledBarrier(
-        family=str(found["barrier"]),
-        arrived=int(found["arrived_count"]),
-        missing={
-            rank: str(host)
-            for host, ranks in found["missing"].items()
-            for rank in unfold(ranks)
-        },
-        possible=int(found["possibly_missing_count"]),
-    )
+def _stalled_barriers(found: Iterable[Mapping[str, Any]]) -> tuple[StalledBarrier, ...]:
+    """Parse barriers with up to a million missing ranks in all.
+
+    A range of a few bytes is a million ranks, and one response has many ranges.
+    """
+    barriers = []
+    remaining = MAX_RANKS
+    for barrier in found:
+        missing: dict[int, str] = {}
+        for host, folded in barrier["missing"].items():
+            ranks = unfold(folded, remaining)
+            remaining -= len(ranks)
+            missing |= dict.fromkeys(ranks, host)
+        barriers.append(
+            StalledBarrier(
+                family=str(barrier["barrier"]),
+                arrived=int(barrier["arrived_count"]),
+                missing=missing,
+                possible=int(barrier["possibly_missing_count"]),
+            )
+        )
+    return tuple(barriers)
 
 
 def page(_accept: str) -> server.Response:

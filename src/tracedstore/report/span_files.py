@@ -52,10 +52,10 @@ def event_from_span(span: dict[str, Any]) -> dict[str, Any] | None:
             "timestamp": span["end_time"],
             "waited_seconds": max(0.0, waited),
             # The name of the span is "barrier <family>".
-            "barrier_family": str(span["name"]).partition(" ")[2],
+            "barrier_family": _text(span["name"]).partition(" ")[2],
             "error": span["status"].get("description", ""),
         }
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (*INVALID, AttributeError):
         return None
     for attribute, name in _FIELDS.items():
         if attribute in attributes:
@@ -93,13 +93,23 @@ def _objects(value: object) -> Iterator[dict[str, Any]]:
 
 
 def _seconds(nanoseconds: object) -> float:
+    # OTLP's JSON writes 64-bit integers as strings.
+    if type(nanoseconds) is not int:
+        nanoseconds = int(_text(nanoseconds))
     # Microseconds are the precision of the SDK's JSON.
-    return round(int(str(nanoseconds)) / 1e9, 6)
+    return round(nanoseconds / 1e9, 6)
+
+
+def _text(value: object) -> str:
+    # str() of a deeply nested value exceeds the recursion limit.
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
 
 
 def _status_message(span: dict[str, Any]) -> str:
     status = span.get("status")
-    return str(status.get("message", "")) if isinstance(status, dict) else ""
+    return _text(status.get("message", "")) if isinstance(status, dict) else ""
 
 
 def _attributes(holder: object) -> dict[str, Any]:
@@ -121,6 +131,5 @@ def _value(any_value: object) -> Any:
         items = value.get("values") if isinstance(value, dict) else None
         return [_value(item) for item in _objects(items)]
     if kind == "intValue" and isinstance(value, str) and _INTEGER.fullmatch(value):
-        # OTLP's JSON writes 64-bit integers as strings.
         return int(value)
     return value

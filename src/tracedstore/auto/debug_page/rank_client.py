@@ -14,7 +14,8 @@ from typing import Any
 
 from tracedstore.coordination.arrivals import close_connection, find_absent
 from tracedstore.coordination.rank_registry import RankInfo, read_ranks
-from tracedstore.export.inflight_client import Reply, ask_each, fetch
+from tracedstore.core.timeouts import start_bounded_thread
+from tracedstore.export.inflight_client import Reply, fetch, request_each
 
 # Seconds for one rank to answer, and for the store to return the addresses.
 _RANK_TIMEOUT = 2.0
@@ -53,8 +54,12 @@ class Directory:
         """Return the registered ranks, and the error of the store or ""."""
         with self._lock:
             if self._read_done is None:
+                # Joined at exit, because it is in a Store call.
+                try:
+                    start_bounded_thread(self._run)
+                except RuntimeError as error:
+                    return self._registered, f"the store was not read: {error}"
                 self._read_done = threading.Event()
-                threading.Thread(target=self._run, daemon=True).start()
             read_done = self._read_done
         if not read_done.wait(timeout):
             return self._registered, f"the store did not answer within {timeout:.0f} s"
@@ -93,7 +98,7 @@ def query_ranks(
     deadline = time.monotonic() + timeout
     registered, store_error = directory.read(min(_STORE_TIMEOUT, timeout / 2))
     remaining = deadline - time.monotonic()
-    answers = ask_each(
+    answers = request_each(
         registered.with_page.values(), _fetch_status, _RANK_TIMEOUT, remaining
     )
     replies = {info.rank: reply for info, reply in answers.items()}
@@ -106,7 +111,7 @@ def query_ranks(
 def _unanswered(registered: _RegisteredRanks, rank: int) -> Reply:
     info = registered.with_page.get(rank)
     if info is not None:
-        return Reply(state="silent", info=info, why="no answer in time")
+        return Reply(state="silent", info=info, error="no answer in time")
     return Reply(state="without" if rank in registered.without_page else "absent")
 
 

@@ -124,7 +124,7 @@ def _silent_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
             yield Row(
                 ranks=default_name(rank),
                 host=_host_text(reply),
-                state=f"did not answer: {reply.why}",
+                state=f"did not answer: {reply.error}",
                 alarm=True,
             )
 
@@ -150,26 +150,26 @@ def _unregistered_rows(
 def _blocked_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
     """Yield a row for each rank that is in a call, the longest call first."""
     blocked = [
-        (rank, reply, reply.answer)
+        (rank, reply, reply.status)
         for rank, reply in replies.items()
-        if reply.answer is not None and reply.answer.calls
+        if reply.status is not None and reply.status.calls
     ]
     blocked.sort(key=lambda entry: (-entry[2].calls[0].waited_seconds, entry[0]))
-    for rank, reply, answer in blocked:
+    for rank, reply, status in blocked:
         yield Row(
             ranks=default_name(rank),
             host=_host_text(reply),
-            state=f"in {_call_count(answer)}",
-            calls=answer.calls,
+            state=f"in {_call_count(status)}",
+            calls=status.calls,
         )
 
 
 def _idle_rows(replies: Mapping[int, Reply]) -> Iterable[Row]:
     """Yield one row for the ranks in no call, and one for those that do not record."""
     idle = [
-        (rank, reply.answer.recording)
+        (rank, reply.status.recording)
         for rank, reply in replies.items()
-        if reply.answer is not None and not reply.answer.calls
+        if reply.status is not None and not reply.status.calls
     ]
     for recording, text in (
         (True, "in no Store call"),
@@ -184,7 +184,7 @@ def _barriers(replies: Mapping[int, Reply]) -> tuple[WaitingBarrier, ...]:
     # The ranks that watch one barrier mostly report the same.
     reports: dict[tuple[object, ...], tuple[StalledBarrier, list[int]]] = {}
     for rank, reply in sorted(replies.items()):
-        for stalled in reply.answer.barriers if reply.answer is not None else ():
+        for stalled in reply.status.barriers if reply.status is not None else ():
             key = stalled.family, stalled.arrived, *sorted(stalled.missing.items())
             reports.setdefault(key, (stalled, []))[1].append(rank)
     return tuple(
@@ -222,11 +222,11 @@ def _activity(reply: Reply | None) -> str:
     """Describe what a rank does: its oldest call, or its state."""
     if reply is None:
         return "not a rank of this job"
-    if reply.answer is None:
+    if reply.status is None:
         return _STATE_TEXTS[reply.state]
-    if not reply.answer.calls:
+    if not reply.status.calls:
         return "in no Store call"
-    return _call_text(reply.answer.calls[0])
+    return _call_text(reply.status.calls[0])
 
 
 def _call_text(call: InFlight) -> str:
@@ -240,8 +240,8 @@ def _call_text(call: InFlight) -> str:
     return ", ".join(parts)
 
 
-def _call_count(answer: ProcessStatus) -> str:
-    count = len(answer.calls) + answer.more_calls
+def _call_count(status: ProcessStatus) -> str:
+    count = len(status.calls) + status.more_calls
     return "a Store call" if count == 1 else f"{count} Store calls"
 
 
