@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Maximum number of ledgers read of incomplete barriers, and of complete ones. Barriers
 # never delete their keys, so a long job has many thousands.
 MAX_LEDGERS = 64
-_COUNT_KEY = "/num_members"
 # torch keeps the state of a rendezvous under torch.rendezvous.<run_id>. The agents of
 # round N use keys under torch.rendezvous.<run_id>.<N>/, among them the address of the
 # store that they made for their workers.
@@ -90,6 +89,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         unread_finished=len(complete) - len(newest_complete),
         rendezvous=_read_rendezvous(snapshot, run_id),
         worker_stores=worker_stores(snapshot),
+        keys_listed=snapshot.keys_listed,
         unreadable_barriers=tuple(unreadable),
         invalid_entries=registry.invalid_count,
     )
@@ -105,17 +105,7 @@ def select_keys(keys: Sequence[str]) -> list[str]:
     present = set(keys)
     prefixes = [prefix for some in _barriers(present) for prefix in _newest(some)]
     barrier_keys = {
-        key
-        for barrier in map(BarrierKeys, prefixes)
-        for key in (
-            barrier.num_members,
-            barrier.last_member,
-            barrier.ledger,
-            barrier.missing_report,
-            barrier.confirmations,
-            barrier.repeat_count,
-            barrier.traceparent,
-        )
+        key for barrier in map(BarrierKeys, prefixes) for key in barrier.of_all_ranks()
     }
     return [
         key
@@ -131,7 +121,7 @@ def _barriers(keys: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the prefixes of the incomplete barriers, and of the complete ones."""
     present = keys if isinstance(keys, (set, frozenset)) else set(keys)
     prefixes = [
-        key.removesuffix(_COUNT_KEY) for key in present if key.endswith(_COUNT_KEY)
+        prefix for key in present if (prefix := BarrierKeys.prefix_of(key)) is not None
     ]
     complete = {
         prefix for prefix in prefixes if BarrierKeys(prefix).last_member in present

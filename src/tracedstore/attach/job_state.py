@@ -83,6 +83,7 @@ class JobState:
         unreadable_stores: Why a worker store could not be read, by its URL.
         unreadable_barriers: The prefixes of barriers whose keys have values that are
             not a barrier's, or that are too large.
+        keys_listed: The store listed its keys. Else only known keys were read.
         invalid_entries: The number of registry entries that are not valid.
     """
 
@@ -96,6 +97,7 @@ class JobState:
     worker_stores: dict[str, str | None]
     unreadable_stores: dict[str, str] = field(default_factory=dict)
     unreadable_barriers: tuple[str, ...] = ()
+    keys_listed: bool = True
     invalid_entries: int = 0
 
     def running_worker_stores(self) -> set[str]:
@@ -117,5 +119,6 @@ class JobState:
             finished=self.finished + workers.finished,
             unread_finished=self.unread_finished + workers.unread_finished,
             unreadable_barriers=self.unreadable_barriers + workers.unreadable_barriers,
+            keys_listed=self.keys_listed and workers.keys_listed,
             invalid_entries=self.invalid_entries + workers.invalid_entries,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from tracedstore.attach.known_keys import find_known_keys
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import etcd_items, list_keys
 from tracedstore.core.errors import CommandError
@@ -29,6 +30,7 @@ class StoreSnapshot:
         keys: All keys of the store.
         etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend keeps
             outside its store, by run id.
+        keys_listed: The store listed its keys. Else only known keys were looked for.
     """
 
     def __init__(
@@ -36,10 +38,13 @@ class StoreSnapshot:
         keys: Iterable[str],
         values: dict[str, bytes],
         etcd_rendezvous: Mapping[str, bytes] | None = None,
+        *,
+        keys_listed: bool = True,
     ) -> None:
         self.keys = frozenset(keys)
         self._values = values
         self.etcd_rendezvous = etcd_rendezvous or {}
+        self.keys_listed = keys_listed
 
     @classmethod
     def take(
@@ -47,6 +52,7 @@ class StoreSnapshot:
         store: Any,
         select: Callable[[Sequence[str]], list[str]],
         heartbeat: Callable[[], None] = lambda: None,
+        reconnect: Callable[[], Any] | None = None,
     ) -> "StoreSnapshot":
         """Read all keys of a store, and the values of some.
 
@@ -54,16 +60,22 @@ class StoreSnapshot:
             store: The store.
             select: Returns the keys whose values are read.
             heartbeat: Is called after each answer of the store.
+            reconnect: Returns another connection to the store. The server of a torch
+                before 2.10 closes the connection if its keys are requested.
 
         Raises:
-            CommandError: torch here or in the job is too old to list keys.
+            CommandError: The store closed the connection, and cannot be read after
+                `reconnect` either.
         """
         contents = etcd_items(store)
         if contents is not None:
             heartbeat()
             return cls(contents, contents, _etcd_rendezvous(store))
-        keys = _list_keys(store)
+        listed = _list_keys(store)
         heartbeat()
+        if listed is None and reconnect is not None and hasattr(store, "list_keys"):
+            store = reconnect()
+        keys = listed if listed is not None else _known_keys(store, heartbeat)
         store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
         values: dict[str, bytes] = {}
         selected = select(keys)
@@ -72,7 +84,7 @@ class StoreSnapshot:
             values |= _read_values(store, batch, heartbeat)
             heartbeat()
         deleted = set(selected) - values.keys()
-        return cls(set(keys) - deleted, values)
+        return cls(set(keys) - deleted, values, keys_listed=listed is not None)
 
     def list_keys(self) -> list[str]:
         """Return the keys whose values were read."""
@@ -100,18 +112,23 @@ class StoreSnapshot:
         return False
 
 
-def _list_keys(store: Any) -> list[str]:
+def _list_keys(store: Any) -> list[str] | None:
+    """List the keys; None if torch here or in the job is too old for that."""
+    if not hasattr(store, "list_keys"):
+        return None
     try:
         return sorted(list_keys(store))
-    except (AttributeError, NotImplementedError):
-        raise CommandError(
-            "the torch installed here is too old to list the keys of a store; use the"
-            " version that the job uses"
-        ) from None
+    except (NotImplementedError, DistNetworkError):
+        return None
+
+
+def _known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
+    try:
+        return sorted(find_known_keys(store, heartbeat))
     except DistNetworkError:
         raise CommandError(
             "the store closed the connection when its keys were requested: the job has"
-            " just ended, or its torch is too old to list them"
+            " just ended, or another server listens there"
         ) from None
 
 

@@ -26,7 +26,7 @@ def status_lines(status: Status) -> list[Line]:
     """Return the lines to print, the verdict first."""
     job = status.job
     sections: list[Iterable[Line]] = [
-        [_verdict(status), _line(f"store: {status.store}")],
+        [_verdict(status), _line(f"store: {status.store}"), *_unlisted(job)],
         *map(_ranks, job.groups),
         _in_progress(status),
         _blocked(status),
@@ -63,6 +63,15 @@ def _verdict(status: Status) -> Line:
         text = "nothing is known: the store has no rank, no barrier and no rendezvous"
         return _line(text, "bold yellow")
     return _line("nothing is missing", "bold green")
+
+
+def _unlisted(job: JobState) -> Iterator[Line]:
+    if not job.keys_listed:
+        text = (
+            "a torch older than 2.10 cannot list the keys of the store: only keys that"
+            " tracedstore and torchrun wrote under torch's own prefixes are shown"
+        )
+        yield _line(text, _WARNING)
 
 
 def _ranks(group: Group) -> Iterator[Line]:

@@ -22,6 +22,7 @@ from tracedstore.coordination.arrivals import (
     side_connection,
 )
 from tracedstore.coordination.decoders import Decoder
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.core.timeouts import run_with_timeout
@@ -103,6 +104,7 @@ def register(
         started=time.time(),
     )
     _write(store, known[rank])
+    record_keys(store, _key(rank))
 
 
 def set_metrics_address(metrics: str | None) -> None:
