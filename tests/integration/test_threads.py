@@ -17,9 +17,9 @@ from integration.harness import (
     wait_until,
 )
 from support.stores import SHORT
-from support.versions import TORCH
+from support.versions import TORCH, WITHOUT_COLLECTIVES, needs_collectives
 
-if TORCH < (2, 14):
+if TORCH < WITHOUT_COLLECTIVES:
     from torch._C._distributed_c10d import _StoreCollectives
 
 RANKS = 4
@@ -38,7 +38,7 @@ def collectives(store: Store, rank: int) -> Any:
     return _StoreCollectives(store, rank, RANKS)
 
 
-@pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 removed _StoreCollectives")
+@needs_collectives
 class TestStoreCollectives:
     """torch's collectives, which call the store from C++."""
 
