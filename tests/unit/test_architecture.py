@@ -20,9 +20,9 @@ ALLOWED_IMPORTS = {
     "etcd": {"core"},
     "export": {"names", "core", "signals", "coordination"},
     "testing": {"core"},
-    "store": {"core", "etcd", "export"},
+    "store": {"names", "core", "etcd", "export"},
     "elastic": {"coordination", "export"},
-    "barrier_patch": {"names", "coordination", "elastic", "export"},
+    "barrier_patch": {"names", "core", "coordination", "elastic", "export"},
     "rendezvous": {
         "names",
         "core",
