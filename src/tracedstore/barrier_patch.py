@@ -13,6 +13,7 @@ from typing import Any
 from tracedstore import names
 from tracedstore.coordination import membership
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.core.observer import missing_from_torch
 from tracedstore.elastic import barrier as barrier_with_names
 from tracedstore.export.setup import try_to_configure
 
@@ -28,6 +29,10 @@ def replace() -> None:
     # Imported here: importing the package must stay cheap.
     from torch.distributed.elastic.utils import distributed, store  # noqa: PLC0415
 
+    if "barrier" not in vars(store):
+        raise missing_from_torch(
+            f"{store.__name__}.barrier", "barriers of torch do not name missing ranks"
+        )
     global _torch_barrier  # noqa: PLW0603 - torch's modules are one a process
     with _lock:
         if _replaced:

@@ -2,12 +2,13 @@
 
 import sys
 from types import TracebackType
-from typing import Any, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 from torch.distributed import Store
 
+from tracedstore import names
 from tracedstore.core.counters import Probe
-from tracedstore.core.identity import bottom_of, identify
+from tracedstore.core.identity import bottom_of, identify, is_prefix_store
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.store_proxy import StoreProxy
 from tracedstore.export.setup import ensure_configured
@@ -67,22 +68,30 @@ class TracedStore(StoreProxy):
         else:
             super().__init__(store, identify(bottom), RECORDER)
             self._traced.probe = _probe(bottom)
+            if is_prefix_store(bottom):
+                RECORDER.failures.add_missing(
+                    names.RECORDING,
+                    "PrefixStore.underlying_store",
+                    "the server of a store below a PrefixStore is unknown",
+                )
         _kept_alive[id(self)] = self
 
-    def clone(self, *args: Any, **kwargs: Any) -> "TracedStore":
-        """Clone the wrapped store; the clone is traced and kept alive as well.
+    if TYPE_CHECKING or hasattr(Store, "clone"):
 
-        torch's C++ clones stores (``split_group``) and keeps no Python reference, so a
-        clone is released when its original is closed.
-        """
-        inner = self._traced.inner
-        cloned = super().clone(*args, **kwargs)
-        # HashStore's clone is the store itself.
-        if cloned is inner:
-            return self
-        clone = TracedStore(cloned)
-        self._traced.clones.add(clone)
-        return clone
+        def clone(self, *args: Any, **kwargs: Any) -> "TracedStore":
+            """Clone the wrapped store; the clone is traced and kept alive as well.
+
+            torch's C++ clones stores (``split_group``) and keeps no Python reference,
+            so a clone is released when its original is closed.
+            """
+            inner = self._traced.inner
+            cloned = super().clone(*args, **kwargs)
+            # HashStore's clone is the store itself.
+            if cloned is inner:
+                return self
+            clone = TracedStore(cloned)
+            self._traced.clones.add(clone)
+            return clone
 
     def close(self) -> None:
         """Release the store and its clones: they are no longer kept alive.
@@ -134,6 +143,13 @@ def _probe(store: Store) -> Probe | None:
     """Return the probe of an EtcdStore; None, without importing etcd, for others."""
     module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
     if module is None or not isinstance(store, module.EtcdStore):
+        return None
+    if not hasattr(store, "client"):
+        RECORDER.failures.add_missing(
+            names.RECORDING,
+            "EtcdStore.client",
+            "the requests inside a call of an EtcdStore are not counted",
+        )
         return None
     from tracedstore.etcd.counting_client import count_requests_of  # noqa: PLC0415 - see above
 

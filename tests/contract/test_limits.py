@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore
 import tracedstore
 from contract.harness import Make, call
 from contract.scenarios import MINUTE
+from support.versions import needs_list_keys, needs_store_barrier
 from tracedstore import wrap
 from tracedstore.testing import OperationLog
 
@@ -40,7 +41,11 @@ class TestNeverReachesPython:
             (call("queue_push", "q", "v"), "queue support is not implemented."),
             (call("queue_pop", "q"), "queue support is not implemented."),
             (call("queue_len", "q"), "queue support is not implemented."),
-            (call("list_keys"), "listKeys support is not implemented."),
+            pytest.param(
+                call("list_keys"),
+                "listKeys support is not implemented.",
+                marks=needs_list_keys,
+            ),
         ],
     )
     def test_raises_not_implemented(
@@ -57,16 +62,25 @@ class TestNeverReachesPython:
 
     @pytest.mark.parametrize("kind", ["tcp", "hash"], indirect=True)
     def test_works_with_wrapper_outside(self, make: Make) -> None:
-        """Wrapping the PrefixStore instead of the store below supports both."""
+        """Wrapping the PrefixStore instead of the store below supports queues."""
         store: Any = wrap(PrefixStore("p", make()))
 
         store.queue_push("q", "v")
-        store.set("k", "v")
 
         assert store.queue_pop("q") == b"v"
+
+    @needs_list_keys
+    @pytest.mark.parametrize("kind", ["tcp", "hash"], indirect=True)
+    def test_lists_keys_with_wrapper_outside(self, make: Make) -> None:
+        """Wrapping the PrefixStore instead of the store below supports list_keys."""
+        store: Any = wrap(PrefixStore("p", make()))
+
+        store.set("k", "v")
+
         assert "k" in store.list_keys()
 
 
+@needs_store_barrier
 class TestBarrierFromCpp:
     """barrier() of a PrefixStore above a wrapper."""
 

@@ -18,12 +18,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from integration.children.debugged import KEY
 from integration.harness import Child, forked, in_background, pause, wait_until
+from support.versions import DEBUG_SERVER, TORCH, needs_debug_server
 from tracedstore.auto.debug_page import install
 from tracedstore.coordination.rank_registry import read_ranks
 
-pytestmark = pytest.mark.processes
+if TORCH >= DEBUG_SERVER:
+    from integration.children.debugged import KEY
+
+pytestmark = [pytest.mark.processes, needs_debug_server]
 
 # The task of each rank; rank 5 is never started.
 TASKS = ("idle", "wait", "barrier", "idle", "plain")

@@ -29,6 +29,7 @@ from support.certificates import Authority, Pair
 from support.etcd import EtcdServer, free_port
 from support.events import Events, check
 from support.rendezvous import handler, new_run_id
+from support.versions import needs_list_keys
 from tracedstore import TracedStore, names
 from tracedstore.core.recorder import RECORDER
 
@@ -122,12 +123,20 @@ class TestMixedNodes:
         assert all(node.is_closed() for node in nodes)
 
     def test_queues(self, endpoints: dict[str, str]) -> None:
-        """The traced store has queues and a listing, above its prefix."""
+        """The traced store has queues above its prefix."""
         node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))
         store: Any = node.next_rendezvous().store
         store.queue_push("queue", "item")
 
         assert store.queue_pop("queue") == b"item"
+        node.shutdown()
+
+    @needs_list_keys
+    def test_listing(self, endpoints: dict[str, str]) -> None:
+        """The traced store lists the keys under its prefix."""
+        node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))
+        store: Any = node.next_rendezvous().store
+
         assert "MASTER_ADDR" in "".join(store.list_keys())
         node.shutdown()
 

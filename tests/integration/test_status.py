@@ -675,7 +675,7 @@ def speaks_http(client: socket.socket) -> None:
     client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-def is_old(client: socket.socket) -> None:
+def hangs_up(client: socket.socket) -> None:
     """Let a client connect and count keys, and hang up at the next request."""
     request = client.recv(10, socket.MSG_WAITALL)
     client.sendall(request[6:])
@@ -788,13 +788,13 @@ class TestErrors:
         ("answer", "message"),
         [
             (speaks_http, "not answer as a TCPStore does"),
-            (is_old, "its torch is too old"),
+            (hangs_up, "the store closed the connection when its keys"),
         ],
     )
     def test_another_server(
         self, answer: Callable[[socket.socket], None], message: str
     ) -> None:
-        """Another server and an old torch are distinguished."""
+        """Another server and one that hangs up are distinguished."""
         with answering(answer) as port:
             done = in_a_process(f"tcp://127.0.0.1:{port}")
 

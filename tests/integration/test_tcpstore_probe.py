@@ -1,14 +1,13 @@
 """The probe of a TCPStore without torch uses torch's own protocol."""
 
 import socket
-from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError
 from threading import Thread
 
 import pytest
 import torch.distributed as dist
 
+from tracedstore.attach.address import Address
 from tracedstore.diagnosis import tcpstore_probe
 
 
@@ -31,7 +30,6 @@ def test_tcpstore(store: dist.TCPStore) -> None:
 
 def test_request_is_that_of_torch() -> None:
     """A client of torch begins with the same bytes, except for its own number."""
-    assert tcpstore_probe.is_supported()
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = Thread(target=_connect, args=(server.getsockname()[1],))
         client.start()
@@ -54,51 +52,48 @@ def _connect(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "result"),
     [
-        lambda client: client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-        lambda client: client.sendall(b"12"),
-        lambda client: None,
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", False),
+        (b"-ERR\r\n", False),
+        (b"12", False),
+        (b"\x15\x03\x03\x00\x02", None),
+        (b"\x01\x00\x00\x00", None),
+        (b"", None),
     ],
-    ids=["other", "cut", "hung up"],
+    ids=["http", "redis", "cut text", "tls", "other number", "hung up"],
 )
-def test_another_server(answer: Callable[[socket.socket], object]) -> None:
-    """Another server is not taken for a TCPStore."""
+def test_another_server(answer: bytes, result: bool | None) -> None:
+    """A server that answers in text is another one; of the rest only torch can tell."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        answer(theirs)
+        theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
 
-        assert not tcpstore_probe.probe(ours)
+        assert tcpstore_probe.probe(ours) is result
 
 
 def test_reset_connection() -> None:
-    """A server that closes the connection without reading is not a TCPStore."""
+    """A server that closes the connection without reading may be a later TCPStore."""
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        assert not tcpstore_probe.probe(ours)
+        assert tcpstore_probe.probe(ours) is None
 
 
-@pytest.mark.parametrize(
-    ("installed", "supported"),
-    [("2.6.0", True), ("2.13.1+cpu", True), ("2.14.0", False), ("3.0a0", False)],
-)
-def test_versions(
-    monkeypatch: pytest.MonkeyPatch, installed: str, supported: bool
-) -> None:
-    """Nothing is assumed about a later torch."""
-    monkeypatch.setattr(tcpstore_probe, "version", lambda _: installed)
+def test_unknown_answer() -> None:
+    """After an answer that only torch can read, torch connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
-    assert tcpstore_probe.is_supported() is supported
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(len(tcpstore_probe._REQUEST), socket.MSG_WAITALL)
+                connection.sendall(b"\x01\x00\x00\x00")
 
+        thread = Thread(target=serve)
+        thread.start()
 
-def test_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is assumed about a torch that is not installed as a package."""
+        Address(f"tcp://127.0.0.1:{server.getsockname()[1]}").check_reachable()
 
-    def unknown(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(tcpstore_probe, "version", unknown)
-
-    assert not tcpstore_probe.is_supported()
+        thread.join(30)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from torch._C._distributed_c10d import _StoreCollectives
 from torch.distributed import HashStore, PrefixStore, Store
 
 import tracedstore
@@ -18,6 +17,10 @@ from integration.harness import (
     wait_until,
 )
 from support.stores import SHORT
+from support.versions import TORCH, WITHOUT_COLLECTIVES, needs_collectives
+
+if TORCH < WITHOUT_COLLECTIVES:
+    from torch._C._distributed_c10d import _StoreCollectives
 
 RANKS = 4
 LONG = timedelta(seconds=15)
@@ -35,6 +38,7 @@ def collectives(store: Store, rank: int) -> Any:
     return _StoreCollectives(store, rank, RANKS)
 
 
+@needs_collectives
 class TestStoreCollectives:
     """torch's collectives, which call the store from C++."""
 

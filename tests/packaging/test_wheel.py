@@ -126,6 +126,6 @@ assert "etcd" not in sys.modules
         metadata = Parser().parsestr(wheel.read(name).decode())
         required = metadata.get_all("Requires-Dist") or []
 
-        assert "torch>=2.6" in required
+        assert "torch>=2.8" in required
         assert metadata["Requires-Python"] == ">=3.11"
         assert set(metadata.get_all("Provides-Extra") or []) == {"otlp", "instrument"}

@@ -21,9 +21,9 @@ ALLOWED_IMPORTS = {
     "etcd": {"core"},
     "export": {"names", "core", "signals", "coordination", "diagnosis"},
     "testing": {"core"},
-    "store": {"core", "etcd", "export"},
+    "store": {"names", "core", "etcd", "export"},
     "elastic": {"coordination", "diagnosis", "export"},
-    "barrier_patch": {"names", "coordination", "elastic", "export"},
+    "barrier_patch": {"names", "core", "coordination", "elastic", "export"},
     "rendezvous": {
         "names",
         "core",

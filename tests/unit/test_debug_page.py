@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.debug as torch_debug
-from torch.distributed.debug import _store
-from torch.distributed.debug._frontend import FrontendServer
 
 import tracedstore
 from support import events as schema
 from support.events import Events
+from support.versions import DEBUG_SERVER, TORCH, needs_debug_server
 from tracedstore.auto import debug_page
 from tracedstore.auto.debug_page import install, rank_client
 from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
@@ -36,6 +34,13 @@ from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.server import Server
 from tracedstore.signals.inflight import InFlight
+
+if TORCH >= DEBUG_SERVER:
+    import torch.distributed.debug as torch_debug
+    from torch.distributed.debug import _store
+    from torch.distributed.debug._frontend import FrontendServer
+
+pytestmark = needs_debug_server
 
 CALL = InFlight(
     operation="wait",

@@ -27,7 +27,6 @@ from tracedstore.coordination.protocol import (
     encode_traceparent,
 )
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.core.errors import CommandError
 from tracedstore.terminal import Screen
 
 
@@ -64,15 +63,6 @@ class TestSnapshot:
         assert snapshot.add("stays/num_members", 0) == 1
         assert snapshot.check(["stays/num_members"])
         assert not snapshot.check(["stays/num_members", "goes/num_members"])
-
-    def test_torch_without_list_keys(self) -> None:
-        """A torch that cannot list keys is reported in one sentence."""
-
-        class Old:
-            pass
-
-        with pytest.raises(CommandError, match="too old to list the keys"):
-            StoreSnapshot.take(Old(), list)
 
 
 class TestLedgerLimit:

@@ -9,10 +9,10 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from tracedstore.attach.child_process import (
@@ -108,9 +108,14 @@ class Address:
         remaining = started + _ANSWER_TIMEOUT - now
 
         def read(heartbeat: Heartbeat) -> StoreSnapshot:
-            with connect(self) as store:
+            with ExitStack() as connections:
+
+                def reconnect() -> Any:
+                    return connections.enter_context(connect(self))
+
+                store = reconnect()
                 heartbeat()
-                return StoreSnapshot.take(store, select, heartbeat)
+                return StoreSnapshot.take(store, select, heartbeat, reconnect)
 
         return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
 
@@ -153,11 +158,7 @@ class Address:
             self._check_file()
             return
         with self._connect() as connection:
-            if (
-                self.scheme == "tcp"
-                and tcpstore_probe.is_supported()
-                and not tcpstore_probe.probe(connection)
-            ):
+            if self.scheme == "tcp" and tcpstore_probe.probe(connection) is False:
                 raise self.not_a_tcpstore()
         if self.scheme == "etcd":
             self._check_etcd_v2()
@@ -172,7 +173,7 @@ class Address:
         """Return the error for another server at a tcp:// address."""
         return CommandError(
             f"the server at {self.url} does not answer as a TCPStore does: it is"
-            " another server, or its torch is too old"
+            " another server, or the TCPStore of another torch"
         )
 
     def not_an_etcd(self) -> CommandError:

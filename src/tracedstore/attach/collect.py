@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Maximum number of ledgers read of incomplete barriers, and of complete ones. Barriers
 # never delete their keys, so a long job has many thousands.
 MAX_LEDGERS = 64
-_COUNT_KEY = "/num_members"
 # torch keeps the state of a rendezvous under torch.rendezvous.<run_id>. The agents of
 # round N use keys under torch.rendezvous.<run_id>.<N>/, among them the address of the
 # store that they made for their workers.
@@ -103,6 +102,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         unread_finished=len(complete) - len(newest_complete),
         rendezvous=_read_rendezvous(snapshot, run_id),
         worker_stores=worker_stores(snapshot),
+        keys_listed=snapshot.keys_listed,
         unreadable_barriers=tuple(unreadable),
         unread_ledgers=len(without_ledger),
         invalid_entries=registry.invalid_count,
@@ -161,7 +161,7 @@ def _barriers(keys: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the prefixes of the incomplete barriers, and of the complete ones."""
     present = keys if isinstance(keys, (set, frozenset)) else set(keys)
     prefixes = [
-        key.removesuffix(_COUNT_KEY) for key in present if key.endswith(_COUNT_KEY)
+        prefix for key in present if (prefix := BarrierKeys.prefix_of(key)) is not None
     ]
     complete = {
         prefix for prefix in prefixes if BarrierKeys(prefix).last_member in present

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from tracedstore.attach.known_keys import find_known_keys
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import etcd_contents, list_keys
 from tracedstore.coordination.protocol import is_ledger_key
@@ -38,6 +39,7 @@ class StoreSnapshot:
             read have `MAX_LEDGER_BYTES` together.
         etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend keeps
             outside its store, by run id.
+        keys_listed: The store listed its keys. Else only known keys were looked for.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class StoreSnapshot:
         *,
         invalid_keys: tuple[str, ...] = (),
         unread_ledgers: Iterable[str] = (),
+        keys_listed: bool = True,
     ) -> None:
         self.keys = frozenset(keys)
         self.invalid_keys = invalid_keys
         self.unread_ledgers = frozenset(unread_ledgers)
         self._values = values
         self.etcd_rendezvous = etcd_rendezvous or {}
+        self.keys_listed = keys_listed
 
     @classmethod
     def take(
@@ -61,6 +65,7 @@ class StoreSnapshot:
         store: Any,
         select: Callable[[Sequence[str]], list[str]],
         heartbeat: Callable[[], None] = lambda: None,
+        reconnect: Callable[[], Any] | None = None,
     ) -> "StoreSnapshot":
         """Read all keys of a store, and the values of some.
 
@@ -69,9 +74,12 @@ class StoreSnapshot:
             select: Returns the keys whose values are read. Ledgers are read last, in
                 this order, up to `MAX_LEDGER_BYTES`.
             heartbeat: Is called after each answer of the store.
+            reconnect: Returns another connection to the store. The server of a torch
+                before 2.10 closes the connection if its keys are requested.
 
         Raises:
-            CommandError: torch here or in the job is too old to list keys.
+            CommandError: The store closed the connection, and cannot be read after
+                `reconnect` either.
         """
         contents = etcd_contents(store)
         if contents is not None:
@@ -82,8 +90,11 @@ class StoreSnapshot:
                 _etcd_rendezvous(store),
                 invalid_keys=contents.invalid_keys,
             )
-        keys = _list_keys(store)
+        listed = _list_keys(store)
         heartbeat()
+        if listed is None and reconnect is not None and hasattr(store, "list_keys"):
+            store = reconnect()
+        keys = listed if listed is not None else _known_keys(store, heartbeat)
         store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
         values: dict[str, bytes] = {}
         selected = select(keys)
@@ -102,7 +113,12 @@ class StoreSnapshot:
             heartbeat()
         unread = set(ledgers)
         deleted = set(selected) - values.keys() - unread
-        return cls(set(keys) - deleted, values, unread_ledgers=unread)
+        return cls(
+            set(keys) - deleted,
+            values,
+            unread_ledgers=unread,
+            keys_listed=listed is not None,
+        )
 
     def list_keys(self) -> list[str]:
         """Return the keys whose values were read."""
@@ -130,18 +146,23 @@ class StoreSnapshot:
         return False
 
 
-def _list_keys(store: Any) -> list[str]:
+def _list_keys(store: Any) -> list[str] | None:
+    """List the keys; None if torch here or in the job is too old for that."""
+    if not hasattr(store, "list_keys"):
+        return None
     try:
         return sorted(list_keys(store))
-    except (AttributeError, NotImplementedError):
-        raise CommandError(
-            "the torch installed here is too old to list the keys of a store; use the"
-            " version that the job uses"
-        ) from None
+    except (NotImplementedError, DistNetworkError):
+        return None
+
+
+def _known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
+    try:
+        return sorted(find_known_keys(store, heartbeat))
     except DistNetworkError:
         raise CommandError(
             "the store closed the connection when its keys were requested: the job has"
-            " just ended, or its torch is too old to list them"
+            " just ended, or another server listens there"
         ) from None
 
 

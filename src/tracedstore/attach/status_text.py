@@ -35,7 +35,12 @@ def status_lines(status: Status) -> list[Line]:
     """Return the lines to print: stalls and what is missing, then the details."""
     job = status.job
     sections: list[Iterable[Line]] = [
-        [*_stalled(status), _missing(status), _line(f"store: {status.store}")],
+        [
+            *_stalled(status),
+            _missing(status),
+            _line(f"store: {status.store}"),
+            *_unlisted(job),
+        ],
         *map(_ranks, job.groups),
         _blocked(status),
         _in_progress(status),
@@ -101,6 +106,15 @@ def _missing(status: Status) -> Line:
         text = "nothing is known: the store has no rank, no barrier and no rendezvous"
         return _line(text, "bold yellow")
     return _line("nothing is missing", "bold green")
+
+
+def _unlisted(job: JobState) -> Iterator[Line]:
+    if not job.keys_listed:
+        text = (
+            "a torch older than 2.10 cannot list the keys of the store: only keys that"
+            " tracedstore and torchrun wrote under torch's own prefixes are shown"
+        )
+        yield _line(text, _WARNING)
 
 
 def _ranks(group: Group) -> Iterator[Line]:

@@ -28,7 +28,7 @@ class TracedStoreInstrumentor(BaseInstrumentor):
 
     def instrumentation_dependencies(self) -> Collection[str]:
         """Return the instrumented package, with its versions."""
-        return ("torch >= 2.6",)
+        return ("torch >= 2.8",)
 
     def _instrument(self, **kwargs: Any) -> None:
         provider = kwargs.get("tracer_provider")

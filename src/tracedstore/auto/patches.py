@@ -25,6 +25,7 @@ _BARRIER: Final = "torch.distributed.elastic.utils.store"
 _BARRIER_COPY: Final = "torch.distributed.elastic.utils.distributed"
 # The module of torchrun's agent, which starts the workers.
 _AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
+_HANDLERS: Final = "_rendezvous_handlers"
 _SCHEMES: Final = ("env", "tcp", "file")
 # The prefix of init methods that are traced without `instrument` too.
 _TRACED_PREFIX: Final = "traced+"
@@ -60,10 +61,7 @@ _PROCESS_GROUPS: Final = PatchTarget(
     "tracked_process_group",
 )
 PATCH_TARGETS: Final = (
-    *(
-        PatchTarget(_RENDEZVOUS, "_rendezvous_handlers", scheme, "rendezvous")
-        for scheme in _SCHEMES
-    ),
+    *(PatchTarget(_RENDEZVOUS, _HANDLERS, scheme, "rendezvous") for scheme in _SCHEMES),
     _PROCESS_GROUPS,
     # The rendezvous of torchrun's agents, which the package registers on its import.
     *(
@@ -89,6 +87,8 @@ PATCH_TARGETS: Final = (
 _enabled = False
 # The installed shims: owner, name, torch's original, shim.
 _installed: list[tuple[Any, str, Any, Any]] = []
+# The names of torch that were logged as missing.
+_missing: set[str] = set()
 # What else `uninstrument` has to undo.
 _undo: list[Callable[[], None]] = []
 
@@ -252,12 +252,16 @@ _import_hook: Final = _ImportHook()
 
 
 def _install(target: PatchTarget, module: ModuleType) -> None:
-    """Replace a function of torch with a shim; does nothing if torch has none."""
+    """Replace a function of torch with a shim; log it if torch has none."""
     owner: Any = module
     for name in target.owner.split(".") if target.owner else ():
         owner = getattr(owner, name, None)
     original = _get(owner, target.name)
-    if original is None or any(original is shim for *_, shim in _installed):
+    if original is None:
+        name = target.name if owner is not None else ""
+        _log_missing(target.module, target.owner, name)
+        return
+    if any(original is shim for *_, shim in _installed):
         return
 
     # One original is a class, whose __dict__ must not be copied to a function.
@@ -301,7 +305,7 @@ def _replace_barrier(module: ModuleType) -> None:
         barrier_patch.replace()
         _undo.append(barrier_patch.restore)
     except Exception as error:
-        _log_disabled(error)
+        _log("torch's barrier is not replaced: %s", error)
 
 
 def _answer_for_workers(_module: ModuleType) -> None:
@@ -328,8 +332,9 @@ def _answer_questions(_module: ModuleType) -> None:
 
 
 def _register_traced_handlers(module: ModuleType) -> None:
-    handlers = getattr(module, "_rendezvous_handlers", None)
+    handlers = getattr(module, _HANDLERS, None)
     if not isinstance(handlers, dict):
+        _log_missing(_RENDEZVOUS, _HANDLERS)
         return
     for scheme in _SCHEMES:
 
@@ -345,11 +350,22 @@ def _register_traced_handlers(module: ModuleType) -> None:
 
 def _log_disabled(error: Exception) -> None:
     """Log that torch is not instrumented; the job continues untraced."""
+    _log("torch is not instrumented: %r", error)
+
+
+def _log_missing(*parts: str) -> None:
+    """Log that torch lacks a name to patch, once; its stores remain untraced."""
+    name = ".".join(filter(None, parts))
+    if name not in _missing:
+        _missing.add(name)
+        version = getattr(sys.modules.get("torch"), "__version__", "")
+        _log("torch %s has no %s: its stores are not traced", version, name)
+
+
+def _log(message: str, *args: object) -> None:
     import logging  # noqa: PLC0415 - not at Python's start-up
 
-    logging.getLogger("tracedstore").error(
-        "telemetry.disabled: torch is not instrumented: %r", error
-    )
+    logging.getLogger("tracedstore").error(f"telemetry.disabled: {message}", *args)  # noqa: G004 - a constant prefix
 
 
 def _get(owner: Any, name: str) -> Any:

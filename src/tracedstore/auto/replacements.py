@@ -181,9 +181,7 @@ def _create_group(
             lifetime.close_if_unused(traced)
         raise
     if traced is not None:
-        # The group and its PrefixStore; a process outside the group gets neither.
-        users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
-        lifetime.close_after(traced, *users)
+        RECORDER.failures.guarded(names.AUTO, _close_after, traced, created)
     return created
 
 
@@ -217,6 +215,12 @@ def _watch_creation(call: inspect.BoundArguments) -> AbstractContextManager[None
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
     return nullcontext()
+
+
+def _close_after(traced: TracedStore, created: Any) -> None:
+    # The group and its PrefixStore; a process outside the group gets neither.
+    users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
+    lifetime.close_after(traced, *users)
 
 
 def _traced_bottom(store: Store | None) -> TracedStore | None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from tracedstore.coordination.protocol import (
@@ -21,8 +22,9 @@ from tracedstore.coordination.protocol import (
     encode_arrival,
     encode_traceparent,
 )
-from tracedstore.core.identity import bottom_of
+from tracedstore.core.identity import bottom_of, is_prefix_store
 from tracedstore.core.keys import printable
+from tracedstore.core.observer import missing_from_torch
 
 T = TypeVar("T")
 
@@ -32,6 +34,7 @@ _MAX_KEYS_PER_CHECK = 4096
 _MAX_REPEAT_CHECKS = 256
 # Reads of a barrier at which ranks arrive meanwhile.
 _MAX_READS = 4
+_CONNECT_TIMEOUT = timedelta(seconds=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +264,7 @@ def etcd_contents(store: Any) -> EtcdContents | None:
     """Read all keys and values of an EtcdStore in one request; None for others."""
     state = getattr(store, "_traced", None)
     inner = store if state is None else state.inner
-    if type(inner).__name__ != "EtcdStore":
+    if type(inner).__name__ != "EtcdStore" or not hasattr(inner, "client"):
         return None
     try:
         nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
@@ -311,14 +314,34 @@ def side_connection(store: Any) -> Iterator[Any]:
     returns; its clone has a separate connection. The other stores have no such lock,
     and are yielded unchanged.
     """
-    if type(bare_store(store)).__name__ != "TCPStore":
+    bare = bare_store(store)
+    # A PrefixStore if this torch does not show the store below it.
+    if type(bare).__name__ not in ("TCPStore", "PrefixStore"):
         yield store
         return
-    clone = store.clone()
+    connection = store.clone() if hasattr(store, "clone") else _reconnect(store, bare)
     try:
-        yield clone
+        yield connection
     finally:
-        close_connection(clone)
+        close_connection(connection)
+
+
+def _reconnect(store: Any, bare: Any) -> Any:
+    """Connect to the server of a TCPStore again, in a torch without Store.clone.
+
+    Raises:
+        TracedStoreError: The store is below a PrefixStore, whose prefix is unknown.
+    """
+    if is_prefix_store(store) or is_prefix_store(bare):
+        raise missing_from_torch(
+            "Store.clone", "a store below a PrefixStore cannot be read while it waits"
+        )
+    state = getattr(store, "_traced", None)
+    if state is not None:
+        return _reconnect(state.inner, bare)
+    return type(bare)(
+        bare.host, bare.port, None, is_master=False, timeout=_CONNECT_TIMEOUT
+    )
 
 
 def close_connection(store: Any) -> None:

@@ -32,6 +32,7 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.missing_report import Examine, MissingReport
 from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.core.errors import TIMEOUT, error_type
@@ -166,6 +167,8 @@ class BarrierCall:
             )
         order: int = self._store.add(self._keys.num_members, 1)
         self._telemetry.arrived(order)
+        if order == 1:
+            guarded(record_keys, self._store, self._keys.num_members)
         if order > self._world_size:
             guarded(self._report_stale, order)
         elif order == 1 < self._world_size and self._telemetry.span.enabled:

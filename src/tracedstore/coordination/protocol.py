@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tracedstore.coordination import validation
 
 _MAX_LAST_ARRIVAL_BYTES = 4096
+_COUNT_KEY = "/num_members"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,12 @@ class BarrierKeys:
     @property
     def num_members(self) -> str:
         """The number of arrivals; each rank adds 1."""
-        return f"{self.prefix}/num_members"
+        return f"{self.prefix}{_COUNT_KEY}"
+
+    @staticmethod
+    def prefix_of(key: str) -> str | None:
+        """Return the prefix of a barrier's `num_members` key; None for other keys."""
+        return key.removesuffix(_COUNT_KEY) if key.endswith(_COUNT_KEY) else None
 
     @property
     def last_member(self) -> str:
@@ -78,6 +84,22 @@ class BarrierKeys:
     def missing_report(self) -> str:
         """The latest `MissingReport`."""
         return f"{self.prefix}/MISSING"
+
+    def of_all_ranks(self) -> tuple[str, ...]:
+        """Return the keys that are not of one rank."""
+        return (
+            self.num_members,
+            self.last_member,
+            self.ledger,
+            self.missing_report,
+            self.confirmations,
+            self.repeat_count,
+            self.traceparent,
+        )
+
+    def of_rank(self, rank: int) -> tuple[str, ...]:
+        """Return the keys of one rank."""
+        return self.trace(rank), self.repeated(rank), self.counted(rank)
 
 
 _LEDGER_SUFFIXES = (BarrierKeys("").ledger, BarrierKeys("").confirmations)

@@ -23,6 +23,7 @@ from tracedstore.coordination.arrivals import (
     side_connection,
 )
 from tracedstore.coordination.decoders import Decoder
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
 from tracedstore.core.identity import ProcessIdentity, restart_count
@@ -111,6 +112,7 @@ def register(
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
     _write(store, known[rank])
+    record_keys(store, _key(rank))
 
 
 def register_early(store: Any, rank: int, world_size: int) -> None:

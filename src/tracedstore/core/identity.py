@@ -43,11 +43,18 @@ class StoreIdentity:
 
 
 def bottom_of(store: "Store") -> "Store":
-    """Return the store below all PrefixStores."""
-    # Older torch has no _underlying_non_prefix_store; underlying_store is enough.
-    while type(store).__name__ == "PrefixStore":
-        store = store.underlying_store  # type: ignore[attr-defined]
+    """Return the store below all PrefixStores.
+
+    It is a PrefixStore itself if this torch has no ``underlying_store``.
+    """
+    while is_prefix_store(store) and hasattr(store, "underlying_store"):
+        store = store.underlying_store
     return store
+
+
+def is_prefix_store(store: object) -> bool:
+    """Return whether a store is torch's PrefixStore."""
+    return type(store).__name__ == "PrefixStore"
 
 
 def identify(bottom: "Store") -> StoreIdentity:

@@ -4,12 +4,14 @@ An observer that raises is removed, counted and reported once. Telemetry may fai
 job must not. Observers run in order and do not know each other.
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.operation import Operation
 from tracedstore.core.telemetry import NULL_TELEMETRY, Telemetry
 
@@ -31,6 +33,8 @@ class Failures:
         self._counts: Counter[str] = Counter()
         # Parts that failed since they were set up.
         self._failed: set[str] = set()
+        # Names of torch that were reported as missing.
+        self._missing: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, name: str, error: BaseException) -> None:
@@ -41,6 +45,21 @@ class Failures:
             self._failed.add(name)
         if first:
             self._report(name, error)
+
+    def add_missing(self, name: str, attribute: str, consequence: str) -> None:
+        """Report that this torch lacks a name that a part relies on, once per name.
+
+        Args:
+            name: The part of the telemetry.
+            attribute: The name in torch.
+            consequence: What does not work without it, as the end of a sentence.
+        """
+        with self._lock:
+            if attribute in self._missing:
+                return
+            self._missing.add(attribute)
+            self._counts[name] += 1
+        self._report(name, missing_from_torch(attribute, consequence))
 
     def guarded(
         self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -65,12 +84,14 @@ class Failures:
         """Note that all parts are set up anew. Counts stay."""
         with self._lock:
             self._failed.clear()
+            self._missing.clear()
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
         self._lock = threading.Lock()  # a fork may have copied it locked
         self._counts.clear()
         self._failed.clear()
+        self._missing.clear()
 
     def _report(self, name: str, error: BaseException) -> None:
         try:
@@ -78,6 +99,12 @@ class Failures:
         except Exception as reporting_error:
             with suppress(Exception):
                 NULL_TELEMETRY.report_failure(name, reporting_error)
+
+
+def missing_from_torch(attribute: str, consequence: str) -> TracedStoreError:
+    """Return the error for a name that the installed torch does not have."""
+    version = getattr(sys.modules.get("torch"), "__version__", "")
+    return TracedStoreError(f"torch {version} has no {attribute}: {consequence}")
 
 
 class Observers:

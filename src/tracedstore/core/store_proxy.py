@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store
 
+from tracedstore import names
 from tracedstore.core.counters import BOUNDS, BUCKETS, BYTES, NANOSECONDS, StoreState
 from tracedstore.core.errors import TIMEOUT
 from tracedstore.core.identity import StoreIdentity
@@ -23,8 +24,12 @@ from tracedstore.core.operation import METHODS, Method
 from tracedstore.core.recorder import Recorder
 
 # The C++ half of every wrapper has its own timeout, which a PrefixStore above it and
-# torch's C++ set without a call into Python. This reads that timeout.
-_own_timeout: Callable[[Store], timedelta] = vars(Store)["timeout"].fget
+# torch's C++ set without a call into Python. This reads that timeout. In a torch whose
+# timeout cannot be read, this returns the one that was last passed on.
+_HAS_TIMEOUT = isinstance(vars(Store).get("timeout"), property)
+_own_timeout: Callable[["StoreProxy"], timedelta] = (
+    vars(Store)["timeout"].fget if _HAS_TIMEOUT else attrgetter("_traced.timeout")
+)
 
 # Methods of the store object itself, which do not go to a server or a file.
 _NO_OPERATIONS = ("has_extended_api", "set_timeout")
@@ -36,17 +41,17 @@ def methods_of(store_class: type[Store]) -> dict[str, Method]:
     A torch older than the table has fewer of them. A newer one may have more, which
     are forwarded and timed as well, but without keys.
     """
-    names = [
+    found = [
         name
         for name in dir(store_class)
         if not name.startswith("_")
         and name not in _NO_OPERATIONS
         and callable(getattr(store_class, name))
     ]
-    known = [method for method in METHODS if method.name in names]
+    known = [method for method in METHODS if method.name in found]
     unknown = [
         Method(name=name, parameters=(), keys="none")
-        for name in names
+        for name in found
         if name not in {method.name for method in METHODS}
     ]
     return {
@@ -78,21 +83,33 @@ class StoreProxy(Store):
             if method.blocks:
                 recorder.series.of(identity.kind, method, TIMEOUT)
         object.__setattr__(self, "_traced", state)
-        _take_timeout(self, state.inner.timeout)
+        if _HAS_TIMEOUT:
+            _take_timeout(self, state.inner.timeout)
+        else:
+            recorder.failures.add_missing(
+                names.RECORDING,
+                "Store.timeout",
+                "a traced store does not forward a timeout that torch's C++ sets",
+            )
 
     # Arguments go to the inner store unchanged, and its errors for bad ones come back.
 
     def set_timeout(self, *args: Any, **kwargs: Any) -> None:
         """Set the inner store's timeout, and the one that torch's C++ reads."""
         self._traced.inner.set_timeout(*args, **kwargs)
-        _take_timeout(self, self._traced.inner.timeout)
+        if _HAS_TIMEOUT:
+            _take_timeout(self, self._traced.inner.timeout)
+        else:
+            Store.set_timeout(self, *args, **kwargs)
 
-    @property
-    def timeout(self) -> timedelta:
-        """The inner store's timeout."""
-        _pass_on_timeout(self)
-        timeout: timedelta = self._traced.inner.timeout
-        return timeout
+    if TYPE_CHECKING or _HAS_TIMEOUT:
+
+        @property
+        def timeout(self) -> timedelta:
+            """The inner store's timeout."""
+            _pass_on_timeout(self)
+            timeout: timedelta = self._traced.inner.timeout
+            return timeout
 
     def has_extended_api(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the inner store has append, multi_get and multi_set."""
@@ -221,8 +238,9 @@ for _method in RECORDED.values():
 # torch's C++ calls these two by its own spelling. Binding through the base class
 # reaches the inner store as C++ would.
 for _spelling, _name in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
-    _bind = partial(partial, getattr(Store, _name))
-    setattr(StoreProxy, _spelling, forwarder(RECORDED[_name], _bind))
+    if _name in RECORDED:
+        _bind = partial(partial, getattr(Store, _name))
+        setattr(StoreProxy, _spelling, forwarder(RECORDED[_name], _bind))
 # Properties of a newer torch's Store are the inner store's too.
 for _name, _attribute in vars(Store).items():
     if isinstance(_attribute, property) and _name != "timeout":

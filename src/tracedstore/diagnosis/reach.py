@@ -116,9 +116,10 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
         return error_causes.classify(error) or error_causes.UNKNOWN, None
     with connection:
         try:
-            if not tcpstore_probe.is_supported():
-                return ANSWERED, None
-            if not tcpstore_probe.probe(connection):
+            is_tcpstore = tcpstore_probe.probe(connection)
+            if is_tcpstore is None:
+                return ANSWERED, None  # perhaps of a torch with another protocol
+            if not is_tcpstore:
                 return FOREIGN, None
             return ANSWERED, tcpstore_probe.joined_count(connection)
         except TimeoutError:

@@ -4,21 +4,21 @@ Importing torch takes seconds, and its client may wait without end for a server 
 does not answer.
 
 A torch client begins with two requests: VALIDATE, and PING with a number that the
-server echoes. A server that echoes it is a TCPStore; torch cannot read another. The
-server keeps nothing of either request.
+server echoes. A server that echoes it is a TCPStore. The server keeps nothing of either
+request. A test compares these requests with those of the installed torch.
 """
 
 import re
 import socket
 import struct
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
 
-# The latest torch whose client is known to begin so; a test compares the installed one.
-_KNOWN_TORCH = (2, 13)
 # VALIDATE (0) with torch's magic number, PING (13) with ours.
 _NONCE = 0x74726163
 _REQUEST = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NONCE)
 _RESPONSE = struct.pack("=I", _NONCE)
+# HTTP, SSH, Redis and mail servers answer in text.
+_TEXT = re.compile(rb"[\t\r\n\x20-\x7e]+")
 # The server counts clients under this key, which torch's own methods cannot address.
 _JOINED_KEY = b"init/"
 # ADD (4) of 0 to it; the response is the sum.
@@ -26,16 +26,21 @@ _JOINED_REQUEST = struct.pack(f"=BQ{len(_JOINED_KEY)}sq", 4, 5, _JOINED_KEY, 0)
 _JOINED_RESPONSE = struct.Struct("=q")
 
 
-def probe(connection: socket.socket) -> bool:
-    """Return whether a TCPStore server answers.
+def probe(connection: socket.socket) -> bool | None:
+    """Return whether a TCPStore server answers; None if only torch can tell.
+
+    A server that closes the connection, or answers with other bytes than text, may be
+    the TCPStore of a torch with other requests.
 
     Blocks until the server answers or hangs up, or the connection times out.
     """
-    try:
+    received = b""
+    with suppress(ConnectionError):
         connection.sendall(_REQUEST)
-        return _receive(connection, len(_RESPONSE)) == _RESPONSE
-    except ConnectionError:
-        return False
+        received = _receive(connection, len(_RESPONSE))
+    if received == _RESPONSE:
+        return True
+    return False if _TEXT.fullmatch(received) else None
 
 
 def joined_count(connection: socket.socket) -> int:
@@ -62,12 +67,3 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             break
         received += more
     return received
-
-
-def is_supported() -> bool:
-    """Return whether the installed torch is known to begin with these requests."""
-    try:
-        match = re.match(r"(\d+)\.(\d+)", version("torch"))
-    except PackageNotFoundError:
-        return False
-    return match is not None and (int(match[1]), int(match[2])) <= _KNOWN_TORCH

@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import names
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.core.counters import StoreState
 from tracedstore.core.identity import (
     StoreIdentity,
@@ -113,6 +114,7 @@ class TracedRendezvousBackend(RendezvousBackend):
             for method in (_GET_STATE, _SET_STATE)
         )
         RECORDER.rendezvous.open(backend.name)
+        RECORDER.failures.guarded(names.RENDEZVOUS, _record_key, backend)
         self._traced = state
         self._attendance = Attendance()
 
@@ -187,6 +189,13 @@ def _view(state: RendezvousState, size: int) -> RendezvousView:
         size=size,
         oldest_heartbeat=min(state.heartbeats.values(), default=None),
     )
+
+
+def _record_key(backend: RendezvousBackend) -> None:
+    """Add the key of the state to the index of the store, for `status`."""
+    store, key = getattr(backend, "_store", None), getattr(backend, "_key", None)
+    if isinstance(store, Store) and isinstance(key, str):
+        record_keys(store, key)
 
 
 def _identify(backend: RendezvousBackend) -> StoreIdentity:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
     RendezvousBackend,
     create_handler,
 )
@@ -30,6 +31,7 @@ from tracedstore.diagnosis.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
+from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
     emit_failure,
@@ -57,11 +59,8 @@ def create(
         ensure_configured()
     except Exception as error:
         RECORDER.failures.add(names.RENDEZVOUS, error)
-        backend, store = create_backend(params)
-        plain: RendezvousHandler = create_handler(store, backend, params)
-        # torch requires the name that it looked up.
-        vars(plain)["get_backend"] = lambda: params.backend
-        return plain
+        untraced: RendezvousHandler = create_untraced(params, create_backend)
+        return untraced
     where = _where(params, default_port)
     started = RECORDER.ticks()
     try:
@@ -239,6 +238,12 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def _attempt(self, during: str, started: int) -> JoinAttempt:
         settings = getattr(self._inner, "settings", None)
+        if settings is None and isinstance(self._inner, DynamicRendezvousHandler):
+            RECORDER.failures.add_missing(
+                names.RENDEZVOUS,
+                "DynamicRendezvousHandler.settings",
+                "events of a rendezvous do not have the numbers of nodes",
+            )
         return JoinAttempt(
             backend=self._traced_backend.name,
             run_id=self.get_run_id(),
@@ -267,6 +272,12 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
     """
     get_store = getattr(type(handler), "_get_store", None)
     if get_store is None:
+        if isinstance(handler, DynamicRendezvousHandler):
+            RECORDER.failures.add_missing(
+                names.RENDEZVOUS,
+                "DynamicRendezvousHandler._get_store",
+                "the first exchange of the agents is not traced",
+            )
         return
     weak_handler = ref(handler)
 
@@ -324,6 +335,12 @@ def _own_node(handler: Any) -> Node | None:
     found: Any = getattr(handler, "_this_node", None)
     with suppress(AttributeError, TypeError, ValueError):
         return Node(str(found.addr), int(found.pid), int(found.local_id))
+    if isinstance(handler, DynamicRendezvousHandler):
+        RECORDER.failures.add_missing(
+            names.RENDEZVOUS,
+            "DynamicRendezvousHandler._this_node",
+            "events of a rendezvous do not name their own node",
+        )
     return None
 
 

@@ -56,10 +56,13 @@ def references_after_destroy(port: int) -> None:
 
 
 def failing_backend(port: int) -> None:
-    """Request a backend that this torch lacks, which fails after the rendezvous."""
+    """Request a backend that fails after the rendezvous.
+
+    A CPU build of torch lacks it; a CUDA build finds no GPU.
+    """
     try:
         dist.init_process_group("nccl", f"{PREFIX}tcp://127.0.0.1:{port}", **ALONE)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         observations["failed"] = str(error)
     observations["after it failed"] = in_use(port)
 

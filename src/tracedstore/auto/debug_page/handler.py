@@ -114,8 +114,8 @@ class StoreHandler(DebugHandler):
             return f"<!doctype html><pre>{escape(shown.text())}</pre>".encode()
 
     def _view(self) -> View:
-        # fetch_timeout is torch's setting; its minute is too long for a page.
-        timeout = min(_PAGE_TIMEOUT, self.fetch_timeout)
+        # fetch_timeout is torch's setting, from 2.12 on. Its minute is too long here.
+        timeout = min(_PAGE_TIMEOUT, getattr(self, "fetch_timeout", _PAGE_TIMEOUT))
         replies, store_error = query_ranks(_directory(), get_world_size(), timeout)
         return view(replies, store_error, decoders.auto())
 
