@@ -1,12 +1,15 @@
 """Tests of diagnosis.process_answer: what is read may be hostile."""
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tracedstore.coordination import rank_registry
+from tracedstore.core import procfs
 from tracedstore.diagnosis.process_answer import (
     MAX_ANSWER_BYTES,
     Frame,
@@ -90,3 +93,51 @@ class TestProcessAnswer:
     def test_any_bytes(self, value: bytes) -> None:
         """Any bytes are an answer or none; nothing raises."""
         ProcessAnswer.from_bytes(value)
+
+
+class TestRegistryEntry:
+    """The fields of a registry entry that make its process certain."""
+
+    OLD: ClassVar = {
+        "rank": 1,
+        "host": "node",
+        "pid": 7,
+        "world_size": 2,
+        "started": 1.0,
+    }
+
+    def test_old_entry(self) -> None:
+        """An entry without them is read, and its process cannot be identified."""
+        info = rank_registry.parse_entry(json.dumps(self.OLD).encode())
+
+        assert info is not None
+        assert (info.attempt, info.start_ticks, info.namespace) == (0, None, None)
+
+    def test_own_entry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A rank registers its attempt, start time and namespace."""
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+        store = dist.HashStore()
+        rank_registry.register(store, 1, 2)
+
+        info = rank_registry.read_ranks(store, [1])[1]
+
+        assert info.attempt == 3
+        state = procfs.process_state(info.pid, info.start_ticks, info.namespace)
+        assert state == "running"
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("attempt", -1),
+            ("attempt", "0"),
+            ("start_ticks", 2**70),
+            ("start_ticks", 1.5),
+            ("namespace", "n" * 5000),
+            ("namespace", 4),
+        ],
+    )
+    def test_refuses(self, field: str, value: Any) -> None:
+        """An entry with a value that is not valid is no entry."""
+        written = json.dumps(self.OLD | {field: value}).encode()
+
+        assert rank_registry.parse_entry(written) is None

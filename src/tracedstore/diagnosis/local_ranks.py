@@ -74,7 +74,7 @@ def known_ranks(
     registered = _registered(infos, wanted, replies, timeout)
     claimed = _claimed(replies, wanted, job, infos, timeout)
     by_agents = {
-        worker.rank: worker
+        worker.rank: replace(worker, registered=_has_registered(worker, infos))
         for reply in replies.values()
         if reply is not None and reply.identity.same_job(job)
         for worker in reply.workers
@@ -90,6 +90,11 @@ def known_ranks(
     return answers
 
 
+def _has_registered(worker: ProcessAnswer, infos: Mapping[int, RankInfo]) -> bool:
+    info = infos.get(worker.rank)
+    return info is not None and info.pid == worker.pid
+
+
 def _best(
     rank: int, found: ProcessAnswer | None, by_agent: ProcessAnswer | None
 ) -> dict[int, ProcessAnswer]:
@@ -101,8 +106,7 @@ def _best(
         by_agent.state != "gone" or by_agent.pid == found.pid
     ):
         # The agent has the exit code, or has started another process since.
-        same = by_agent.pid == found.pid
-        return {rank: replace(by_agent, registered=found.registered and same)}
+        return {rank: by_agent}
     return {rank: found}
 
 
