@@ -192,7 +192,7 @@ class TestHostileContents:
         """A malformed question gets no answer, and later ones do."""
         responder = Responder(store, 0, 2)
         store.add(questions.QUESTIONS, 1)
-        store.set(questions.question_key(1), value)  # type: ignore[arg-type]  # torch takes bytes too
+        store.set(questions.question_key(1), value)
         for _ in range(4):
             responder.poll()
 
@@ -203,7 +203,7 @@ class TestHostileContents:
     @pytest.mark.parametrize("value", [b"-5", b"x", b"9" * 100, b"", b"1.5"])
     def test_bad_counter(self, store: Any, value: bytes) -> None:
         """A counter that is no number is no question."""
-        store.set(questions.QUESTIONS, value)  # type: ignore[arg-type]  # torch takes bytes too
+        store.set(questions.QUESTIONS, value)
 
         Responder(store, 0, 2).poll()
 
@@ -240,7 +240,7 @@ class TestHostileContents:
         responder = Responder(store, 5, 8)
         question = Question(number=1, ranks=frozenset([5]), time=1.0)
         store.add(questions.QUESTIONS, 1)
-        store.set(questions.question_key(1), question.to_bytes())  # type: ignore[arg-type]  # torch takes bytes too
+        store.set(questions.question_key(1), question.to_bytes())
         responder.poll()
         answer = json.loads(store.get(questions.answer_key(1, 5)))
         answer["rank"] = 6

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from tracedstore import names
 from tracedstore.core.counters import BUCKETS
 from tracedstore.core.operation import Operation
 from tracedstore.core.recorder import RECORDER, Recorder
@@ -20,7 +21,7 @@ class LastCall:
     between two samples.
     """
 
-    name = "last_call"
+    name = names.DIAGNOSIS
 
     def __init__(
         self, recorder: Recorder, monotonic: Callable[[], float] = time.monotonic

@@ -24,14 +24,13 @@ from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
-from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.core.watcher import WATCHER
 from tracedstore.diagnosis import groups
-from tracedstore.diagnosis.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
-from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export.endpoint import Endpoint, access_of
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
+from tracedstore.export.stall_watch import StallWatch
 from tracedstore.signals import inflight
 from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import Events
@@ -84,19 +83,14 @@ class ConfiguredTelemetry:
             _event_writer.submit,
             log_format="off" if settings.disabled else settings.log_format,
         )
-        self._diagnosis = Diagnosis(
-            RECORDER, settings.stall_after, answers=settings.answers
+        self._stall_watch = StallWatch(
+            self, settings.stall_after, answers=settings.answers
         )
-        self._stalls = inflight.StallReporter(
-            RECORDER, self, settings.stall_after, self._diagnosis.covers
-        )
-        self._stall_watch: Watch | None = None
-        self._watch_lock = threading.Lock()
         self._observers: tuple[Observer, ...] = (
             *([self._spans] if settings.spans != "off" else []),
             self._metrics,
             self._events,
-            *([KEY_WRITERS] if settings.answers else []),
+            *self._stall_watch.observers,
             *more_observers,
         )
         self._clock = clock
@@ -154,23 +148,13 @@ class ConfiguredTelemetry:
         A forked child gets its watch here: it has the parent's telemetry, but not the
         parent's watcher thread.
         """
-        after = self._settings.stall_after
-        with self._watch_lock:
-            if self._stall_watch is not None or not after:
-                return
-            self._stall_watch = Watch(names.INFLIGHT, self._report_stalls, after)
-        RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._stall_watch)
-        RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.start)
-
-    def _report_stalls(self) -> float:
-        hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_store)
-        return min(self._stalls.report(), 1.0 if hangs else float("inf"))
+        self._stall_watch.start()
 
     def explain_wait(
         self, call: "Call", error: BaseException | None
     ) -> Mapping[str, Any]:
         """Return event fields on whom a call waited for."""
-        return self._diagnosis.explain(call, error)
+        return self._stall_watch.explain(call, error)
 
     def rank_registers(self) -> None:
         """Answer questions from a process's first registration on."""
@@ -221,10 +205,7 @@ class ConfiguredTelemetry:
         if self._endpoint is not None:
             self._endpoint.stop(timeout)
             rank_registry.set_metrics_address(None)
-        self._diagnosis.stop(timeout)
-        if self._stall_watch is not None:
-            WATCHER.remove(self._stall_watch)
-            WATCHER.stop_if_idle(timeout)
+        self._stall_watch.stop(timeout)
         with suppress(KeyError):  # it is not there if registering failed
             self._registry.unregister(self._metrics)
 
@@ -255,11 +236,7 @@ class ConfiguredTelemetry:
         self._spans.suppressed_by_caller = 0
         self._metrics.reset()
         self._events.reset()
-        self._stalls.reset()
-        self._diagnosis.reset()
-        KEY_WRITERS.reset()
-        self._stall_watch = None
-        self._watch_lock = threading.Lock()
+        self._stall_watch.reset()
         if self._endpoint is not None:
             self._endpoint.reset()
             self._endpoint = None
