@@ -220,7 +220,7 @@ class TestPublicSurface:
         """__all__ is sorted and complete, and every name is documented."""
         modules = {"coordination", "core", "etcd", "export", "names", "signals"}
         modules |= {"auto", "cli", "demo", "rendezvous", "report", "store", "testing"}
-        modules |= {"attach", "barrier_patch", "elastic", "terminal"}
+        modules |= {"attach", "barrier_patch", "diagnosis", "elastic", "terminal"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}
 
         assert tracedstore.__all__ == sorted(tracedstore.__all__)
