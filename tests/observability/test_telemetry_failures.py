@@ -168,7 +168,7 @@ class TestBrokenParts:
     def test_thread_cannot_start(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Everything else works if the stall watch cannot start its thread."""
+        """Everything else works if the stall watch cannot start its threads."""
         import threading
 
         def fail(_thread: threading.Thread) -> None:
@@ -180,7 +180,7 @@ class TestBrokenParts:
 
         use(store)
 
-        assert failures(registry) == {"inflight": 1}
+        assert failures(registry) == {"inflight": 1, "diagnosis": 1}
         tracedstore.shutdown()
 
 

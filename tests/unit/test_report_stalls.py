@@ -256,10 +256,7 @@ class TestSection:
 
     def test_many_stalls(self) -> None:
         """The page is bounded for many stalls with long texts."""
-        long: dict[str, Any] = {
-            "awaited": "x" * 9000,
-            "evidence": ["y" * 9000] * 99,
-        }
+        long: dict[str, Any] = {"awaited": "x" * 9000, "evidence": ["y" * 9000] * 99}
         events = [
             stall_event(0, 60 + n / 10, 0.05, phase=f"p{n}", **long)
             for n in range(1000)

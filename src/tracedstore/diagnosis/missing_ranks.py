@@ -10,6 +10,7 @@ from tracedstore.core.identity import restart_count
 from tracedstore.diagnosis import judge
 from tracedstore.diagnosis.blocked_record import read_blocked
 from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.local_ranks import ask_host
 from tracedstore.diagnosis.verdict import MAX_AWAITED
 
 # Seconds for the processes of missing ranks to answer. The verdict of a barrier is due
@@ -36,7 +37,11 @@ def find_causes(
         for rank, info in rank_registry.read_ranks(store, first).items()
         if info.attempt == attempt
     }
-    answers = examine(store, registered, first, world_size, _ANSWER_TIMEOUT)
+    answers = ask_host(registered, set(first), _ANSWER_TIMEOUT)
+    # A rank of another host that has not registered has no process that would answer.
+    elsewhere = registered.keys() - answers.keys()
+    if elsewhere:
+        answers |= examine(store, registered, elsewhere, world_size, _ANSWER_TIMEOUT)
     blocked = read_blocked(store, world_size)
     findings = {}
     for rank in first:

@@ -134,9 +134,9 @@ class StallReporter:
             again = active.started + 2 * (now - active.started)
             self._reported[id(active.call)] = (active.call, again)
         next_dues = [self._due(active) for active in calls]
-        next_due = min([*next_dues, now + self._after_ns])
-        # A call whose verdict is pending is overdue, and looked at again soon.
-        return max(next_due - now, _PENDING_NS) / 1e9
+        delay = min([*next_dues, now + self._after_ns]) - now
+        # A call whose verdict is pending is overdue.
+        return (delay if delay > 0 else _PENDING_NS) / 1e9
 
     def _due(self, active: ActiveCall) -> int:
         first = active.started + self._after_ns
