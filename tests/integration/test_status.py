@@ -432,7 +432,7 @@ class TestRendezvous:
         prefix = "/jobs/invalid-keys"
         store: Store = EtcdStore(client, prefix)
         store.set("step/num_members", "1")
-        not_utf8 = b64encode(b"\xff\xfe").decode()
+        not_utf8 = b64encode(b"\xc3(").decode()
         for key in ("no base64", "odd", not_utf8):
             client.set(f"{prefix}/{key}", "eA==")
         bad_value = b64encode(b"k").decode()
