@@ -13,8 +13,9 @@ from tracedstore.diagnosis.examine import examine
 from tracedstore.diagnosis.local_ranks import ask_host
 from tracedstore.diagnosis.verdict import MAX_AWAITED
 
-# Seconds for the processes of missing ranks to answer. The verdict of a barrier is due
-# within 5 s of its timeout.
+# Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
+# verdict of a barrier is due within 5 s of its timeout.
+_HOST_TIMEOUT = 0.5
 _ANSWER_TIMEOUT = 1.5
 
 
@@ -37,7 +38,7 @@ def find_causes(
         for rank, info in rank_registry.read_ranks(store, first).items()
         if info.attempt == attempt
     }
-    answers = ask_host(registered, set(first), _ANSWER_TIMEOUT)
+    answers = ask_host(registered, set(first), _HOST_TIMEOUT)
     # A rank of another host that has not registered has no process that would answer.
     elsewhere = registered.keys() - answers.keys()
     if elsewhere:

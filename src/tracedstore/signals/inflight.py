@@ -6,6 +6,7 @@ watcher reports them while they last.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tracedstore import names
 from tracedstore.core.counters import ActiveCall, Call, thread_names
@@ -116,9 +117,11 @@ class StallReporter:
         threads = thread_names() if due else {}
         for active in due[:_MAX_REPORTS_AT_ONCE]:
             described = _describe(self._recorder, threads, active, now)
-            self._telemetry.emit(
+            emit = self._telemetry.emit
+            if self._is_diagnosed(active.call):
+                emit = partial(emit, level="debug")
+            emit(
                 names.OPERATION_STALLED,
-                level="debug" if self._is_diagnosed(active.call) else None,
                 operation=described.operation,
                 store=described.store,
                 server=described.server,
