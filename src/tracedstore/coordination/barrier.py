@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from tracedstore import names
@@ -39,7 +40,7 @@ from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 
 # How many of the first ranks to arrive read who is missing. One of them may die; with
@@ -107,6 +108,8 @@ class BarrierCall:
         self._in_ledger = False
         # The position of this rank's arrival, 0 before it.
         self._order = 0
+        # A thread reads who is missing.
+        self._warning = False
         self._telemetry = BarrierTelemetry(TELEMETRY, key_prefix, rank, world_size)
 
     @property
@@ -239,11 +242,19 @@ class BarrierCall:
         self._telemetry.stale(arrived, arrivals.duplicate_ranks)
 
     def _warn(self) -> None:
-        if not 0 < self._order <= _READERS:
-            return
-        report = run_with_timeout(_READ_TIMEOUT, self._read_while_waiting)
-        if report.unseen_ranks:
-            self._telemetry.waiting(report)
+        """Start to read who is missing, unless that is under way."""
+        if 0 < self._order <= _READERS and not self._warning:
+            # Not waited for: a store that hangs must not hold up the watcher.
+            start_bounded_thread(partial(guarded, self._read_and_warn))
+
+    def _read_and_warn(self) -> None:
+        self._warning = True
+        try:
+            report = self._read_while_waiting()
+            if report.unseen_ranks:
+                self._telemetry.waiting(report)
+        finally:
+            self._warning = False
 
     def _read_while_waiting(self) -> MissingReport:
         with (

@@ -143,6 +143,17 @@ def _wrote(keys: Sequence[str]) -> tuple[WrittenFamily, ...]:
     return tuple(one for one in written if one is not None)
 
 
+def is_barrier(call: ActiveCall) -> bool:
+    """Return whether a call is the wait of this package's barrier.
+
+    The barrier finds out by itself who is missing.
+    """
+    keys, _ = call.method.keys_of(call.args)
+    return any(
+        isinstance(key, str) and waiting_barrier(key) is not None for key in keys
+    )
+
+
 def is_absent(connection: Any, keys: Sequence[str]) -> bool:
     """Return whether a call that waits for these keys still waits for one of them."""
     return not keys or not connection.check(list(keys))

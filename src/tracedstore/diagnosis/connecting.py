@@ -19,7 +19,7 @@ from functools import partial
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import error_causes, file_store, incarnations, reach, stalled
 from tracedstore.diagnosis.connect_target import ConnectTarget
@@ -173,8 +173,7 @@ class ConnectingPhase:
         if not busy:
             work = self._look if waited >= self._look_after else self._publish
             # The other watches must not wait for it.
-            with suppress(TimeoutError):
-                run_with_timeout(0, partial(self._run, work))
+            start_bounded_thread(partial(self._run, work))
         points = (self._look_after, self._stall_after, 2 * waited)
         return min(point for point in points if point > waited) - waited
 

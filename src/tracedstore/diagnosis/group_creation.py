@@ -17,7 +17,7 @@ from tracedstore.coordination.arrivals import bare_store, side_connection
 from tracedstore.core.errors import error_message
 from tracedstore.core.identity import bottom_of
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import file_store, gloo_addresses, stalled, stamps
 from tracedstore.diagnosis.verdict import Verdict
@@ -119,8 +119,7 @@ def watched(creation: GroupCreation) -> Iterator[None]:
 
     def report() -> None:
         # The other watches must not wait for it.
-        with suppress(TimeoutError):
-            run_with_timeout(0, partial(_guarded, creation.look_and_report))
+        start_bounded_thread(partial(_guarded, creation.look_and_report))
 
     if creation.rank >= 0:
         _guarded(creation.stamp)

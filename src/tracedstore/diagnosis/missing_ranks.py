@@ -10,7 +10,9 @@ from tracedstore.core.identity import restart_count
 from tracedstore.diagnosis import judge
 from tracedstore.diagnosis.blocked_record import read_blocked
 from tracedstore.diagnosis.examine import examine
-from tracedstore.diagnosis.local_ranks import ask_host
+from tracedstore.diagnosis.local_client import ask_processes
+from tracedstore.diagnosis.local_identity import LocalIdentity
+from tracedstore.diagnosis.local_ranks import known_ranks
 from tracedstore.diagnosis.verdict import MAX_AWAITED
 
 # Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
@@ -38,8 +40,13 @@ def find_causes(
         for rank, info in rank_registry.read_ranks(store, first).items()
         if info.attempt == attempt
     }
-    answers = ask_host(registered, set(first), _HOST_TIMEOUT)
-    # A rank of another host that has not registered has no process that would answer.
+    # Only ranks that have registered: one that does not answer must not delay the
+    # verdict, and any process of this host may be one that has not registered.
+    pids = [info.pid for info in registered.values()]
+    replies = ask_processes(pids, "status", _HOST_TIMEOUT) if pids else {}
+    answers = known_ranks(
+        replies, registered, registered, LocalIdentity.own(), _HOST_TIMEOUT
+    )
     elsewhere = registered.keys() - answers.keys()
     if elsewhere:
         answers |= examine(store, registered, elsewhere, world_size, _ANSWER_TIMEOUT)

@@ -15,7 +15,12 @@ from tracedstore.core.counters import ActiveCall, Call
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.recorder import Recorder
 from tracedstore.diagnosis import stalled
-from tracedstore.diagnosis.blocked_call import describe_call, find_excess, is_absent
+from tracedstore.diagnosis.blocked_call import (
+    describe_call,
+    find_excess,
+    is_absent,
+    is_barrier,
+)
 from tracedstore.diagnosis.inquiry import inquire
 from tracedstore.diagnosis.server import examine_server
 from tracedstore.diagnosis.session import Session, Sessions, reports_by_itself
@@ -36,9 +41,12 @@ _VERDICT_TIMEOUT = 6.0
 # Processes that look at one stall. One of them may die; with ten thousand the store
 # would be overloaded.
 _LOOKERS = 2
-# Seconds that a failed call waits for a verdict, and the shortest wait that gets one.
-_EXPLAIN_TIMEOUT = 2.0
+# Seconds that a call which timed out before a verdict was found waits for one: a share
+# of its own duration, up to a maximum. Shorter calls than the minimum get none.
+_EXPLAIN_TIMEOUT, _EXPLAIN_SHARE = 2.0, 0.1
 _MIN_EXPLAINED_WAIT = 1.0
+# Seconds for processes to answer, and if a call waits for the verdict.
+_ANSWER_TIMEOUT, _ANSWER_TIMEOUT_AT_ONCE = 3.0, 0.3
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
 
@@ -105,8 +113,8 @@ class Diagnosis:
     def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
         """Return what is known about a call that ended, as event fields.
 
-        The exception gets it as a note. Runs in the thread that made the call. Waits
-        for at most 2 s if the call timed out before a verdict was found.
+        The exception gets it as a note. Runs in the thread that made the call. If that
+        timed out before a verdict was found, it waits for one, 2 s at most.
         """
         verdict = self._verdict_on(call, error)
         if verdict is None:
@@ -130,16 +138,7 @@ class Diagnosis:
         if error_type(error) != TIMEOUT:
             return examine_server(call, error)
         if wait is None or wait.verdict is None:
-            active = ActiveCall(*call, threading.get_ident(), call)
-            if self._thread is None or (
-                waited_seconds(self._recorder, active) < _MIN_EXPLAINED_WAIT
-            ):
-                return None
-            done = threading.Event()
-            with self._changed:
-                self._requests.append((active, done))
-                self._changed.notify_all()
-            done.wait(_EXPLAIN_TIMEOUT)
+            self._request(ActiveCall(*call, threading.get_ident(), call))
             wait = self._waits.get(id(call))
         if wait is None or wait.verdict is None:
             return None
@@ -147,6 +146,17 @@ class Diagnosis:
         if wait.elected and not wait.reported:
             stalled.report(wait, wait.verdict)
         return wait.verdict
+
+    def _request(self, active: ActiveCall) -> None:
+        """Let the thread look at a call that has just timed out, and wait for that."""
+        waited = waited_seconds(self._recorder, active)
+        if self._thread is None or waited < _MIN_EXPLAINED_WAIT or is_barrier(active):
+            return
+        done = threading.Event()
+        with self._changed:
+            self._requests.append((active, done))
+            self._changed.notify_all()
+        done.wait(min(_EXPLAIN_TIMEOUT, _EXPLAIN_SHARE * waited))
 
     def _run(self) -> None:
         # Its calls are the telemetry's own.
@@ -254,7 +264,8 @@ class Diagnosis:
         connection = session.connection_to(wait.active.state)
         verdict = find_excess(connection, record)
         if verdict is None:
-            verdict = inquire(session.connection, record, session.member)
+            timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT
+            verdict = inquire(session.connection, record, session.member, timeout)
         if verdict is None or not is_absent(connection, record.keys):
             wait.look_at = now + self._interval
             return
