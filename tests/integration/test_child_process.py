@@ -104,6 +104,7 @@ def crash() -> None:
 
 def die_while_sending() -> None:
     """End, as for lack of memory, when a part of the result is written."""
+    gc.unfreeze()  # frozen objects are not listed
     connections = [one for one in gc.get_objects() if type(one) is Connection]
     # The latest one is that of this child.
     sender = max(
@@ -151,3 +152,32 @@ def test_orphan() -> None:
         assert parent.stdout.read() == b""
 
     assert parent.returncode == -signal.SIGKILL
+
+
+def test_garbage_of_the_parent() -> None:
+    """The child collects its own garbage, and runs no destructor of the parent's."""
+    collected: list[str] = []
+
+    class Cycle:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.itself = self
+
+        def __del__(self) -> None:
+            collected.append(self.name)
+
+    def work(_: Heartbeat) -> list[str]:
+        Cycle("child")
+        gc.collect()
+        return collected
+
+    gc.disable()
+    try:
+        Cycle("parent")
+        in_child = run_in_child(30.0, work)
+    finally:
+        gc.enable()
+    gc.collect()
+
+    assert in_child == ["child"]
+    assert collected == ["parent"]

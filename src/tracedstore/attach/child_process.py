@@ -5,6 +5,7 @@ waits there for a stopped server, no other thread runs, and Ctrl-C has no effect
 dead name server and a hung file system block in the same way.
 """
 
+import gc
 import os
 import signal
 import time
@@ -106,6 +107,9 @@ def _run_child(
         sender.send(None)
 
     try:
+        # The parent's garbage is not collected here: the destructor of a store's server
+        # joins a thread that the child does not have, and hangs or crashes.
+        gc.freeze()
         # Default actions, because Python's handlers wait for the GIL. A parent that
         # ignores SIGINT, as a shell's background job does, has children that do.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
