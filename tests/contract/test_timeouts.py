@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore
 from contract.harness import OUTERMOST, SHAPES, Make, Step, outcomes
 from contract.scenarios import BARRIER_TIMEOUT, MINUTE, POP_TIMEOUT, TIMEOUTS
 from support.stores import SHORT
+from support.versions import needs_store_barrier
 from tracedstore import wrap
 
 # FileStore rounds a timeout up to seconds. A call that is still blocked after this
@@ -75,11 +76,21 @@ class TestTimesOut:
             # The clocks of Python and of C++ do not agree to the millisecond.
             assert actual.seconds >= 0.9 * SHORT.total_seconds()
 
-    @pytest.mark.parametrize("scenario", TIMEOUTS)
+    @pytest.mark.parametrize(
+        "scenario",
+        [
+            pytest.param(
+                name,
+                marks=needs_store_barrier if name.startswith("barrier") else (),
+            )
+            for name in TIMEOUTS
+        ],
+    )
     def test_with_same_exception(self, make: Make, scenario: str) -> None:
         """The exception and its text are the same, soon after the timeout."""
         self.check(make, TIMEOUTS[scenario], tuple(SHAPES))
 
+    @needs_store_barrier
     def test_barrier_with_same_exception(self, make: Make) -> None:
         """A barrier without an explicit timeout times out the same."""
         self.check(make, BARRIER_TIMEOUT, ("direct",))

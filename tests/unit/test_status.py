@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from support.versions import needs_list_keys
 from tracedstore.attach import snapshot as snapshot_module
 from tracedstore.attach.collect import (
     MAX_LEDGERS,
@@ -55,6 +56,7 @@ class Shrinking:
 class TestSnapshot:
     """Reading without waiting."""
 
+    @needs_list_keys
     def test_deleted_key(self) -> None:
         """A key that is deleted after it was listed is absent."""
         snapshot = StoreSnapshot.take(Shrinking(), list)
@@ -168,6 +170,7 @@ def text_of(status: Status, width: int = 80) -> str:
     return stream.getvalue().removesuffix("\n")
 
 
+@needs_list_keys
 @pytest.mark.parametrize("restarted", [True, False])
 def test_restart(restarted: bool) -> None:
     """A barrier of an earlier attempt is abandoned if the processes are others."""
@@ -195,6 +198,7 @@ def test_restart(restarted: bool) -> None:
 class TestText:
     """The text for people."""
 
+    @needs_list_keys
     def test_hostile_keys(self) -> None:
         """A terminal executes and reorders nothing, and rich interprets no markup."""
         store = dist.HashStore()
@@ -205,6 +209,7 @@ class TestText:
         assert text.endswith("\n  \\x1b[2Jb\\n\\u202e[red]x[/]: 1 arrived")
         assert "\x1b" not in text
 
+    @needs_list_keys
     def test_long_keys(self) -> None:
         """A long key is shortened to its ends."""
         store = dist.HashStore()
@@ -216,6 +221,7 @@ class TestText:
             assert any(line.startswith("  first") for line in lines)
             assert any("x/7:" in line for line in lines)
 
+    @needs_list_keys
     def test_many_barriers(self) -> None:
         """All barriers are counted, and few are shown."""
         store = dist.HashStore()
@@ -241,6 +247,7 @@ class TestText:
             "\nbarriers in progress:\n  6 older barriers not complete, not read"
         )
 
+    @needs_list_keys
     def test_empty_store(self) -> None:
         """Nothing is missing from an empty store, because nothing is known."""
         assert text_of(status_of(dist.HashStore())).splitlines() == [
@@ -250,6 +257,7 @@ class TestText:
             "ranks: none registered",
         ]
 
+    @needs_list_keys
     def test_more_arrivals_than_ranks(self) -> None:
         """The world size of a barrier is unknown if more ranks arrive than exist."""
         store = dist.HashStore()

@@ -23,8 +23,11 @@ def record_keys(store: Any, *keys: str) -> None:
     """Add keys to the index, unless the store can list its keys."""
     if hasattr(Store, "list_keys") or type(bare_store(store)).__name__ == "EtcdStore":
         return
-    # One append for all: a TCPStore sends no reply to it.
-    store.append(INDEX, "".join(f"{json.dumps(key)}\n" for key in keys))
+    # Below the wrapper, where the call is not recorded: a job did not make it. One
+    # append for all: a TCPStore sends no reply to it.
+    state = getattr(store, "_traced", None)
+    bare = store if state is None else state.inner
+    bare.append(INDEX, "".join(f"{json.dumps(key)}\n" for key in keys))
 
 
 def read_index(value: bytes) -> Iterator[str]:
