@@ -31,6 +31,7 @@ help:
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
+	@echo "make bench-hangs  make 200 hangs, in a quarter of an hour; options: ARGS='--hangs 30'"
 	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
 
@@ -121,6 +122,10 @@ bench: $(VENV)/.ready
 
 bench-faults: $(VENV)/.ready
 	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m faults $(ARGS)
+
+bench-hangs: $(VENV)/.ready
+	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m hangs $(ARGS)
+
 # atheris is in a folder on the import path of this command, not in the environment.
 fuzz: $(FUZZ)/.ready
 	@PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz $(ARGS)

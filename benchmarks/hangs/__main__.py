@@ -1,61 +1,116 @@
-"""Makes random hangs and prints how many were named right, wrong, or not at all."""
+"""Makes random hangs and prints how many were named right, wrong, or not at all.
 
-import argparse
-import statistics
-import sys
-from collections import Counter
-from pathlib import Path
+A case depends on the seed and its number alone. A case that is not right prints the one
+command that repeats it.
+"""
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import os
 
-from hangs.runner import Outcome, make_case, run_case
-from hangs.scenarios import SCENARIOS
+# Before torch is imported: no thread may run in a process that forks ranks.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+# torch resolves the address of every connection to a name, which may take seconds.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import argparse  # noqa: E402 - see above
+import multiprocessing  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from collections import Counter  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from hangs.cases import make_case  # noqa: E402
+from hangs.oracle import Outcome  # noqa: E402
+from hangs.runner import run_case  # noqa: E402
+from hangs.scenarios import SCENARIOS  # noqa: E402
+from tracedstore.demo.parent_death import die_with_parent  # noqa: E402
+from tracedstore.demo.store_servers import serve_store  # noqa: E402
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench-hangs", description=__doc__)
+    parser.add_argument(
+        "--hangs", type=int, default=200, help="number of hangs (default: 200)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed (default: 1)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first hang")
+    parser.add_argument(
+        "--jobs", type=int, default=4, help="hangs at the same time (default: 4)"
+    )
+    parser.add_argument(
+        "--max-world-size", type=int, default=16, help="most ranks (default: 16)"
+    )
+    parser.add_argument(
+        "--only", choices=sorted(SCENARIOS), default="", help="one scenario"
+    )
+    parser.add_argument(
+        "--events", action="store_true", help="print the events and exceptions"
+    )
+    return parser.parse_args()
 
 
 def main() -> int:
     """Run the hangs; return 1 if a rank was named wrongly or not at all."""
-    parser = argparse.ArgumentParser(prog="make bench-hangs ARGS=...")
-    parser.add_argument("--hangs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first hang")
-    parser.add_argument("--max-world-size", type=int, default=16)
-    parser.add_argument("--only", choices=sorted(SCENARIOS), default="")
-    arguments = parser.parse_args()
-    outcomes = []
-    for number in range(arguments.first, arguments.first + arguments.hangs):
-        case = make_case(
-            arguments.seed,
+    options = _options()
+    cases = [
+        make_case(
+            options.seed,
             number,
-            max_world_size=arguments.max_world_size,
-            name=arguments.only,
+            max_world_size=options.max_world_size,
+            name=options.only,
         )
-        outcome = run_case(case)
-        outcomes.append(outcome)
-        _print_outcome(outcome, arguments.seed)
+        for number in range(options.first, options.first + options.hangs)
+    ]
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory(prefix="hangs-") as folder,
+        serve_store("etcd", Path(folder)) as port,
+        # Forked before the pool starts threads: its workers fork the ranks.
+        multiprocessing.get_context("fork").Pool(
+            options.jobs, die_with_parent, (os.getpid(),)
+        ) as pool,
+    ):
+        run = partial(run_case, etcd_port=int(port))
+        for outcome in pool.imap_unordered(run, cases):
+            outcomes.append(outcome)
+            _print_outcome(outcome, options)
     return _print_summary(outcomes)
 
 
-def _print_outcome(outcome: Outcome, seed: int) -> None:
+def _print_outcome(outcome: Outcome, options: argparse.Namespace) -> None:
     seconds = "" if outcome.seconds is None else f" after {outcome.seconds:.1f} s"
+    why = f": {outcome.why}" if outcome.why else ""
     print(
         f"{outcome.case.number:4} {outcome.case}: {outcome.result}{seconds},"
         f" {outcome.reporters} reporters, {outcome.with_note} of"
-        f" {outcome.survivors} exceptions with a note {outcome.why}",
+        f" {len(outcome.errors)} exceptions with a note{why}",
         flush=True,
     )
     if outcome.result != "right":
+        only = f" --only {options.only}" if options.only else ""
         print(
-            f"     repeat: make bench-hangs ARGS='--seed {seed} --first"
-            f" {outcome.case.number} --hangs 1'"
+            f"     repeat: make bench-hangs ARGS='--seed {options.seed} --first"
+            f" {outcome.case.number} --hangs 1 --max-world-size"
+            f" {options.max_world_size}{only} --events'"
         )
+    if options.events:
+        for event in outcome.events:
+            print("    ", event)
+        for seat, error in outcome.errors.items():
+            print("    ", seat, error)
 
 
 def _print_summary(outcomes: list[Outcome]) -> int:
     counts = Counter(outcome.result for outcome in outcomes)
     seconds = sorted(o.seconds for o in outcomes if o.seconds is not None)
+    errors = sum(len(outcome.errors) for outcome in outcomes)
+    notes = sum(outcome.with_note for outcome in outcomes)
     print(
-        f"{len(outcomes)} hangs: {counts['right']} named right, {counts['wrong']}"
-        f" wrong, {counts['not named']} not named"
+        f"{len(outcomes)} hangs: {counts['right']} right, {counts['wrong']} wrong,"
+        f" {counts['not named']} not named; {notes} of {errors} exceptions with a note"
     )
     if seconds:
         print(

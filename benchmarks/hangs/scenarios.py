@@ -4,21 +4,40 @@ A rank runs `Scenario.run` in a process of its own, below `tracedstore.instrumen
 Victims call `Hang.here` where the others begin to wait for them.
 """
 
+import json
+import pickle
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import etcd
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
+from tracedstore import names
 from tracedstore.diagnosis.verdict import Cause
 
 # How a victim hangs: it sleeps in Python code, is stopped or killed by a signal, or is
-# never started.
-Kind = Literal["busy", "stopped", "gone", "not_started"]
+# never started. Another rank may be started twice in its stead, or all ranks may be
+# restarted and it is late. Or the server of the store is stopped or killed.
+Kind = Literal[
+    "busy",
+    "stopped",
+    "gone",
+    "not_started",
+    "twice",
+    "restarted",
+    "server_stopped",
+    "server_killed",
+]
+# A TCPStore that rank 0 serves, a FileStore, and stores that the program gives to
+# init_process_group: a TCPStore with a server of its own, and an EtcdStore.
+StoreKind = Literal["tcp", "file", "server", "etcd"]
+_ALL_STORES: tuple[StoreKind, ...] = ("tcp", "file", "server", "etcd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +48,22 @@ class Hang:
         rank: The rank.
         world_size: The number of ranks.
         victims: The ranks that cause the hang.
-        init_method: Where the ranks meet: ``env://``, ``file://...``.
+        store_kind: Where the ranks meet.
+        file: The file of a FileStore.
+        port: The port of the store's server.
         timeout: Seconds after which waits time out.
+        attempt: The number of restarts.
         reached: Called by a victim at the point where it hangs.
     """
 
     rank: int
     world_size: int
     victims: tuple[int, ...]
-    init_method: str
+    store_kind: StoreKind
+    file: Path
+    port: int
     timeout: float
+    attempt: int
     reached: Callable[[], None]
 
     def here(self) -> None:
@@ -49,13 +74,27 @@ class Hang:
 
     def init(self) -> None:
         """Create the default process group."""
+        where: dict[str, Any] = {"init_method": "env://"}
+        if self.store_kind == "file":
+            where = {"init_method": f"file://{self.file}"}
+        elif self.store_kind != "tcp":
+            where = {"store": self.open_store()}
         dist.init_process_group(
             "gloo",
-            init_method=self.init_method,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout),
+            **where,
         )
+
+    def open_store(self) -> dist.Store:
+        """Return a store of the program's own."""
+        timeout = timedelta(seconds=self.timeout)
+        if self.store_kind == "server":
+            return dist.TCPStore("127.0.0.1", self.port, None, False, timeout)
+        client = etcd.Client(port=self.port, read_timeout=60)
+        # A folder for each case in one etcd.
+        return EtcdStore(client, f"/{self.file.parent.name}/", timeout=timeout)
 
     def store(self) -> dist.Store:
         """Return the default group's store, with the timeout of the case."""
@@ -172,6 +211,36 @@ def diverged(hang: Hang) -> None:
     )
 
 
+def init_barrier(hang: Hang) -> None:
+    """A rank that is not in a new group does not reach torch's barrier after it."""
+    hang.init()
+    hang.here()
+    members = [r for r in range(hang.world_size) if r not in hang.victims]
+    dist.new_group(members, timeout=timedelta(seconds=hang.timeout))
+
+
+def started_twice(hang: Hang) -> None:
+    """A rank is started twice, and another one is not started."""
+    hang.init()
+
+
+def stale_attempt(hang: Hang) -> None:
+    """A rank is late after a restart: the others read its address of attempt 0."""
+    if hang.attempt:
+        hang.here()
+    hang.init()
+    hang.reached()
+    load_dataset(hang.timeout)
+
+
+def server_fails(hang: Hang) -> None:
+    """The server of the store fails while all ranks wait for a key."""
+    hang.init()
+    store = hang.store()
+    hang.reached()
+    store.wait(["an unknown key"])
+
+
 def slow(hang: Hang) -> None:
     """Nothing hangs: a rank is late, but not for long."""
     hang.init()
@@ -188,7 +257,10 @@ class Scenario:
     Attributes:
         run: What every rank does.
         kinds: How its victims may hang.
-        causes: The causes that a right verdict has, for each kind.
+        stores: Where the ranks may meet.
+        causes: The causes that a right verdict has; those of the kind if empty.
+        event: An event that is emitted besides `job.stalled`.
+        environ: Environment variables of the ranks.
         max_victims: How many victims it may have.
         first_rank_only: Rank 0 is the victim.
         min_world_size: The smallest number of ranks.
@@ -197,7 +269,10 @@ class Scenario:
 
     run: Callable[[Hang], None]
     kinds: tuple[Kind, ...] = ("busy", "stopped", "gone")
+    stores: tuple[StoreKind, ...] = _ALL_STORES
     causes: tuple[Cause, ...] = ()
+    event: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
     max_victims: int = 3
     first_rank_only: bool = False
     min_world_size: int = 2
@@ -208,7 +283,7 @@ class Scenario:
         """The name of the scenario."""
         return self.run.__name__
 
-    def causes_of(self, kind: Kind) -> tuple[Cause, ...]:
+    def causes_of(self, kind: Kind) -> tuple[str, ...]:
         """Return the right causes for victims of a kind."""
         return self.causes or (kind,)
 
@@ -228,7 +303,34 @@ SCENARIOS = {
         Scenario(run=unknown_key, max_victims=1),
         Scenario(run=store_barrier, max_victims=1),
         Scenario(run=elastic_barrier),
-        Scenario(run=unique_id, max_victims=1, first_rank_only=True),
+        Scenario(
+            run=unique_id,
+            stores=("file", "server", "etcd"),
+            max_victims=1,
+            first_rank_only=True,
+        ),
+        Scenario(
+            run=init_barrier,
+            environ={"TORCH_DIST_INIT_BARRIER": "1"},
+            max_victims=1,
+        ),
+        Scenario(
+            run=started_twice, kinds=("twice",), causes=("duplicate",), min_world_size=3
+        ),
+        Scenario(
+            run=stale_attempt,
+            kinds=("restarted",),
+            stores=("server",),
+            causes=("stale",),
+            event=names.STORE_STALE,
+            max_victims=1,
+        ),
+        Scenario(
+            run=server_fails,
+            kinds=("server_stopped", "server_killed"),
+            stores=("server",),
+            causes=("server_unreachable",),
+        ),
         Scenario(
             run=diverged,
             kinds=("busy",),
@@ -241,13 +343,18 @@ SCENARIOS = {
 }
 
 
-def run_rank(scenario: Scenario, hang: Hang, directory: Path) -> None:
+def run_rank(scenario: Scenario, hang: Hang, file: Path) -> None:
     """Run one rank; write how it ended to a file."""
-    outcome, notes = "completed", []
+    ended: dict[str, Any] = {"type": ""}
     try:
         scenario.run(hang)
     except Exception as error:
-        outcome = type(error).__name__
-        notes = list(getattr(error, "__notes__", []))
-    text = "\n".join([outcome, *notes])
-    (directory / f"outcome.{hang.rank}").write_text(text)
+        copy = pickle.loads(pickle.dumps(error))
+        ended = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "args": [str(argument) for argument in error.args],
+            "notes": getattr(error, "__notes__", []),
+            "pickled": (type(copy), copy.args) == (type(error), error.args),
+        }
+    file.write_text(json.dumps(ended))

@@ -1,0 +1,129 @@
+"""Judges what the ranks of a case reported."""
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from hangs.cases import Case
+
+Result = Literal["right", "wrong", "not named"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a case led to.
+
+    Attributes:
+        case: The case.
+        result: Whether exactly the victims were named.
+        seconds: From the hang to the first right name.
+        reporters: The number of processes that reported.
+        errors: How each survivor that raised ended: ``type``, ``message``, ``args``,
+            ``notes`` and ``pickled``, by the number of its process.
+        why: Why the result is not right.
+        events: The events of all processes.
+    """
+
+    case: Case
+    result: Result = "not named"
+    seconds: float | None = None
+    reporters: int = 0
+    errors: dict[int, dict[str, Any]] = field(default_factory=dict)
+    why: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def stalls(self) -> list[dict[str, Any]]:
+        """The events `job.stalled`, in the order of their times."""
+        stalls = [one for one in self.events if one.get("event") == "job.stalled"]
+        return sorted(stalls, key=lambda event: str(event["timestamp"]))
+
+    @property
+    def with_note(self) -> int:
+        """The number of exceptions with a note."""
+        return sum(map(has_note, self.errors.values()))
+
+
+def has_note(error: dict[str, Any], text: str = "") -> bool:
+    """Return whether an exception has a note of tracedstore that contains a text."""
+    return any(
+        note.startswith("tracedstore:") and text in note for note in error["notes"]
+    )
+
+
+def judge(case: Case, directory: Path, hung_at: float) -> Outcome:
+    """Judge a case by the files that its processes wrote.
+
+    Args:
+        case: The case.
+        directory: The folder of these files.
+        hung_at: When the victims hung, in seconds since the epoch.
+    """
+    outcome = Outcome(case=case)
+    for seat in range(case.world_size):
+        events = _events(directory / f"log.{seat}")
+        outcome.reporters += any(one.get("event") == "job.stalled" for one in events)
+        outcome.events += events
+        ended = directory / f"outcome.{seat}"
+        if ended.exists() and seat in case.survivors:
+            fields = json.loads(ended.read_text())
+            if fields["type"]:
+                outcome.errors[seat] = fields
+    if case.scenario.harmless:
+        outcome.result = "wrong" if outcome.stalls else "right"
+    elif case.kind == "server_killed":
+        _judge_notes(outcome)
+    else:
+        _judge_stalls(outcome, hung_at)
+    wanted = case.scenario.event
+    if wanted and all(one.get("event") != wanted for one in outcome.events):
+        outcome.result, outcome.why = "not named", f"no {wanted}"
+    return outcome
+
+
+def _judge_notes(outcome: Outcome) -> None:
+    """Judge a case whose calls fail at once: there is no stall to report."""
+    missing = [
+        seat
+        for seat in outcome.case.survivors
+        if not has_note(outcome.errors.get(seat, {"notes": []}), "server_gone")
+    ]
+    if outcome.stalls:
+        outcome.result, outcome.why = "wrong", "job.stalled"
+    elif missing:
+        outcome.why = f"no note in processes {missing}"
+    else:
+        outcome.result = "right"
+
+
+def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
+    case = outcome.case
+    causes = case.scenario.causes_of(case.kind)
+    for event in outcome.stalls:
+        named = tuple(event["awaited_ranks"])
+        if case.kind == "restarted" and set(named) >= set(case.victims):
+            # A rank that fails at once reads keys of attempt 0 of further ranks, which
+            # start a moment later.
+            named = case.victims
+        if named and not set(named) <= set(case.victims):
+            outcome.result, outcome.why = "wrong", f"named {named}"
+            return
+        if named != case.victims or event["cause"] not in causes:
+            outcome.why = f"named {named}, cause {event['cause']}"
+        elif outcome.seconds is None:
+            at = datetime.fromisoformat(event["timestamp"]).timestamp()
+            outcome.seconds = at - hung_at
+            outcome.result = "right"
+
+
+def _events(log: Path) -> list[dict[str, Any]]:
+    events = []
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        if line.startswith("{"):
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+    return events

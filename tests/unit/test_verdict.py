@@ -1,0 +1,133 @@
+"""The verdict on a hung job, as bytes and as text."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.hostile_json import values
+from tracedstore.diagnosis.verdict import (
+    CAUSES,
+    REMEDIES,
+    AwaitedRank,
+    Verdict,
+    worst,
+)
+
+VERDICT = Verdict(
+    phase="new_group 1",
+    cause="busy",
+    awaited=(
+        AwaitedRank(
+            rank=2, host="node4", pid=812, cause="busy", doing="alive, in data.py:88 f"
+        ),
+        AwaitedRank(rank=5, cause="unknown"),
+    ),
+    awaited_ranks=(2, 5),
+    waiting_ranks=(0, 1, 3, 4),
+    key="1//cpu//0/2",
+    waited_seconds=31.25,
+    evidence=("these ranks write the keys that do not exist",),
+    remedy=REMEDIES["busy"],
+    time=1000.0,
+)
+FIELDS = json.loads(VERDICT.to_bytes())
+
+
+def test_round_trip() -> None:
+    """All fields survive."""
+    assert Verdict.from_bytes(VERDICT.to_bytes()) == VERDICT
+    bare = Verdict(phase="connect", cause="unknown", agents=True)
+    assert Verdict.from_bytes(bare.to_bytes()) == bare
+
+
+def test_text() -> None:
+    """One line with the ranks, the cause, the evidence and the remedy."""
+    assert VERDICT.describe() == (
+        "waiting in new_group 1 for rank 2 on node4 (pid 812): alive, in data.py:88 f;"
+        " rank 5 [busy: these ranks write the keys that do not exist]; "
+        + REMEDIES["busy"]
+    )
+
+
+def test_text_without_names() -> None:
+    """What is known is in their stead."""
+    verdict = Verdict(phase="key go", cause="unknown", known="one of ranks 2-3")
+    assert verdict.describe() == "waiting in key go: one of ranks 2-3"
+
+
+def test_many_ranks_are_folded() -> None:
+    """Eight are described, the others counted in ranges."""
+    awaited = tuple(AwaitedRank(rank=rank) for rank in range(64))
+    verdict = Verdict(
+        phase="connect",
+        cause="not_started",
+        awaited=awaited,
+        awaited_ranks=tuple(range(10_000)),
+    )
+    assert verdict.describe_awaited().endswith("rank 7; and ranks 8-9999")
+
+
+def test_event_fields_are_json() -> None:
+    """Lists and folded ranges, no tuples of objects."""
+    fields = VERDICT.event_fields()
+    assert json.loads(json.dumps(fields)) == fields
+    assert fields["awaited_ranks"] == [2, 5]
+    assert (fields["waiting_ranks"], fields["waiting_count"]) == ("0-1,3-4", 4)
+
+
+def test_every_cause_has_a_remedy() -> None:
+    """And the order of the causes decides which one a verdict has."""
+    assert REMEDIES.keys() == set(CAUSES)
+    assert worst(["busy", "not_started"]) == "not_started"
+    assert worst([]) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("cause", value) for value in ("", "evil", None, 3, ["busy"], {"busy": 1})),
+        *(("phase", value) for value in ("", None, 7)),
+        *(("awaited", value) for value in (None, 3, [None], [{"rank": 1}])),
+        *(("awaited_ranks", value) for value in (None, "0-99999999", [1], "1-x")),
+        *(("waited_seconds", value) for value in (-1, None, "1", 1e300)),
+        *(("time", value) for value in (None, "now")),
+        *(("evidence", value) for value in (None, 7, [3])),
+    ],
+)
+def test_invalid_field_invalidates_the_verdict(field: str, value: Any) -> None:
+    """A verdict of another program names no rank."""
+    hostile = json.dumps(FIELDS | {field: value}).encode()
+    assert Verdict.from_bytes(hostile) is None
+
+
+@given(st.binary(max_size=200) | values().map(lambda one: json.dumps(one).encode()))
+def test_any_bytes_are_a_verdict_or_none(value: bytes) -> None:
+    """A hostile value raises nothing."""
+    Verdict.from_bytes(value)
+
+
+@given(st.sampled_from(sorted(FIELDS)), values())
+def test_any_value_of_a_field(field: str, value: Any) -> None:
+    """What is accepted can be described, and has no control characters."""
+    verdict = Verdict.from_bytes(json.dumps(FIELDS | {field: value}).encode())
+    if verdict is not None:
+        assert verdict.describe().isprintable()
+        assert json.dumps(verdict.event_fields())
+
+
+@pytest.mark.parametrize("field", ["phase", "known", "key", "remedy"])
+def test_control_characters_are_replaced(field: str) -> None:
+    """The text reaches terminals and exceptions."""
+    hostile = json.dumps(FIELDS | {field: "a\x1b[2J\n", "awaited_ranks": ""}).encode()
+    verdict = Verdict.from_bytes(hostile)
+    assert verdict is not None
+    assert verdict.describe().isprintable()
+    assert verdict.key.isprintable()
+
+
+def test_too_large_a_verdict_is_refused() -> None:
+    """Before it is parsed."""
+    assert Verdict.from_bytes(json.dumps(FIELDS).encode() + b" " * (1 << 20)) is None
