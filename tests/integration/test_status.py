@@ -32,6 +32,7 @@ from support.certificates import Authority
 from support.etcd import EtcdServer, free_port
 from support.rendezvous import pickled_state
 from support.terminal import frames, without_styles
+from support.versions import needs_list_keys
 from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import ProcessIdentity
@@ -168,6 +169,7 @@ class TestBarriers:
         last = next(line for line in complete.lines if line.startswith("checkpoint/7"))
         assert f"last rank 2 ({HOST})" in last
 
+    @needs_list_keys
     def test_store_is_unchanged(self, job: tuple[Store, str], run: RunStatus) -> None:
         """The command writes nothing to the store."""
         store, url = job
@@ -195,6 +197,7 @@ class TestBarriers:
         assert run(url, "--after", "0.001").code == 2
         wait_for([*arrive(url, "b", 1, world_size=2), *waiting])
 
+    @needs_list_keys
     def test_barrier_of_torch(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
         """A barrier of torch records neither its world size nor its ranks."""
         _, url = tcp_job
@@ -280,6 +283,7 @@ class TestBarriers:
         assert "  checkpoint: 1 of 2 arrived" in result.out
         assert "abandoned" not in result.out
 
+    @needs_list_keys
     def test_run_id(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
         """Ranks, barriers and rendezvous of other jobs are left out."""
         store, url = tcp_job
@@ -297,6 +301,7 @@ class TestBarriers:
         assert "ranks under a/: 1 of 1 registered" in out
         assert "rendezvous mine: round 0" in out
 
+    @needs_list_keys
     def test_many_thousand_keys(
         self, tcp_job: tuple[Store, str], run: RunStatus
     ) -> None:
@@ -389,6 +394,7 @@ class TestRendezvous:
         ],
         ids=["complete", "silent", "not complete", "closed", "unreadable"],
     )
+    @needs_list_keys
     def test_states(
         self,
         state: Callable[[], bytes],
@@ -528,6 +534,7 @@ class TestBlocked:
         [([], False), (["--token-host", "127.0.0.1"], True)],
         ids=["not named", "named"],
     )
+    @needs_list_keys
     def test_token_policy(
         self, options: list[str], sent: bool, tmp_path: Path, run: RunStatus
     ) -> None:
@@ -554,6 +561,7 @@ class TestBlocked:
         assert f"unknown: rank 0 ({reason})" in " ".join(result.lines)
         assert result.code == 0
 
+    @needs_list_keys
     def test_redirects_are_not_followed(self, tmp_path: Path, run: RunStatus) -> None:
         """A rank cannot send the token elsewhere."""
         requests: list[bytes] = []
@@ -619,6 +627,7 @@ class TestBlocked:
         assert "CERTIFICATE_VERIFY_FAILED" in replies[0]["error"]
         assert {trusted.code, wrong.code, untrusted.code} == {0}
 
+    @needs_list_keys
     def test_ranks_without_reply(
         self, tcp_job: tuple[Store, str], run: RunStatus
     ) -> None:

@@ -17,7 +17,7 @@ from tracedstore.coordination.rank_registry import parse_entry, prefix_of
 
 # The prefixes under which the stores of a job have keys: none in the store that
 # init_process_group creates, and those of the default process group.
-_PREFIXES = ("", "default_pg/", "default_pg/0//", "0//")
+_PREFIXES = ("", "default_pg/", "default_pg/0/", "default_pg/0//", "0//")
 _RENDEZVOUS = "torch.rendezvous."
 # The run id of torchrun without --rdzv-id.
 _DEFAULT_RENDEZVOUS = f"{_RENDEZVOUS}none"
