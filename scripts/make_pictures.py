@@ -126,7 +126,7 @@ def run_demo(folder: Path) -> str:
 def select_lines(screens: list[list[str]]) -> list[str]:
     """Return the lines to show: the middle of the last scenario, and the end."""
     *_, last = screens
-    heading = _find(last, "Scenario 4 of ")
+    heading = _find(last, ": two ranks die")
     timeout, files = _find(last, " times out after "), _find(last, "Files in ")
     # Screens with the early warning, while all ranks still wait.
     stalled = [

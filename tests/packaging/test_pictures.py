@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tracedstore.demo.rank import load_dataset
 from tracedstore.demo.scenarios import SCENARIOS
+from tracedstore.names import JOB_RESUMED
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
@@ -33,7 +35,8 @@ def texts() -> list[str]:
 
 def strings() -> str:
     """Return all strings of the program that the demo can print."""
-    packages = [ROOT / "src/tracedstore" / name for name in ("demo", "coordination")]
+    names = ("demo", "coordination", "diagnosis")
+    packages = [ROOT / "src/tracedstore" / name for name in names]
     texts = []
     for module in (path for package in packages for path in package.glob("*.py")):
         tree = ast.parse(module.read_text("utf-8"))
@@ -81,7 +84,8 @@ class TestDemo:
         """Every word of the run in docs/demo.md is in a string of the program."""
         page = (ROOT / "docs/demo.md").read_text("utf-8")
         (shown,) = re.findall(r"\n\n```\n(.*?)\n```\n", page, re.DOTALL)
-        known = {*WORD.findall(strings()), "demo", "host"}
+        busy_in = load_dataset.__name__
+        known = {*WORD.findall(f"{strings()} {busy_in} {JOB_RESUMED}"), "demo", "host"}
 
         assert set(WORD.findall(shown)) <= known
         for title in re.findall(r"Scenario \d of \d: (.*)", shown):
@@ -97,7 +101,7 @@ class TestDemo:
         silent = re.findall(r"^ +(\d+) +\S+ +no answer ", picture, re.MULTILINE)
         waiting = re.findall(r"waiting \d\.\d s at checkpoint/1", picture)
 
-        assert heading == f"Scenario 4 of {SCENARIOS}: two ranks die"
+        assert heading == f"Scenario {SCENARIOS} of {SCENARIOS}: two ranks die"
         assert heading.partition(": ")[2] in strings()
         assert lines[1] in strings()
         assert warned == silent == re.findall(r"\d+", lines[-2].partition(" on ")[0])

@@ -217,6 +217,81 @@ class TestAgreement:
         assert not summary.missing(outputs, folder)["agree"]
 
 
+def job_event(name: str, rank: int, **different: Any) -> dict[str, Any]:
+    """Return an event about ranks that wait for rank 2 in new_group."""
+    return {
+        "event": name,
+        "rank": rank,
+        "awaited": "rank 2 on node (pid 7): alive",
+        "awaited_ranks": [2],
+        "cause": "busy",
+        "phase": "new_group 1",
+        "waiting_ranks": "0-1",
+        "waiting_count": 2,
+        "waited_seconds": 2.5,
+        **different,
+    }
+
+
+def stall(folder: Path, **different: Any) -> RankOutputs:
+    """Return outputs of two ranks that report a stall, rank 1 with other values."""
+    outputs = RankOutputs(OutputFolder(folder), [0, 1, 2])
+    outputs.events = [
+        job_event(names.JOB_STALLED, 0),
+        job_event(names.JOB_STALLED, 1, **different),
+        # A barrier is not a part of it.
+        job_event(names.JOB_STALLED, 2, phase="barrier step/1", awaited_ranks=[0]),
+        job_event(names.JOB_RESUMED, 1),
+        job_event(names.JOB_RESUMED, 0),
+    ]
+    return outputs
+
+
+class TestStall:
+    """Whom the ranks waited for in new_group."""
+
+    def test_agree(self, tmp_path: Path) -> None:
+        """All reporters name the same rank, and report the end."""
+        stalled = summary.stalled(stall(tmp_path))
+
+        assert stalled["agree"]
+        assert (stalled["ranks"], stalled["cause"]) == ([2], "busy")
+        assert stalled["reported_by"] == [0, 1]
+
+    @pytest.mark.parametrize(
+        "different", [{"awaited_ranks": [1, 2]}, {"cause": "gone"}]
+    )
+    def test_one_differs(self, tmp_path: Path, different: dict[str, Any]) -> None:
+        """Another rank or cause is a disagreement."""
+        assert not summary.stalled(stall(tmp_path, **different))["agree"]
+
+    def test_not_resumed(self, tmp_path: Path) -> None:
+        """A stall whose end was not reported is a disagreement."""
+        outputs = stall(tmp_path)
+        outputs.events.pop()
+
+        assert not summary.stalled(outputs)["agree"]
+
+    def test_no_stall(self, tmp_path: Path) -> None:
+        """Without a report there is no verdict."""
+        outputs = stall(tmp_path)
+        outputs.events.clear()
+
+        stalled = summary.stalled(outputs)
+        assert (stalled["agree"], stalled["ranks"]) == (False, [])
+
+    def test_printed(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """The first report and the first end are printed, but not those of barriers."""
+        Printer(quiet=False).events(stall(tmp_path).events, ranks_wait=True)
+
+        lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
+        assert lines == [
+            "rank 0 reports, 2.5 s into new_group 1, while 2 ranks wait:",
+            "job.stalled: rank 2 on node (pid 7): alive",
+            "rank 1 reports job.resumed",
+        ]
+
+
 class TestSummary:
     """The text of the summary."""
 
@@ -234,12 +309,16 @@ class TestSummary:
                 "of": 3,
                 "late_seconds": 1.8,
             },
+            "stalled": summary.stalled(stall(tmp_path / "stall")),
             "missing": summary.missing(checkpoint(folder), folder),
         }
 
         assert summary.table(document)[2] == (
             "arrived last",
             "rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x, others: 2x",
+        )
+        assert ("awaited", "rank 2, busy, in new_group 1 by ranks 0-1") in (
+            summary.table(document)
         )
 
 

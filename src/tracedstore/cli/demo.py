@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="selects the late rank, and the one killed with rank 0 (0)",
+        help="selects the late, the busy and, with rank 0, the killed rank (0)",
     )
     parser.add_argument(
         "--output",

@@ -77,6 +77,11 @@ class Fleet:
             with suppress(OSError):
                 self._channels[rank].sendall(message)
 
+    def end_load(self, rank: int) -> None:
+        """End `load_dataset` of a rank; otherwise a rank ignores it."""
+        with suppress(OSError):
+            self._channels[rank].sendall(b"\n")
+
     def wait(
         self, scenario: str, timeout: float, meanwhile: Callable[[], None]
     ) -> None:

@@ -25,8 +25,8 @@ class Printer:
     def __init__(self, *, quiet: bool) -> None:
         self.screen = Screen(sys.stdout, quiet=quiet)
         self._started = time.monotonic()
-        # Events of the current scenario that are printed, with their barriers.
-        self._printed: set[tuple[str, str | None]] = set()
+        # Events of the current scenario that are printed, with their barrier or phase.
+        self._printed: set[tuple[str, str]] = set()
 
     def seconds(self) -> float:
         """Return the seconds since the start."""
@@ -56,15 +56,18 @@ class Printer:
         self.screen.show(live_view(progress, outputs, size.width, size.height))
 
     def events(self, events: list[Event], *, ranks_wait: bool) -> None:
-        """Print the warnings of ranks, the first of each kind per barrier.
+        """Print the warnings of ranks, the first of each kind per barrier or phase.
+
+        A stall at a barrier is not printed: the barrier's own warning names its ranks.
 
         Args:
             events: The events.
             ranks_wait: Ranks wait at a barrier now.
         """
         for event in events:
-            key = event["event"], event.get("barrier")
-            if key in self._printed:
+            phase: str = event.get("phase", "")
+            key: tuple[str, str] = event["event"], event.get("barrier", phase)
+            if key in self._printed or phase.startswith("barrier "):
                 continue
             self._printed.add(key)
             rank = event.get("rank")
@@ -85,6 +88,16 @@ class Printer:
                     f" {event['key']}",
                     _WARNING,
                 )
+            elif event["event"] == names.JOB_STALLED:
+                self.note(
+                    f"rank {rank} reports, {event['waited_seconds']:.1f} s into"
+                    f" {event['phase']}, while {event['waiting_count']} ranks wait:",
+                    _WARNING,
+                )
+                text = f"{'':{_TIME_WIDTH}}{event['event']}: {event['awaited']}"
+                self.screen.print(Line(text, _WARNING, indent=_TIME_WIDTH))
+            elif event["event"] == names.JOB_RESUMED:
+                self.note(f"rank {rank} reports {event['event']}")
             elif event["event"] == names.BARRIER_TIMEOUT:
                 self.note(
                     f"rank {rank} times out after {event['waited_seconds']:.1f} s:"

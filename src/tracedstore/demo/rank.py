@@ -3,15 +3,18 @@
 import json
 import os
 import random
+import select
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
@@ -27,6 +30,10 @@ RUN_ID = "demo"
 CHECKPOINT = "checkpoint/1"
 # Seconds; longer than any barrier that completes takes.
 _BARRIER_TIMEOUT = 30.0
+# Seconds after which a blocked call leads to a verdict; a straggler is late for less.
+_STALL_AFTER = 2.0
+# Seconds that a rank is busy if the demo does not end it.
+_MAX_BUSY_SECONDS = 20.0
 
 
 def simulated_host(rank: int) -> str:
@@ -47,7 +54,9 @@ def run_rank(
     try:
         _configure(rank, world_size, folder.trace(rank))
         with channel.makefile("rw", encoding="utf-8") as commands:
-            _execute(_Rank(rank, world_size, seed, folder.error(rank)), commands)
+            _execute(
+                _Rank(rank, world_size, seed, folder.error(rank), channel), commands
+            )
     except BaseException:
         traceback.print_exc(file=sys.stderr)
     finally:
@@ -72,7 +81,12 @@ def _configure(rank: int, world_size: int, spans: Path) -> None:
     )
     # Not in batches, which a rank that is killed would lose.
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    configure(tracer_provider=provider, log_format="json", http_port=0)
+    configure(
+        tracer_provider=provider,
+        log_format="json",
+        http_port=0,
+        stall_after=_STALL_AFTER,
+    )
 
 
 def _execute(rank: "_Rank", commands: Any) -> None:
@@ -80,22 +94,39 @@ def _execute(rank: "_Rank", commands: Any) -> None:
         "join": rank.join,
         "steps": rank.steps,
         "contend": rank.contend,
+        "create_group": rank.create_group,
         "checkpoint": rank.checkpoint,
     }
     for line in commands:
+        if not line.strip():
+            continue  # it was for load_dataset
         command, arguments = json.loads(line)
         methods[command](**arguments)
         commands.write(json.dumps(command) + "\n")
         commands.flush()
 
 
+def load_dataset(channel: socket.socket) -> None:
+    """Be busy until the demo sends something; at most 20 s."""
+    # One system call, so that this function is the innermost frame.
+    select.select([channel], [], [], _MAX_BUSY_SECONDS)
+
+
 class _Rank:
     """The commands of a rank."""
 
-    def __init__(self, rank: int, world_size: int, seed: int, error: Path) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        seed: int,
+        error: Path,
+        channel: socket.socket,
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._error = error
+        self._channel = channel
         self._random = random.Random(f"{seed}/{rank}")  # noqa: S311 - no secret
         self._store: Any = None
         self._kind = ""
@@ -137,6 +168,22 @@ class _Rank:
             else:
                 desired = str(int(held or 0) + 1)
                 held = self._store.compare_set("ticket", held, desired).decode()
+
+    def create_group(self, busy_rank: int) -> None:
+        """Create a process group; one rank is busy before it does."""
+        dist.init_process_group(
+            "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timedelta(seconds=_BARRIER_TIMEOUT),
+        )
+        if self._rank == busy_rank:
+            load_dataset(self._channel)
+        dist.new_group()
+        # torch's new_group does not wait until all ranks have connected.
+        self._wait_for_all("group", warn_after=0.0)
+        dist.destroy_process_group()
 
     def checkpoint(self, seconds: float, timeout: float, warn_after: float) -> None:
         """Sleep, and wait at a barrier at which killed ranks are missing."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from tracedstore.demo.rank_table import Progress
 from tracedstore.demo.store_servers import serve_store, store_url
 
 # About how many seconds the start and each scenario take.
-_EXPECTED_SECONDS = (1.0, 3.0, 3.0, 6.5, 8.0)
+_EXPECTED_SECONDS = (1.0, 3.0, 3.0, 6.5, 4.5, 8.0)
 SCENARIOS = len(_EXPECTED_SECONDS) - 1
 # Seconds between two polls of the ranks, whose pages change twice a second.
 _POLL_INTERVAL = 0.5
 # Seconds that a scenario may take.
 _SCENARIO_TIMEOUT = 60.0
+# Seconds for the event that a stall has ended.
+_RESUME_TIMEOUT = 5.0
 _HEALTHY_STEPS = range(1, 13)
 _LATE_STEPS = range(13, 16)
 _LATE_SECONDS = 1.8
@@ -117,6 +120,7 @@ class _Demo:
         chosen = random.Random(arguments.seed)  # noqa: S311 - no secret
         others = chosen.sample(range(1, arguments.ranks), 2)
         self._straggler, self._victims = others[0], sorted([0, others[1]])
+        self._busy = chosen.randrange(arguments.ranks)
 
     def run(self, location: str) -> dict[str, Any]:
         """Run all scenarios and return the summary."""
@@ -133,6 +137,7 @@ class _Demo:
         self._healthy_steps()
         self._contention()
         straggler = self._late_rank()
+        stalled = self._busy_rank()
         missing = self._killed_ranks()
         outputs = self._outputs
         return {
@@ -145,6 +150,8 @@ class _Demo:
             **findings.totals(outputs),
             "slowest_waits": findings.slowest_waits(outputs.spans),
             "straggler": straggler,
+            "busy": self._busy,
+            "stalled": stalled,
             "killed": self._victims,
             "missing": missing,
             "files": {
@@ -217,9 +224,39 @@ class _Demo:
         )
         return late
 
-    def _killed_ranks(self) -> dict[str, Any]:
+    def _busy_rank(self) -> dict[str, Any]:
         self._begin(
             4,
+            "a busy rank",
+            "All ranks but one call torch's new_group. What is that rank doing?",
+        )
+        self._fleet.send("create_group", busy_rank=self._busy)
+        self._wait(self._end_load_after_verdict)
+        until = time.monotonic() + _RESUME_TIMEOUT
+        while not (stalled := findings.stalled(self._outputs))["agree"]:
+            if time.monotonic() > until:
+                raise CommandError(
+                    "the ranks do not report one stall and its end: this machine is too"
+                    f" busy, or this is a bug; report it with {self._folder.path}"
+                )
+            self._tick()
+        correct = stalled["ranks"] == [self._busy] and stalled["cause"] == "busy"
+        reporters = stalled["reported_by"]
+        self._printer.result(
+            f"log of rank{'s' * (len(reporters) > 1)} {fold(reporters)} names rank"
+            f" {fold(stalled['ranks'])}, {stalled['cause']}:"
+            f" {'correct' if correct else 'wrong'}; all ranks went on"
+        )
+        return stalled
+
+    def _end_load_after_verdict(self) -> None:
+        self._tick()
+        if findings.stalled(self._outputs)["reported_by"]:
+            self._fleet.end_load(self._busy)
+
+    def _killed_ranks(self) -> dict[str, Any]:
+        self._begin(
+            5,
             "two ranks die",
             "Two processes get SIGKILL before a checkpoint. Which ranks are they?",
         )
@@ -246,10 +283,10 @@ class _Demo:
         self._printer.scenario(f"Scenario {number} of {SCENARIOS}: {title}", question)
         self._draw()
 
-    def _wait(self) -> None:
+    def _wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until the ranks have finished, and their pages are current."""
         _, title, _ = self._scenario
-        self._fleet.wait(title, _SCENARIO_TIMEOUT, self._tick)
+        self._fleet.wait(title, _SCENARIO_TIMEOUT, meanwhile or self._tick)
         until = time.monotonic() + _POLL_INTERVAL + 0.1
         while time.monotonic() < until:
             self._tick()

@@ -15,6 +15,8 @@ from tracedstore.demo.rank import CHECKPOINT
 
 _MAX_WAITS = 3
 _MAX_LAST_RANKS = 4
+# The start of the phase in which a rank is busy elsewhere.
+_NEW_GROUP = "new_group"
 
 
 def totals(outputs: RankOutputs) -> dict[str, Any]:
@@ -105,6 +107,30 @@ def hosts(outputs: RankOutputs) -> dict[int, str]:
     return by_rank
 
 
+def stalled(outputs: RankOutputs) -> dict[str, Any]:
+    """Return whom the ranks waited for in ``new_group``, from the events.
+
+    ``agree`` is true if every rank that reported the stall named the same ranks and the
+    same cause, and reported its end.
+    """
+    events = [e for e in outputs.events if e.get("phase", "").startswith(_NEW_GROUP)]
+    reports = [e for e in events if e["event"] == names.JOB_STALLED]
+    resumed = {e["rank"] for e in events if e["event"] == names.JOB_RESUMED}
+    verdicts = {(tuple(e["awaited_ranks"]), e["cause"]) for e in reports}
+    first = reports[0] if reports else {}
+    reporters = sorted({e["rank"] for e in reports})
+    return {
+        "ranks": first.get("awaited_ranks", []),
+        "cause": first.get("cause", ""),
+        "awaited": first.get("awaited", ""),
+        "phase": first.get("phase", ""),
+        "waiting_ranks": first.get("waiting_ranks", ""),
+        "waited_seconds": first.get("waited_seconds"),
+        "reported_by": reporters,
+        "agree": len(verdicts) == 1 and sorted(resumed) == reporters,
+    }
+
+
 def missing(outputs: RankOutputs, folder: OutputFolder) -> dict[str, Any]:
     """Compare the missing ranks of the checkpoint in all sources.
 
@@ -172,6 +198,8 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if others := sum(n for _, n in ordered[_MAX_LAST_RANKS:]):
         last.append(f"others: {others}x")
     gone, late = summary["missing"], summary["straggler"]
+    stall = summary["stalled"]
+    awaited = f"rank {fold(stall['ranks'])}, {stall['cause']}"
     waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
         + (", timed out" if wait["result"] == "timeout" else "")
@@ -184,6 +212,10 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
         ("arrived last", ", ".join(last)),
         ("straggler", f"rank {late['rank']} on {late['host']}, {delay}"),
+        (
+            "awaited",
+            f"{awaited}, in {stall['phase']} by ranks {stall['waiting_ranks']}",
+        ),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
     ]

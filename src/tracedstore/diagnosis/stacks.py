@@ -25,6 +25,8 @@ from tracedstore.diagnosis.process_answer import (
 
 ITSELF = "itself"
 _PACKAGE = f"{Path(__file__).parent.parent}/"
+# The demo is a job, not a part of the wrapper.
+_DEMO = f"{_PACKAGE}demo/"
 
 
 def own_answer(
@@ -82,13 +84,14 @@ def _frames(innermost: FrameType | None, limit: int) -> tuple[Frame, ...]:
     frame = innermost
     while frame is not None and len(frames) < limit:
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE):
+        file = code.co_filename
+        if file.startswith(_PACKAGE) and not file.startswith(_DEMO):
             # The wrapper's own frames are between those of the job.
             frame = frame.f_back
             continue
         frames.append(
             Frame(
-                file="/".join(code.co_filename.split("/")[-2:])[-MAX_NAME:],
+                file="/".join(file.split("/")[-2:])[-MAX_NAME:],
                 # None between two lines of some instructions
                 line=frame.f_lineno or 0,
                 function=code.co_qualname[:MAX_NAME],
