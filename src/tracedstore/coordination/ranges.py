@@ -24,12 +24,15 @@ def unfold(text: str, max_ranks: int = MAX_RANKS) -> list[int]:
         ValueError: The text is malformed or has more than `max_ranks` ranks. It is
             raised before anything is expanded.
     """
-    return list(_unfold(text, max_ranks))
+    return list(unfold_shared(text, max_ranks))
 
 
-# All ranks of a group publish the same text. A million ranks take 40 MB.
 @lru_cache(maxsize=4)
-def _unfold(text: str, max_ranks: int) -> tuple[int, ...]:
+def unfold_shared(text: str, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
+    """Expand a text as `unfold` does; the same object for the same text.
+
+    All ranks of a group publish the same text, and a million ranks take 40 MB.
+    """
     ranges: list[range] = []
     total = 0
     for item in text.split(",") if text else ():

@@ -98,12 +98,14 @@ def _with_meaning(
     members = groups.members(known.group_name) if known.group_name else None
     if members is None and not known.group_name:
         members = tuple(range(member.world_size))
+    everyone = members == tuple(range(member.world_size))
     return replace(
         record,
         phase=known.phase,
         protocol=known.protocol,
         group=known.group,
-        members=members,
+        # Not listed by each of ten thousand ranks.
+        members=None if everyone else members,
         awaits=_writers(connection, absent, known, members),
     )
 
@@ -159,28 +161,32 @@ def is_absent(connection: Any, keys: Sequence[str]) -> bool:
     return not keys or not connection.check(list(keys))
 
 
-def find_excess(connection: Any, own: BlockedRecord) -> Verdict | None:
+def find_excess(connection: Any, own: BlockedRecord, member: Member) -> Verdict | None:
     """Return a verdict if more ranks arrived than there are: the count is stale.
 
     Args:
         connection: A connection to the store of the blocked call.
         own: The record of that call.
+        member: The rank of this process.
     """
     known = meaning(own.keys[0]) if own.keys else None
-    if known is None or known.counter is None or own.members is None:
+    if known is None or known.counter is None:
         return None
+    if known.group_name and groups.members(known.group_name) is None:
+        return None
+    size = member.world_size if own.members is None else len(own.members)
     if not connection.check([known.counter]):
         return None
     try:
         count = int(read_key(connection, known.counter))
     except ValueError:
         return None
-    if count <= len(own.members):
+    if count <= size:
         return None
     return Verdict(
         phase=own.phase,
         cause="too_many",
-        known=f"{count} arrivals were counted for {len(own.members)} ranks",
+        known=f"{count} arrivals were counted for {size} ranks",
         waiting_ranks=(own.rank,),
         key=own.keys[0],
         waited_seconds=max(0.0, time.time() - own.started),

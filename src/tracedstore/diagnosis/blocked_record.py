@@ -148,7 +148,7 @@ def _optional_text(value: Any) -> str:
 def _optional_ranks(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    ranks = ranges.unfold(value)
+    ranks = ranges.unfold_shared(value)
     if ranks and ranks[-1] >= ranges.MAX_RANKS:
         raise ValueError(f"a rank from {ranges.MAX_RANKS}")
-    return tuple(ranks)
+    return ranks

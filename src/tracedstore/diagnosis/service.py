@@ -262,7 +262,7 @@ class Diagnosis:
             wait.look_at = now + self._interval
             return
         connection = session.connection_to(wait.active.state)
-        verdict = find_excess(connection, record)
+        verdict = find_excess(connection, record, session.member)
         if verdict is None:
             timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT
             verdict = inquire(session.connection, record, session.member, timeout)
