@@ -162,7 +162,7 @@ class Verdict:
         try:
             fields = validation.load_json(value, _MAX_VERDICT_BYTES)
             return cls(
-                phase=validation.text(fields["phase"]),
+                phase=printable_text(fields["phase"]),
                 cause=_cause(fields["cause"]),
                 awaited=tuple(_awaited(one) for one in fields["awaited"][:MAX_AWAITED]),
                 awaited_ranks=_ranks(fields["awaited_ranks"]),
