@@ -22,19 +22,23 @@ from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.verdict import MAX_AWAITED, REMEDIES, Verdict
 
-# Seconds for the processes of awaited ranks to answer.
-_ANSWER_TIMEOUT = 3.0
 _MAX_FAMILIES_ASKED = 16
 Answers = Mapping[int, ProcessAnswer]
 
 
-def inquire(connection: Any, own: BlockedRecord, member: Member) -> Verdict | None:
+def inquire(
+    connection: Any,
+    own: BlockedRecord,
+    member: Member,
+    answer_timeout: float,
+) -> Verdict | None:
     """Find out whom the job waits for; None if a suspect is blocked by now itself.
 
     Args:
         connection: A connection to the store in which the ranks registered.
         own: The record of the blocked call of this rank.
         member: The rank of this process.
+        answer_timeout: Seconds for the processes of awaited ranks to answer.
     """
     now = time.time()
     world_size = member.world_size
@@ -42,7 +46,9 @@ def inquire(connection: Any, own: BlockedRecord, member: Member) -> Verdict | No
     suspects = find_suspects(blocked, world_size)
     if member.agents is None:
         registered = _registered(connection, suspects.ranks, own.attempt)
-        answers = _ask(connection, registered, suspects.ranks, world_size, blocked)
+        answers = _ask(
+            connection, registered, suspects.ranks, world_size, blocked, answer_timeout
+        )
         blocked = _apply_learned(blocked, answers)
         suspects = find_suspects(blocked, world_size)
     else:
@@ -87,6 +93,7 @@ def _ask(
     ranks: Sequence[int],
     world_size: int,
     blocked: Mapping[int, BlockedRecord],
+    timeout: float,
 ) -> Answers:
     # A rank that has never connected may have a process all the same. Those that have
     # connected come first: more than 64 are not asked.
@@ -97,7 +104,7 @@ def _ask(
         registered,
         asked[:MAX_AWAITED],
         world_size,
-        _ANSWER_TIMEOUT,
+        timeout,
         families=sorted(families)[:_MAX_FAMILIES_ASKED],
     )
 

@@ -8,11 +8,13 @@ and reports that.
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tracedstore import names
 from tracedstore.core.counters import ActiveCall, Call
 from tracedstore.core.errors import TIMEOUT, error_type
+from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import Recorder
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import describe_call, find_excess, is_absent
@@ -39,6 +41,8 @@ _LOOKERS = 2
 # Seconds that a failed call waits for a verdict, and the shortest wait that gets one.
 _EXPLAIN_TIMEOUT = 2.0
 _MIN_EXPLAINED_WAIT = 1.0
+# Seconds for awaited processes to answer, while the call lasts and after it failed.
+_ANSWER_TIMEOUT, _ANSWER_TIMEOUT_AFTER_FAILURE = 3.0, 1.0
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
 
@@ -254,7 +258,8 @@ class Diagnosis:
         connection = session.connection_to(wait.active.state)
         verdict = find_excess(connection, record)
         if verdict is None:
-            verdict = inquire(session.connection, record, session.member)
+            timeout = _ANSWER_TIMEOUT_AFTER_FAILURE if at_once else _ANSWER_TIMEOUT
+            verdict = inquire(session.connection, record, session.member, timeout)
         if verdict is None or not is_absent(connection, record.keys):
             wait.look_at = now + self._interval
             return
@@ -299,6 +304,14 @@ class Diagnosis:
         wait = self._waits.setdefault(id(active.call), Wait(active))
         if wait.verdict is not None:
             return
-        wait.verdict = examine_server(active.call, None)
-        if wait.verdict is not None and reports_by_itself():
+        verdict = examine_server(active.call, None)
+        if verdict is None:
+            return
+        rank = process_identity().rank
+        wait.verdict = replace(
+            verdict,
+            waiting_ranks=() if rank is None else (rank,),
+            waited_seconds=waited_seconds(self._recorder, active),
+        )
+        if reports_by_itself():
             stalled.report(wait, wait.verdict)
