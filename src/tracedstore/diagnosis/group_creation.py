@@ -22,7 +22,7 @@ from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import file_store, gloo_addresses, stalled, stamps
 from tracedstore.diagnosis.verdict import Verdict
 
-_READ_TIMEOUT = 1.0
+_READ_TIMEOUT = 2.0
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
 
