@@ -104,7 +104,7 @@ def test_ranks_beyond_the_world_are_not_read() -> None:
 
 def test_hostile_values_do_not_hide_the_others() -> None:
     """Neither a bad list of ranks nor a bad record."""
-    store = HashStore()
+    store: Any = HashStore()
     store.append("tracedstore/BLOCKED_RANKS", "x -1 99999999999 1 ")
     store.set(blocked_key(1), "\x00{")
     publish_blocked(store, RECORD, first=True)

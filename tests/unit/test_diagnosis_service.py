@@ -104,7 +104,7 @@ def test_verdict_of_another_rank_is_used(bare: HashStore, events: Events) -> Non
         waiting_ranks=(0,),
         time=time.time() + 2,
     )
-    bare.set(VERDICT, verdict.to_bytes())
+    bare.set(VERDICT, verdict.to_bytes().decode())
 
     error = waiting.exception(30)
 

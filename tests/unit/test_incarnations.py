@@ -133,7 +133,7 @@ def test_earlier_attempt_left_stale_keys(
 @given(values(ENTRY))
 def test_hostile_duplicates(value: bytes) -> None:
     """They raise nothing, and do not hide the valid one."""
-    store = HashStore()
+    store: Any = HashStore()
     store.set(DUPLICATES, value + b"\n" + json.dumps(ENTRY).encode() + b"\n")
     found = read_duplicates(store)
     assert all(str(one).isprintable() for one in found)

@@ -1,6 +1,7 @@
 """Stamps of process groups: keys of an earlier attempt are found."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,7 @@ def test_groups_have_their_own_stamps(
 @given(values(STAMP))
 def test_hostile_stamp(value: bytes) -> None:
     """It raises nothing, and the text has no control characters."""
-    store = HashStore()
+    store: Any = HashStore()
     store.set("tracedstore/STAMPS/0/1", value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
