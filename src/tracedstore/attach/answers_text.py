@@ -33,9 +33,9 @@ def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
         info = answers.registered.get(first.rank)
         text = f"  {examine(first.rank, first, info, '').describe()}"
         if len(members) > 1:
-            folded = ranges.fold(answer.rank for answer in members[1:])
-            noun = "rank" if len(members) == 2 else "ranks"
-            text += f"; the same: {noun} {folded}"
+            others = [answer.rank for answer in members[1:]]
+            noun = "rank" if len(others) == 1 else "ranks"
+            text += f"; the same: {noun} {ranges.fold(others)}"
         yield Line(text, "", 4)
     if len(by_size) > _MAX_GROUPS:
         more = sum(map(len, by_size[_MAX_GROUPS:]))

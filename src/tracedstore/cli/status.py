@@ -1,10 +1,10 @@
 """Show whom a job waits for, its ranks and its blocked calls, from its store.
 
 Connects to the store of a running job as one more client, writes nothing to it
-and waits for nothing in it. With --ask it writes a question, which it deletes with
-its answers, and shows what the other ranks do. Blocked ranks publish their calls in
-the store. Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) and can be reached
-are queried for all of their calls in flight.
+and waits for nothing in it. With --ask it writes a question, which it deletes
+with its answers, and shows what the other ranks do. Blocked ranks publish their
+calls in the store. Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) and
+can be reached are queried for all of their calls in flight.
 
 Examples:
   tracedstore status --store tcp://node1:29400
@@ -14,9 +14,9 @@ Examples:
   tracedstore status --store etcd://etcd1:2379/jobs/7 --after 60 || alert
 
 Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
-also ends --watch; 2 something is missing: a stall is reported, ranks are blocked,
-a barrier or a rendezvous is not complete, a node of a rendezvous is silent, or
-ranks have not registered; 64 invalid command line; 130 Ctrl-C
+also ends --watch; 2 something is missing: a stall is reported, ranks are
+blocked, a barrier or a rendezvous is not complete, a node of a rendezvous is
+silent, or ranks have not registered; 64 invalid command line; 130 Ctrl-C
 """
 
 import argparse
