@@ -31,7 +31,7 @@ help:
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
-	@echo "make bench-hangs  make 200 hangs, in a quarter of an hour; options: ARGS='--hangs 30'"
+	@echo "make bench-hangs  make 200 hangs; options: ARGS='--hangs 30'"
 	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
 

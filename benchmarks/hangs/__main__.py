@@ -14,6 +14,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse  # noqa: E402 - see above
+import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
@@ -49,6 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--events", action="store_true", help="print the events and exceptions"
     )
+    parser.add_argument("--results", type=Path, help="file for results as JSON")
     return parser.parse_args()
 
 
@@ -77,6 +79,9 @@ def main() -> int:
         for outcome in pool.imap_unordered(run, cases):
             outcomes.append(outcome)
             _print_outcome(outcome, options)
+            if options.results is not None:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(outcome.to_json()) + "\n")
     return _print_summary(outcomes)
 
 

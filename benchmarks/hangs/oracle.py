@@ -45,6 +45,21 @@ class Outcome:
         """The number of exceptions with a note."""
         return sum(map(has_note, self.errors.values()))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "scenario": self.case.scenario.name,
+            "case": str(self.case),
+            "victims": self.case.victims,
+            "survivors": self.case.survivors,
+            "result": self.result,
+            "why": self.why,
+            "seconds": self.seconds,
+            "reporters": self.reporters,
+            "errors": self.errors,
+            "stalls": self.stalls,
+        }
+
 
 def has_note(error: dict[str, Any], text: str = "") -> bool:
     """Return whether an exception has a note of tracedstore that contains a text."""

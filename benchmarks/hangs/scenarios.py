@@ -233,12 +233,17 @@ def stale_attempt(hang: Hang) -> None:
     load_dataset(hang.timeout)
 
 
-def server_fails(hang: Hang) -> None:
-    """The server of the store fails while all ranks wait for a key."""
+def server_stopped(hang: Hang) -> None:
+    """The server of the store is stopped while all ranks wait for a key."""
     hang.init()
     store = hang.store()
     hang.reached()
     store.wait(["an unknown key"])
+
+
+def server_killed(hang: Hang) -> None:
+    """The server of the store is killed while all ranks wait for a key."""
+    server_stopped(hang)
 
 
 def slow(hang: Hang) -> None:
@@ -326,11 +331,12 @@ SCENARIOS = {
             max_victims=1,
         ),
         Scenario(
-            run=server_fails,
-            kinds=("server_stopped", "server_killed"),
+            run=server_stopped,
+            kinds=("server_stopped",),
             stores=("server",),
             causes=("server_unreachable",),
         ),
+        Scenario(run=server_killed, kinds=("server_killed",), stores=("server",)),
         Scenario(
             run=diverged,
             kinds=("busy",),

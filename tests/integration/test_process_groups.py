@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+import tracedstore
 from integration.conftest import StartChild
-from integration.harness import Child, wait_until
+from integration.harness import Child, forked, wait_until
+from tracedstore.core.recorder import RECORDER
 
 pytestmark = pytest.mark.processes
 
@@ -106,3 +108,23 @@ class TestNativeThreads:
         statuses = {"bare": bare.exit_status(), "traced": traced.exit_status()}
 
         assert statuses == {"bare": 0, "traced": 0}, traced.errors()[-500:]
+
+
+def outside_a_group() -> dict[str, Any]:
+    """Create a group without this process, which is instrumented."""
+    # torch's backend without communication; the import registers it.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    from torch import distributed as dist
+
+    tracedstore.instrument()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    group = dist.new_group([1])
+    return {
+        "outside": group is dist.GroupMember.NON_GROUP_MEMBER,
+        "failures": RECORDER.failures.counts(),
+    }
+
+
+def test_process_outside_a_new_group() -> None:
+    """new_group returns as without instrumentation."""
+    assert forked(outside_a_group) == {"outside": True, "failures": {}}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from support.hostile_json import values
@@ -67,16 +66,10 @@ def test_invalid_field_invalidates_the_record(field: str, value: Any) -> None:
     assert BlockedRecord.from_bytes(hostile) is None
 
 
-@given(st.binary(max_size=200) | values().map(lambda one: json.dumps(one).encode()))
-def test_any_bytes_are_a_record_or_none(value: bytes) -> None:
-    """A hostile value raises nothing."""
-    BlockedRecord.from_bytes(value)
-
-
-@given(st.sampled_from(sorted(FIELDS)), values())
-def test_any_value_of_a_field(field: str, value: Any) -> None:
-    """What is accepted can be written again, and has no control characters."""
-    record = BlockedRecord.from_bytes(json.dumps(FIELDS | {field: value}).encode())
+@given(values(FIELDS))
+def test_hostile_value(value: bytes) -> None:
+    """It raises nothing; what is accepted has no control characters."""
+    record = BlockedRecord.from_bytes(value)
     if record is not None:
         assert BlockedRecord.from_bytes(record.to_bytes()) == record
         assert "".join((record.phase, record.host, *record.keys)).isprintable()
@@ -111,7 +104,7 @@ def test_ranks_beyond_the_world_are_not_read() -> None:
 
 def test_hostile_values_do_not_hide_the_others() -> None:
     """Neither a bad list of ranks nor a bad record."""
-    store = HashStore()
+    store: Any = HashStore()
     store.append("tracedstore/BLOCKED_RANKS", "x -1 99999999999 1 ")
     store.set(blocked_key(1), "\x00{")
     publish_blocked(store, RECORD, first=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from support.hostile_json import values
 from tracedstore.diagnosis.verdict import (
@@ -91,7 +90,7 @@ def test_every_cause_has_a_remedy() -> None:
         *(("cause", value) for value in ("", "evil", None, 3, ["busy"], {"busy": 1})),
         *(("phase", value) for value in ("", None, 7)),
         *(("awaited", value) for value in (None, 3, [None], [{"rank": 1}])),
-        *(("awaited_ranks", value) for value in (None, "0-99999999", [1], "1-x")),
+        *(("awaited_ranks", value) for value in ("0-99999999", [1], "1-x", 7)),
         *(("waited_seconds", value) for value in (-1, None, "1", 1e300)),
         *(("time", value) for value in (None, "now")),
         *(("evidence", value) for value in (None, 7, [3])),
@@ -103,16 +102,10 @@ def test_invalid_field_invalidates_the_verdict(field: str, value: Any) -> None:
     assert Verdict.from_bytes(hostile) is None
 
 
-@given(st.binary(max_size=200) | values().map(lambda one: json.dumps(one).encode()))
-def test_any_bytes_are_a_verdict_or_none(value: bytes) -> None:
-    """A hostile value raises nothing."""
-    Verdict.from_bytes(value)
-
-
-@given(st.sampled_from(sorted(FIELDS)), values())
-def test_any_value_of_a_field(field: str, value: Any) -> None:
-    """What is accepted can be described, and has no control characters."""
-    verdict = Verdict.from_bytes(json.dumps(FIELDS | {field: value}).encode())
+@given(values(FIELDS))
+def test_hostile_value(value: bytes) -> None:
+    """It raises nothing; what is accepted has no control characters."""
+    verdict = Verdict.from_bytes(value)
     if verdict is not None:
         assert verdict.describe().isprintable()
         assert json.dumps(verdict.event_fields())

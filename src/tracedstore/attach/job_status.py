@@ -1,6 +1,6 @@
 """The status of a job: its verdict, and everything about it as JSON."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.export.inflight_client import Reply
 
 if TYPE_CHECKING:
+    from tracedstore.attach.asking import Answers
     from tracedstore.rendezvous.state import Node, RendezvousState
 
 # Seconds. torch removes a node from the rendezvous that has missed three heartbeats of
@@ -29,6 +30,7 @@ class Status:
         replies: The reply of each registered rank.
         after: Seconds a barrier may take before its absent ranks count as missing, and
             a rank may be blocked.
+        answers: What the ranks answered, a group each; empty if they were not asked.
     """
 
     store: str
@@ -36,6 +38,7 @@ class Status:
     job: JobState
     replies: Mapping[RankInfo, Reply]
     after: float = 0.0
+    answers: "Sequence[Answers]" = ()
 
     def missing(self) -> list[str]:
         """Return what is missing, a short text each; an empty list if nothing is."""
@@ -114,6 +117,11 @@ class Status:
             "blocked": [
                 asdict(one) | {"waited_seconds": self.waited(one)}
                 for one in self.blocked()
+            ],
+            "answers": [
+                answers.answers[rank].to_fields()
+                for answers in self.answers
+                for rank in sorted(answers.answers)
             ],
             "invalid_records": job.invalid_records,
             "unread_records": job.unread_records,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tracedstore.attach.answers_text import answer_lines
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.job_status import Status, count, no_answer_reason
 from tracedstore.attach.snapshot import MAX_LEDGER_BYTES
@@ -43,6 +44,7 @@ def status_lines(status: Status) -> list[Line]:
         ],
         *map(_ranks, job.groups),
         _blocked(status),
+        *(answer_lines(one, _blocked_ranks(status)) for one in status.answers),
         _in_progress(status),
         _in_flight(status),
         *(_rendezvous(status, *one) for one in job.rendezvous.items()),
@@ -268,6 +270,10 @@ def _blocked(status: Status) -> Iterator[Line]:
     if unread := status.job.unread_records:
         text = f"  and {count(unread, 'more rank')} with records that were not read"
         yield _line(text, _WARNING)
+
+
+def _blocked_ranks(status: Status) -> set[int]:
+    return {one.rank for one in status.blocked()}
 
 
 def _awaited_by(blocked: BlockedRank) -> str:

@@ -202,7 +202,9 @@ def _watch_creation(call: inspect.BoundArguments) -> AbstractContextManager[None
     arguments = call.arguments
     try:
         ranks = tuple(arguments.get("global_ranks_in_group") or ())
-        if _traced_bottom(arguments.get("store")) is not None:
+        # torch passes None to a process outside the group, which creates nothing.
+        outside = arguments["group_rank"] is None
+        if not outside and _traced_bottom(arguments.get("store")) is not None:
             return group_creation.watched(
                 group_creation.GroupCreation(
                     store=arguments["store"],

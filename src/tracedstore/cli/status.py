@@ -1,12 +1,14 @@
 """Show whom a job waits for, its ranks and its blocked calls, from its store.
 
 Connects to the store of a running job as one more client, writes nothing to it
-and waits for nothing in it. Blocked ranks publish their calls in the store.
-Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) and can be reached are
-queried for all of their calls in flight.
+and waits for nothing in it. With --ask it writes a question, which it deletes
+with its answers, and shows what the other ranks do. Blocked ranks publish their
+calls in the store. Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) and
+can be reached are queried for all of their calls in flight.
 
 Examples:
   tracedstore status --store tcp://node1:29400
+  tracedstore status --store tcp://node1:29400 --ask
   tracedstore status --store tcp://node1:29400 --run-id job-7 --watch
   tracedstore status --store file:///shared/store --json
   tracedstore status --store etcd://etcd1:2379/jobs/7 --after 60 || alert
@@ -36,9 +38,12 @@ from tracedstore.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from tracedstore.attach.asking import Answers
     from tracedstore.attach.job_status import Status
 
 _MISSING = 2
+# Seconds to wait for the answers of all ranks.
+_ANSWER_TIMEOUT = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="seconds a barrier may take, or a rank may be blocked, before it counts as"
         " missing (0)",
+    )
+    parser.add_argument(
+        "--ask",
+        action="store_true",
+        help="ask all ranks through the store what they do; waits for up to 5 s",
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_watch_arguments(parser, "repeat until Ctrl-C", 2.0)
@@ -75,17 +85,26 @@ def run(arguments: argparse.Namespace) -> int:
         while True:
             job = collect_job(address, arguments.run_id)
             infos = [info for group in job.groups for info in group.ranks]
+            # A job without registered ranks cannot be asked.
+            ask = arguments.ask and bool(infos)
             status = Status(
                 store=arguments.store,
                 now=time.time(),
                 job=job,
                 replies=query_ranks(infos, tokens),
                 after=arguments.after,
+                answers=_ask(address, arguments.run_id) if ask else (),
             )
             show(status)
             if not arguments.watch:
                 return _MISSING if status.missing() else 0
             time.sleep(arguments.interval)
+
+
+def _ask(address: Address, run_id: str | None) -> "list[Answers]":
+    from tracedstore.attach.asking import ask_job  # noqa: PLC0415 - imports torch
+
+    return ask_job(address, "status", run_id, _ANSWER_TIMEOUT)
 
 
 @contextmanager

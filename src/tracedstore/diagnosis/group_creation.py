@@ -22,7 +22,7 @@ from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import file_store, gloo_addresses, stalled, stamps
 from tracedstore.diagnosis.verdict import Verdict
 
-_READ_TIMEOUT = 1.0
+_READ_TIMEOUT = 2.0
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
 
@@ -64,17 +64,25 @@ class GroupCreation:
             self.verdict = replace(verdict, waited_seconds=waited)
 
     def look_and_report(self) -> None:
-        """Check the addresses, and emit `job.stalled` if they cannot work.
+        """Look for stale keys and bad addresses; emit `job.stalled` if there are some.
 
-        The first rank of the group reports, and the first one with a bad address.
+        The first rank of the group reports, and the first one with a bad address. Of
+        ranks with stale keys none may run, so the first of the others reports.
         """
         # The store's failures are not failures of the telemetry.
         with suppress(RuntimeError, OSError):
-            self.look()
+            self._look_for_stale_keys()
+            if self.verdict is None:
+                self.look()
         verdict = self.verdict
-        if verdict is not None and (
-            self.rank == 0 or self._own_rank() == verdict.awaited_ranks[0]
-        ):
+        if verdict is None:
+            return
+        reporters = {(self.ranks or (0,))[0], verdict.awaited_ranks[0]}
+        if verdict.cause == "stale":
+            members = self.ranks or range(self.size)
+            others = [one for one in members if one not in verdict.awaited_ranks]
+            reporters = set(others[:1])
+        if self._own_rank() in reporters:
             stalled.report(self, verdict)
 
     def _members(self) -> Mapping[int, int]:
@@ -95,7 +103,10 @@ class GroupCreation:
     def _look_for_stale_keys(self) -> None:
         with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
             members = self.ranks or tuple(range(self.size))
-            self.verdict = stamps.find_stale(store, self.name, members)
+            verdict = stamps.find_stale(store, self.name, members)
+        if verdict is not None:
+            waited = time.monotonic() - self.started
+            self.verdict = replace(verdict, waited_seconds=waited)
 
     def add_note(self, error: Exception) -> None:
         """Add to an exception what torch's text does not contain."""

@@ -76,6 +76,21 @@ def check_earlier(store: Any, rank: int) -> None:
         )
 
 
+def check_replaced(store: Any, rank: int) -> None:
+    """Record another process that has registered as this rank since this one did.
+
+    Two processes that start at the same time do not find each other in
+    `check_earlier`.
+    """
+    found = rank_registry.read_ranks(store, [rank]).get(rank)
+    identity = ProcessIdentity.from_environment(os.environ)
+    if found is None or (found.pid, found.host) == (os.getpid(), identity.host):
+        return
+    state = procfs.process_state(found.pid, found.start_ticks, found.namespace)
+    if found.attempt == restart_count(os.environ) and state != "gone":
+        _record_duplicate(store, found, identity.host)
+
+
 def read_duplicates(store: Any) -> list[Duplicate]:
     """Read the ranks that were started twice; invalid entries are omitted."""
     if not store.check([_DUPLICATES]):

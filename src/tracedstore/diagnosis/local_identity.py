@@ -10,12 +10,17 @@ from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
 from tracedstore.core.identity import (
     ProcessIdentity,
+    StoreIdentity,
+    bottom_of,
+    identify,
     process_identity,
     restart_count,
 )
 from tracedstore.diagnosis.verdict import printable_text
 
 _MAX_PID = 2**32
+_MAX_STORES = 16
+_MAX_NAME = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class LocalIdentity:
         start_ticks: When it started, in ticks since the boot.
         master: ``MASTER_ADDR:MASTER_PORT`` of its environment, "" without them.
         registered: It has registered in a store.
+        stores: The stores in which it has registered, as processes of one host can
+            compare them.
     """
 
     rank: int | None
@@ -41,17 +48,21 @@ class LocalIdentity:
     start_ticks: int | None
     master: str
     registered: bool
+    stores: tuple[str, ...] = ()
 
     @classmethod
     def own(cls) -> "LocalIdentity":
         """Return the identity of this process, as far as it is known now."""
-        return _identity(
+        registered = [store for store, _ in rank_registry.registered_stores()]
+        identity = _identity(
             process_identity(),
             os.environ,
             os.getpid(),
             procfs.own_start_ticks(),
-            registered=bool(rank_registry.registered_stores()),
+            registered=bool(registered),
         )
+        names = {name for store in registered if (name := _store_name(store))}
+        return replace(identity, stores=tuple(sorted(names)[:_MAX_STORES]))
 
     @classmethod
     def of_process(cls, pid: int) -> "LocalIdentity | None":
@@ -73,7 +84,13 @@ class LocalIdentity:
         return _identity(identity, environ, pid, None, registered=False)
 
     def same_job(self, other: "LocalIdentity") -> bool:
-        """Return whether two processes belong to the same attempt of the same job."""
+        """Return whether two processes belong to the same attempt of the same job.
+
+        Two jobs may have the same environment. Processes that have registered in
+        stores, but in no common one, belong to different jobs.
+        """
+        if self.stores and other.stores and set(self.stores).isdisjoint(other.stores):
+            return False
         return (
             self.world_size == other.world_size
             and self.run_id == other.run_id
@@ -100,6 +117,7 @@ class LocalIdentity:
                 start_ticks=_number(fields["start_ticks"], 2**63),
                 master=printable_text(fields["master"]) if fields["master"] else "",
                 registered=fields["registered"] is True,
+                stores=tuple(map(printable_text, fields["stores"]))[:_MAX_STORES],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("not the identity of a process") from error
@@ -124,6 +142,18 @@ def _identity(
         master=f"{address[0]}:{address[1]}" if all(address) else "",
         registered=registered,
     )
+
+
+def _store_name(store: Any) -> str:
+    """Return what processes of one host call the same store; "" if they share none."""
+    bottom = bottom_of(store)
+    state = getattr(bottom, "_traced", None)
+    found: StoreIdentity = identify(bottom) if state is None else state.identity
+    if found.in_process or not (found.port or found.address):
+        return ""
+    # Processes may use different names of a host, and different paths to a file.
+    where = found.port or os.path.realpath(found.address)
+    return f"{found.kind} {where} {found.namespace}"[:_MAX_NAME].strip()
 
 
 def _number(value: Any, below: int) -> int | None:

@@ -49,7 +49,7 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
     return Verdict(
         phase=known.phase if known else f"key {keys[0]}" if keys else method.name,
         cause=cause,
-        known=f"the store's server {identity.server}, which {_served_by()} serves",
+        known=f"the store's server {identity.server}{_served_by(identity.port)}",
         key=keys[0] if keys else "",
         evidence=tuple(evidence),
         remedy=REMEDIES[cause],
@@ -74,7 +74,10 @@ def _probe(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
     return "server_unreachable", "it accepts connections, but does not respond"
 
 
-def _served_by() -> str:
+def _served_by(port: int) -> str:
+    """Return which process serves a port, as far as torch's launchers determine it."""
+    if os.environ.get("MASTER_PORT") != str(port):
+        return ""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return "torchrun's agent on that host"
-    return "rank 0"
+        return ", which torchrun's agent on that host serves"
+    return " at MASTER_PORT, which rank 0 serves unless the program does"

@@ -8,11 +8,13 @@ and reports that.
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tracedstore import names
 from tracedstore.core.counters import ActiveCall, Call
 from tracedstore.core.errors import TIMEOUT, error_type
+from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import Recorder
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import (
@@ -310,6 +312,14 @@ class Diagnosis:
         wait = self._waits.setdefault(id(active.call), Wait(active))
         if wait.verdict is not None:
             return
-        wait.verdict = examine_server(active.call, None)
-        if wait.verdict is not None and reports_by_itself():
+        verdict = examine_server(active.call, None)
+        if verdict is None:
+            return
+        rank = process_identity().rank
+        wait.verdict = replace(
+            verdict,
+            waiting_ranks=() if rank is None else (rank,),
+            waited_seconds=waited_seconds(self._recorder, active),
+        )
+        if reports_by_itself():
             stalled.report(wait, wait.verdict)

@@ -14,6 +14,7 @@ from tracedstore.diagnosis.blocked_record import (
     publish_blocked,
     withdraw_blocked,
 )
+from tracedstore.diagnosis.incarnations import check_replaced
 from tracedstore.diagnosis.questions import polling_interval_of_rank
 from tracedstore.diagnosis.responder import Responder
 from tracedstore.diagnosis.server import check_reachable
@@ -74,6 +75,8 @@ class Session:
 
     def publish(self, record: BlockedRecord) -> None:
         """Publish the record of a blocked call of this rank."""
+        if not self._published and self.member.agents is None:
+            check_replaced(self.connection, self.member.rank)
         publish_blocked(self.connection, record, first=not self._published)
         self._published = True
 

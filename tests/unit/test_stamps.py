@@ -1,0 +1,64 @@
+"""Stamps of process groups: keys of an earlier attempt are found."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from torch.distributed import HashStore
+
+from support.hostile_json import values
+from tracedstore.diagnosis import stamps
+
+STAMP = {"rank": 1, "attempt": 0, "host": "node1", "pid": 7, "time": 1.0}
+
+
+@pytest.fixture
+def store() -> HashStore:
+    """A store in which ranks 0 and 1 created group 0 in attempt 0."""
+    store = HashStore()
+    for rank in (0, 1):
+        stamps.write(store, "0", rank)
+    return store
+
+
+def test_same_attempt_is_not_stale(store: HashStore) -> None:
+    """Nor are ranks without a stamp."""
+    assert stamps.find_stale(store, "0", (0, 1, 2)) is None
+
+
+def test_rank_of_an_earlier_attempt_is_named(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has created the group again, rank 1 has not."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    stamps.write(store, "0", 0)
+
+    verdict = stamps.find_stale(store, "0", (0, 1))
+
+    assert verdict is not None
+    assert (verdict.cause, verdict.awaited_ranks) == ("stale", (1,))
+    assert verdict.phase == "init_process_group"
+    assert "its keys are of attempt 0" in verdict.describe()
+    assert "this is attempt 1" in verdict.describe()
+
+
+def test_groups_have_their_own_stamps(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank has created group 1."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert stamps.find_stale(store, "1", (0, 1)) is None
+
+
+@given(values(STAMP))
+def test_hostile_stamp(value: bytes) -> None:
+    """It raises nothing, and the text has no control characters."""
+    store: Any = HashStore()
+    store.set("tracedstore/STAMPS/0/1", value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+        verdict = stamps.find_stale(store, "0", (0, 1))
+    if verdict is not None:
+        assert verdict.describe().isprintable()
+        assert json.dumps(verdict.event_fields())
