@@ -173,6 +173,7 @@ class TestListing:
             watching.kill()
             watching.wait(10)
 
+    @needs_list_keys
     def test_no_targets(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
