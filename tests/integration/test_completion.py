@@ -83,7 +83,7 @@ def shell(*command: str, folder: Path, path: str) -> Iterator[Shell]:
 
 # Typed text, and the text after Tab.
 COMPLETIONS = [
-    ("tracedstore sta", "tracedstore status "),
+    ("tracedstore stat", "tracedstore status "),
     ("tracedstore report --ou", "tracedstore report --output "),
     ("tracedstore demo --store e", "tracedstore demo --store etcd "),
     ("tracedstore report joblog.", "tracedstore report joblog.txt "),

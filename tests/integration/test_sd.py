@@ -13,9 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from integration.harness import wait_until
+from support.versions import needs_list_keys
 from tracedstore.attach.address import Address
 from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
+from tracedstore.coordination.key_index import record_keys
 
 Store = Any
 # Not a number of seconds that a command can wait.
@@ -38,6 +40,7 @@ def register(
             started=float(rank),
         )
         rank_registry._write(store, info)
+        record_keys(store, f"{rank_registry.REGISTRY}/{rank}")
 
 
 @pytest.fixture
@@ -82,6 +85,7 @@ class TestListing:
 
         assert _contents(url) == before
 
+    @needs_list_keys
     def test_prefixes(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -169,6 +173,7 @@ class TestListing:
             watching.kill()
             watching.wait(10)
 
+    @needs_list_keys
     def test_no_targets(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:

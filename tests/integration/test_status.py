@@ -933,6 +933,7 @@ class TestErrors:
 class TestWatch:
     """``--watch``."""
 
+    @needs_list_keys
     def test_pipe(self, tcp_job: tuple[Store, str]) -> None:
         """Each status is printed with its time, without escape sequences."""
         store, url = tcp_job
@@ -950,6 +951,7 @@ class TestWatch:
             watching.kill()
             watching.communicate(timeout=10)
 
+    @needs_list_keys
     def test_terminal(self, tcp_job: tuple[Store, str]) -> None:
         """The status is redrawn, as much as fits, and is whole after Ctrl-C."""
         store, url = tcp_job

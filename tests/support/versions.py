@@ -6,6 +6,8 @@ import torch
 # Major and minor version.
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+# The method of ProcessGroup; 2.8 lacks it.
+SPLIT_GROUP = (2, 9)
 LIST_KEYS = (2, 10)
 DEBUG_SERVER = (2, 11)
 STORE_BARRIER = (2, 12)

@@ -81,7 +81,7 @@ class StoreSnapshot:
             CommandError: The store closed the connection, and cannot be read after
                 `reconnect` either.
         """
-        contents = etcd_contents(store)
+        contents = etcd_contents(store, missing_ok=False)
         if contents is not None:
             heartbeat()
             return cls(

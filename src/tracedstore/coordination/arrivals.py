@@ -260,8 +260,14 @@ class EtcdContents:
     invalid_keys: tuple[str, ...]
 
 
-def etcd_contents(store: Any) -> EtcdContents | None:
-    """Read all keys and values of an EtcdStore in one request; None for others."""
+def etcd_contents(store: Any, *, missing_ok: bool = True) -> EtcdContents | None:
+    """Read all keys and values of an EtcdStore in one request; None for others.
+
+    Args:
+        store: The store.
+        missing_ok: A directory that does not exist has no keys; else etcd's exception
+            is raised.
+    """
     state = getattr(store, "_traced", None)
     inner = store if state is None else state.inner
     if type(inner).__name__ != "EtcdStore" or not hasattr(inner, "client"):
@@ -269,7 +275,7 @@ def etcd_contents(store: Any) -> EtcdContents | None:
     try:
         nodes: Iterable[Any] = inner.client.get(key=inner.prefix).children
     except Exception as error:
-        if type(error).__name__ == "EtcdKeyNotFound":
+        if missing_ok and type(error).__name__ == "EtcdKeyNotFound":
             return EtcdContents(items={}, invalid_keys=())  # nothing was written yet
         raise
     items: dict[str, bytes] = {}

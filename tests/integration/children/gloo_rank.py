@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 
 import tracedstore
 from integration.harness import operation_counts, report
+from support.versions import SPLIT_GROUP, TORCH
 from tracedstore import store as store_module
 
 MINUTE = timedelta(seconds=60)
@@ -68,10 +69,11 @@ def main() -> None:
     # dist.split_group needs an accelerator, but the method that it calls does not.
     # That method clones the store in C++.
     world: Any = dist.group.WORLD
-    split = world.split_group(list(range(world_size)), MINUTE, None, "split")
-    gc.collect()
     number = torch.tensor([rank + 1.0])
-    split.allreduce(number).wait()
+    if TORCH >= SPLIT_GROUP:
+        split = world.split_group(list(range(world_size)), MINUTE, None, "split")
+        gc.collect()
+        split.allreduce(number).wait()
     report(
         everybody=total,
         again=total_again,
