@@ -47,6 +47,7 @@ RUN_BELOW = {
     "torchrun --nnodes 2",
     "TRACEDSTORE_HTTP_PORT=9400 torchrun",
     "tracedstore sd",
+    "tracedstore stacks",
     "tracedstore status",
     "tracedstore report",
     "tracedstore dashboards",
@@ -326,6 +327,14 @@ class TestTracedstore:
         assert (code, err) == (2, "")
         assert "checkpoint/7: 1 of 2 arrived" in out
         assert "missing 1 of 2" in out
+
+    def test_stacks(self, store_url: str, tmp_path: Path) -> None:
+        """`tracedstore stacks` shows that rank 0 of 2 never registered."""
+        (command,) = commands("tracedstore stacks")
+        code, out, err = run(command.replace("tcp://node1:29400", store_url), tmp_path)
+
+        assert (code, err) == (2, "")
+        assert "never registered in this store: 0" in out
 
     def test_sd(self, store_url: str, tmp_path: Path) -> None:
         """`tracedstore sd --watch` writes the file, and ends on Ctrl-C."""

@@ -104,7 +104,7 @@ class TestExamples:
 
         assert targets
         for target in targets:
-            completed = run("make", "--dry-run", target)
+            completed = run("make", "--dry-run", target, "TORCH=2.13.0")
             assert completed.returncode == 0, completed.stderr
 
     def test_explicit_init_method(self) -> None:
