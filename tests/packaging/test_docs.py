@@ -118,7 +118,9 @@ class TestExamples:
 
         completed = run(sys.executable, "-W", "ignore", "-c", example)
 
-        assert completed.stdout == "<class 'tracedstore.store.TracedStore'>\n", (
+        lines = completed.stdout.splitlines()
+        # torch 2.8 prints the connections of Gloo first.
+        assert lines[-1:] == ["<class 'tracedstore.store.TracedStore'>"], (
             completed.stderr
         )
 
