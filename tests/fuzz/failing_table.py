@@ -43,7 +43,7 @@ def _allocate(data: bytes) -> None:
 
 
 def _grow(_data: bytes) -> None:
-    _kept.append(b"x" * 20_000)
+    _kept.append(b"x" * 60_000)
 
 
 _INPUTS = st.tuples(st.binary(min_size=1, max_size=1), st.integers(0, 9)).map(

@@ -55,7 +55,7 @@ def test_failing_input(target: str, failure: str, tmp_path: Path) -> None:
 
 def test_growth(tmp_path: Path) -> None:
     """Memory that grows with the number of inputs is a failure."""
-    run = Run(target="grow", engine="hypothesis", inputs=6000, seed=1)
+    run = Run(target="grow", engine="hypothesis", inputs=1600, seed=1)
 
     result = execute(run, tmp_path, 32 << 20, table="fuzz.failing_table")
 

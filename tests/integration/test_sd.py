@@ -177,7 +177,7 @@ class TestListing:
     def test_no_targets(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """An empty list is explained; keys that are no registry entry are skipped."""
+        """An empty list is explained, and an invalid entry is counted."""
         store, url = job
         store.set("tracedstore/RANKS/3", "nonsense")
         store.set("tracedstore/RANKS.bak", "nonsense")
@@ -190,10 +190,15 @@ class TestListing:
         without = capsys.readouterr()
 
         assert json.loads(empty.out) == json.loads(without.out) == []
-        assert empty.err == "tracedstore: no rank has registered in the store\n"
+        invalid = (
+            "tracedstore: 1 registry entry is not valid, and left out of the list\n"
+        )
+        assert empty.err == (
+            f"{invalid}tracedstore: no rank has registered in the store\n"
+        )
         assert without.err == (
-            "tracedstore: none of the 1 registered ranks serves its metrics; set"
-            " TRACEDSTORE_HTTP_PORT for the job\n"
+            f"{invalid}tracedstore: none of the 1 registered ranks serves its metrics;"
+            " set TRACEDSTORE_HTTP_PORT for the job\n"
         )
 
 

@@ -50,7 +50,6 @@ REFUSED = {
     "a long integer": b"\x8a\x09" + b"\x7f" * 9,
     "a long text": b"X\x01\x04\x00\x00" + b"x" * 1025,
     "nested tuples": b")\x85",
-    "a tuple of an empty stack": b"\x87\x87\x87\x87",
     "an integer as a key": b"}K\x01K\x01s",
     "a tuple as a key": b"})K\x01s",
     "integers as keys": b"}(K\x01K\x01u",
@@ -67,7 +66,7 @@ REFUSED = {
     "a call of a text": b"\x8c\x01f)R",
     "arguments that are a list": SET + b"]R",
     "a call of a node": MODULE + b"_NodeDesc\n)R",
-    "a short datetime": DATETIME + b"C\x09" + bytes(9) + UTC + b"\x86R",
+    "a short datetime": DATETIME + b"C\x09" + PACKED[2:11] + UTC + b"\x86R",
     "a datetime of a text": DATETIME + b"\x8c\x0a" + b"\x01" * 10 + UTC + b"\x86R",
     "a datetime without a zone": DATETIME + PACKED + b"N\x86R",
     "a 13th month": DATETIME + b"C\x0a\x07\xea\x0d" + bytes(7) + UTC + b"\x86R",
@@ -99,8 +98,9 @@ def test_refused(value: bytes) -> None:
         PROTO + STATE,
         b"",
         PROTO + b"\x8c\x7fabc",
+        state_of(b"N", PROTO + b"N\x87"),
     ],
-    ids=["node", "none", "empty", "protocol", "no end", "no bytes", "cut off"],
+    ids=["node", "none", "empty", "protocol", "no end", "no bytes", "cut off", "tuple"],
 )
 def test_not_a_state(data: bytes) -> None:
     """A pickle of something else, or a part of one, raises ValueError."""
