@@ -23,7 +23,7 @@ import tracedstore
 from integration.harness import wait_until
 from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
-from support.torchrun import own_port
+from support.torchrun import one_node
 from tracedstore.cli.main import COMMANDS, make_parser
 
 PAGES = [
@@ -256,7 +256,7 @@ class TestTorchrun:
         """All commands of docs/zero-code.md at the same time, with its train.py."""
         (tmp_path / "train.py").write_text(train())
         lines = [
-            "".join(f"{name}={value} " for name, value in own_port().items()) + line
+            "".join(f"{name}={value} " for name, value in one_node().items()) + line
             for line in commands_of(ROOT / "docs/zero-code.md")
         ]
         with running_all(lines, tmp_path) as jobs:

@@ -10,20 +10,20 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.etcd import free_port
 from support.versions import TORCH
 
 _ROOT = Path(__file__).parents[2]
 TRAIN = _ROOT / "examples/train_ddp.py"
 
 
-def own_port() -> dict[str, str]:
-    """Return variables that let a torchrun run beside another one.
+def one_node() -> dict[str, str]:
+    """Return variables that let a torchrun without options run beside another one.
 
-    An older torchrun uses port 29500 unless it is given one. With the tested torch,
-    the default is tested.
+    torch 2.13 chooses c10d and a free port. An older one may use port 29500.
     """
-    return {} if TORCH >= (2, 13) else {"PET_MASTER_PORT": str(free_port())}
+    if TORCH >= (2, 13):
+        return {}
+    return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 
 
 class Agent:
