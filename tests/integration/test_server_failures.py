@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import tracedstore
 from integration.harness import Child, in_background, operation_count, pause, wait_until
+from support.versions import needs_store_barrier
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +45,13 @@ def blocked(name: str, for_seconds: float = 0.0) -> tracedstore.InFlight | None:
 class TestKilled:
     """The server is killed."""
 
-    @pytest.mark.parametrize("operation", BLOCKING)
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            pytest.param(name, marks=needs_store_barrier if name == "barrier" else ())
+            for name in BLOCKING
+        ],
+    )
     def test_raises_same(
         self,
         registry: CollectorRegistry,

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.conftest import StartCommand
 from support.etcd import free_port
 from support.events import check
+from support.torchrun import one_node
 
 pytestmark = pytest.mark.processes
 
@@ -42,8 +43,8 @@ class TestTorchrun:
         for folder in folders:
             folder.mkdir()
         torchrun = ("torchrun", "--nproc-per-node", 2, JOBS / "train.py")
-        bare = start_command(*torchrun, folders[0])
-        traced = start_command("tracedstore-run", *torchrun, folders[1])
+        bare = start_command(*torchrun, folders[0], **one_node())
+        traced = start_command("tracedstore-run", *torchrun, folders[1], **one_node())
 
         statuses = bare.exit_status(), traced.exit_status()
 

@@ -23,6 +23,7 @@ import tracedstore
 from integration.harness import wait_until
 from support.etcd import EtcdServer, free_port
 from support.tools import ROOT
+from support.torchrun import one_node
 from tracedstore.cli.main import COMMANDS, make_parser
 
 PAGES = [
@@ -255,7 +256,10 @@ class TestTorchrun:
     def test_zero_code(self, tmp_path: Path) -> None:
         """All commands of docs/zero-code.md at the same time, with its train.py."""
         (tmp_path / "train.py").write_text(train())
-        lines = commands_of(ROOT / "docs/zero-code.md")
+        lines = [
+            "".join(f"{name}={value} " for name, value in one_node().items()) + line
+            for line in commands_of(ROOT / "docs/zero-code.md")
+        ]
         with running_all(lines, tmp_path) as jobs:
             plain, traced, otel = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 

@@ -10,8 +10,20 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.versions import TORCH
+
 _ROOT = Path(__file__).parents[2]
 TRAIN = _ROOT / "examples/train_ddp.py"
+
+
+def one_node() -> dict[str, str]:
+    """Return variables that let a torchrun without options run beside another one.
+
+    torch 2.13 chooses c10d and a free port. An older one may use port 29500.
+    """
+    if TORCH >= (2, 13):
+        return {}
+    return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 
 
 class Agent:
