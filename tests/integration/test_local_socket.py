@@ -281,15 +281,17 @@ class TestLifetime:
         assert ask_local(child.pid, "status", LONG) is not None
 
     def test_disabled(self, start: Start, runtime_dir: Path) -> None:
-        """With TRACEDSTORE_ANSWERS=off there is no socket and no thread."""
-        child, _ = start("load_dataset", 1, TRACEDSTORE_ANSWERS="off")
+        """With TRACEDSTORE_ANSWERS=off there is no socket and no thread for it."""
+        # Without the threads that look for stalls.
+        env = {"TRACEDSTORE_STALL_AFTER": "0", "TRACEDSTORE_ANSWERS": "off"}
+        child, _ = start("load_dataset", 1, **env)
 
         assert not list(runtime_dir.iterdir())
         assert len(list(Path(f"/proc/{child.pid}/task").iterdir())) == 1
 
     def test_one_thread(self, start: Start) -> None:
         """It costs one thread."""
-        child, _ = start("load_dataset", 1)
+        child, _ = start("load_dataset", 1, TRACEDSTORE_STALL_AFTER="0")
 
         assert len(list(Path(f"/proc/{child.pid}/task").iterdir())) == 2
 

@@ -512,33 +512,29 @@ class TestAgents:
         """Rank 0 waits for the roles; the event names the agent without one."""
         rank_0, _ = pair
         rank_0.set("torchelastic/role_info/0", "role")
-        rank_0.set_timeout(timedelta(seconds=0.3))
+        rank_0.set_timeout(timedelta(seconds=3))
 
-        with pytest.raises((RuntimeError, LookupError)):
+        with pytest.raises((RuntimeError, LookupError)) as raised:
             rank_0.multi_get([f"torchelastic/role_info/{n}" for n in range(2)])
 
         event = only(events, names.OPERATION_FAILED)
-        assert event["missing_keys"] == ["torchelastic/role_info/1"]
-        assert event["missing_key_count"] == event["missing_agent_count"] == 1
-        assert event["missing_agents"][0].startswith(f"{AGENTS[1]} (pid ")
+        assert event["awaited_ranks"] == [1]
+        assert event["awaited"].startswith(f"agent 1 on {AGENTS[1]} (pid ")
+        assert event["phase"] == "rank assignment of torchrun's agents"
+        assert event["awaited"] in raised.value.__notes__[0]
 
-    @pytest.mark.parametrize(("roles", "missing"), [([0, 1], 0), ([0], 1)])
-    def test_missing_assignment(
-        self, pair: list[Any], events: Events, roles: list[int], missing: int
-    ) -> None:
-        """Others wait for rank 0, or for the agent that rank 0 waits for."""
-        for rank in roles:
+    def test_missing_assignment(self, pair: list[Any], events: Events) -> None:
+        """The other agents wait for rank 0."""
+        for rank in range(2):
             pair[0].set(f"torchelastic/role_info/{rank}", "role")
-        pair[1].set_timeout(timedelta(seconds=0.3))
+        pair[1].set_timeout(timedelta(seconds=3))
 
         with pytest.raises((RuntimeError, LookupError)):
             pair[1].get("torchelastic/assigned_ranks/1")
 
         event = only(events, names.OPERATION_FAILED)
-        assert event["missing_keys"] == ["torchelastic/assigned_ranks/1"]
-        assert [name.split(" ")[0] for name in event["missing_agents"]] == [
-            AGENTS[missing]
-        ]
+        assert event["awaited_ranks"] == [0]
+        assert event["awaited"].startswith(f"agent 0 on {AGENTS[0]} (pid ")
 
     def test_stalled_call(
         self, endpoints: dict[str, str], registry: CollectorRegistry, events: Events
@@ -553,17 +549,12 @@ class TestAgents:
         waiting = in_background(lambda: first.store.multi_get(keys))
 
         def stalled() -> list[dict[str, Any]]:
-            return [
-                event
-                for event in events()
-                if event["event"] == names.OPERATION_STALLED
-                and event["operation"] == "multi_get"
-            ]
+            return [event for event in events() if event["event"] == names.JOB_STALLED]
 
         event = wait_until(stalled)[0]
         check(event)
-        assert event["missing_keys"] == [keys[1]]
-        assert event["missing_agents"][0].startswith(f"{AGENTS[1]} (pid ")
+        assert event["key"] == keys[1]
+        assert event["awaited"].startswith(f"agent 1 on {AGENTS[1]} (pid ")
         second.store.set(keys[1], "role")
         assert waiting.result(15) == [b"role", b"role"]
         for node in nodes:

@@ -8,8 +8,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed import Store
-
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import bare_store
 
@@ -21,7 +19,8 @@ _MAX_ENTRY_BYTES = 8 * 1024
 
 def record_keys(store: Any, *keys: str) -> None:
     """Add keys to the index, unless the store can list its keys."""
-    if hasattr(Store, "list_keys") or type(bare_store(store)).__name__ == "EtcdStore":
+    bare = bare_store(store)
+    if hasattr(bare, "list_keys") or type(bare).__name__ == "EtcdStore":
         return
     # Below the wrapper, where the call is not recorded: a job did not make it. One
     # append for all: a TCPStore sends no reply to it.

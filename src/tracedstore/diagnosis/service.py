@@ -5,6 +5,7 @@ path of a call. It may hang with its store. `Diagnosis.check_store` runs in the 
 and reports that.
 """
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from tracedstore.diagnosis.waits import (
     Wait,
     blocked_calls,
     examine_after,
+    timeout_of,
     waited_seconds,
 )
 
@@ -44,13 +46,19 @@ _VERDICT_TIMEOUT = 6.0
 # would be overloaded.
 _LOOKERS = 2
 # Seconds that a call which timed out before a verdict was found waits for one: a share
-# of its own duration, up to a maximum. Shorter calls than the minimum get none.
-_EXPLAIN_TIMEOUT, _EXPLAIN_SHARE = 2.0, 0.1
+# of its own duration, between these bounds. Shorter calls than the minimum get none.
+_EXPLAIN_SHARE, _EXPLAIN_BOUNDS = 0.1, (0.5, 2.0)
 _MIN_EXPLAINED_WAIT = 1.0
-# Seconds for processes to answer, and if a call waits for the verdict.
-_ANSWER_TIMEOUT, _ANSWER_TIMEOUT_AT_ONCE = 3.0, 0.3
+# Seconds for processes to answer: at most, as a share of the call's timeout, and while
+# a call waits for the verdict.
+_ANSWER_TIMEOUT, _ANSWER_SHARE, _ANSWER_TIMEOUT_AT_ONCE = 3.0, 0.15, 0.2
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
+
+
+def _answer_timeout(wait: Wait) -> float:
+    timeout = timeout_of(wait.active).total_seconds()
+    return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
 
 
 class Diagnosis:
@@ -158,7 +166,8 @@ class Diagnosis:
         with self._changed:
             self._requests.append((active, done))
             self._changed.notify_all()
-        done.wait(min(_EXPLAIN_TIMEOUT, _EXPLAIN_SHARE * waited))
+        shortest, longest = _EXPLAIN_BOUNDS
+        done.wait(min(longest, max(shortest, _EXPLAIN_SHARE * waited)))
 
     def _run(self) -> None:
         # Its calls are the telemetry's own.
@@ -266,7 +275,7 @@ class Diagnosis:
         connection = session.connection_to(wait.active.state)
         verdict = find_excess(connection, record, session.member)
         if verdict is None:
-            timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT
+            timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
             verdict = inquire(session.connection, record, session.member, timeout)
         if verdict is None or not is_absent(connection, record.keys):
             wait.look_at = now + self._interval

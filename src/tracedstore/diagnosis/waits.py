@@ -71,11 +71,12 @@ def waited_seconds(recorder: Recorder, call: ActiveCall) -> float:
 def examine_after(call: ActiveCall, stall_after: float) -> float:
     """Return the seconds after which a call is examined."""
     after = stall_after * _SHARE_OF_STALL
-    timeout = _timeout_of(call).total_seconds()
+    timeout = timeout_of(call).total_seconds()
     # A timeout of zero or less is none.
     return min(after, timeout * _SHARE_OF_TIMEOUT) if timeout > 0 else after
 
 
-def _timeout_of(call: ActiveCall) -> timedelta:
+def timeout_of(call: ActiveCall) -> timedelta:
+    """Return the timeout of a call: its argument, else that of its store."""
     given = [value for value in call.args if isinstance(value, timedelta)]
     return given[-1] if given else call.state.timeout
