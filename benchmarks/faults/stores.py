@@ -12,6 +12,8 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import REGISTRY
+from tracedstore.core.counters import UNRECORDED
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.store_proxy import RECORDED
 
 # Longer than a case: nothing waits for it unless a fault makes it.
@@ -57,8 +59,11 @@ class Script:
 
     def run(self, method: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make a call, count it and announce its steps."""
-        with self._lock:
-            self.calls[method] += 1
+        counters = RECORDER.counters.get(threading.get_ident())
+        # The telemetry's own calls are not recorded.
+        if counters is None or counters.call is not UNRECORDED:
+            with self._lock:
+                self.calls[method] += 1
         before, after = self._steps_of(method, args)
         self.announce(before)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core.identity import process_identity
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout
 from tracedstore.diagnosis.local_ranks import ask_host
 from tracedstore.diagnosis.process_answer import ProcessAnswer
@@ -62,7 +63,7 @@ def examine(
             run_with_timeout(
                 remaining + _STORE_GRACE,
                 partial(
-                    ask,
+                    _ask_unrecorded,
                     connection,
                     kind,
                     elsewhere,
@@ -74,6 +75,12 @@ def examine(
             )
         answers |= dict(through_store)
     return answers
+
+
+def _ask_unrecorded(*args: Any, **kwargs: Any) -> None:
+    # In a thread of its own, whose calls are the telemetry's.
+    with RECORDER.unrecorded():
+        ask(*args, **kwargs)
 
 
 def _own_name() -> str:
