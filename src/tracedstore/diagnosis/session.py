@@ -3,6 +3,7 @@
 import os
 import time
 from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 from tracedstore.coordination import decoders, membership, rank_registry
 from tracedstore.coordination.arrivals import bare_store, read_key
@@ -29,17 +30,20 @@ _LOOKERS: Final = "tracedstore/DIAGNOSING"
 class Session:
     """One rank of this process in one store, seen by the diagnosis.
 
+    It refers to the store weakly: a store that is kept keeps its server and its port.
+
     Attributes:
         member: The rank.
     """
 
     def __init__(self, store: Any, member: Member, *, answers: bool) -> None:
         self.member = member
-        self._store = store
-        self._connection: Any = None
-        # The store of a blocked call, where it is another one, and its connection.
-        self._call_store: Any = None
-        self._call_connection: Any = None
+        self._store = ref(store)
+        # A clone, where the store itself cannot be used.
+        self._clone: Any = None
+        # The store of a blocked call, where it is another one, and its clone.
+        self._call_store: ref[Any] = ref(store)
+        self._call_clone: Any = None
         self._published = False
         self._poll_at = 0.0
         self._responder: Responder | None = None
@@ -52,10 +56,14 @@ class Session:
 
         Raises:
             OSError: The server of the store cannot be reached.
+            ReferenceError: The store was freed.
         """
-        if self._connection is None:
-            self._connection = _connect(self._store)
-        return self._connection
+        store = self._store()
+        if store is None:
+            raise ReferenceError("the store was freed")
+        if self._clone is None:
+            self._clone = _clone(store)
+        return store if self._clone is None else self._clone
 
     def connection_to(self, state: StoreState) -> Any:
         """Return a connection to the store of a call.
@@ -66,12 +74,12 @@ class Session:
         Raises:
             OSError: The server of the store cannot be reached.
         """
-        if state.inner is self._store:
+        if state.inner is self._store():
             return self.connection
-        if self._call_store is not state.inner:
-            self._call_connection = _connect(state.inner)
-            self._call_store = state.inner
-        return self._call_connection
+        if self._call_store() is not state.inner:
+            self._call_clone = _clone(state.inner)
+            self._call_store = ref(state.inner)
+        return state.inner if self._call_clone is None else self._call_clone
 
     def publish(self, record: BlockedRecord) -> None:
         """Publish the record of a blocked call of this rank."""
@@ -127,8 +135,8 @@ class Sessions:
 
     def __init__(self, *, answers: bool) -> None:
         self._answers = answers
-        # By store object; the store is kept, so that its identity is not used again.
-        self._by_store: dict[tuple[int, int], tuple[Any, Session]] = {}
+        # By store and rank.
+        self._by_store: WeakKeyDictionary[Any, dict[int, Session]] = WeakKeyDictionary()
 
     def of(self, call: ActiveCall) -> Session | None:
         """Return the session of a call's rank and store; None if its rank is unknown.
@@ -154,15 +162,15 @@ class Sessions:
             self._session(store, rank, known[rank].world_size).poll()
 
     def _session(self, store: Any, rank: int, world_size: int) -> Session:
-        entry = self._by_store.get((id(store), rank))
-        if entry is None or entry[1].member.world_size != world_size:
-            session = Session(
+        sessions = self._by_store.setdefault(store, {})
+        session = sessions.get(rank)
+        if session is None or session.member.world_size != world_size:
+            session = sessions[rank] = Session(
                 _untraced(store),
                 _member(store, rank, world_size),
                 answers=self._answers,
             )
-            entry = self._by_store[id(store), rank] = store, session
-        return entry[1]
+        return session
 
     def _register(self, state: StoreState) -> Session | None:
         identity = process_identity()
@@ -213,12 +221,15 @@ def _member(store: Any, rank: int, world_size: int) -> Member:
     return Member(rank=rank, world_size=world_size, host_of=host_of)
 
 
-def _connect(store: Any) -> Any:
-    """Return a store that can be used while another thread waits on this one."""
+def _clone(store: Any) -> Any:
+    """Return a clone to use while another thread waits on the store.
+
+    None for a store that can be used itself.
+    """
     bare = bare_store(store)
     if type(bare).__name__ != "TCPStore":
         # The other stores have no lock that a blocked call holds.
-        return store
+        return None
     # A TCPStore retries for as long as its own timeout.
     check_reachable(bare.host, bare.port)
     return store.clone()
