@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +85,6 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentWorkers]:
     assert timeouts.join_bounded_threads(LONG)
 
 
-def client_of(store: Any) -> dist.TCPStore:
-    """Connect to the workers' store."""
-    return dist.TCPStore(
-        "127.0.0.1",
-        store.port,
-        None,
-        is_master=False,
-        timeout=timedelta(seconds=LONG),
-        wait_for_workers=False,
-    )
-
-
 class TestAgentWorkers:
     """Workers that torch started, in every state."""
 
@@ -114,7 +101,7 @@ class TestAgentWorkers:
             agent.started(processes)
             wait_until(lambda: [a.state for a in agent.answers()].count("gone") == 3)
 
-            through_store = ask(client_of(store), "status", range(5), LONG)
+            through_store = ask(stores.second_client(store), "status", range(5), LONG)
             own = ask_local(os.getpid(), "status", LONG)
         finally:
             processes.close(signal.SIGKILL)
@@ -156,7 +143,7 @@ class TestAgentWorkers:
             agent.started(after)
 
             (answer,) = agent.answers()
-            found = ask(client_of(store), "status", [0], LONG)
+            found = ask(stores.second_client(store), "status", [0], LONG)
         finally:
             after.close(signal.SIGKILL)
 
@@ -177,7 +164,7 @@ class TestAgentWorkers:
         try:
             agent.started(processes)
             served = wait_until(lambda: _serve(port))
-            found = ask(client_of(served), "status", [0], LONG)
+            found = ask(stores.second_client(served), "status", [0], LONG)
         finally:
             processes.close(signal.SIGKILL)
 

@@ -52,20 +52,8 @@ def connect(
     else:
         store = stores.KINDS[request.param](tmp_path)
     if request.param == "tcp":
-        return lambda: client_of(store)
+        return lambda: stores.second_client(store)
     return lambda: store
-
-
-def client_of(store: Any) -> dist.TCPStore:
-    """Open a connection to the server of a TCPStore."""
-    return dist.TCPStore(
-        "127.0.0.1",
-        store.port,
-        None,
-        is_master=False,
-        timeout=timedelta(seconds=LONG),
-        wait_for_workers=False,
-    )
 
 
 @contextmanager

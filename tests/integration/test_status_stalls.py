@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from support.terminal import without_styles
-from tracedstore.attach.stalls import VERDICT
 from tracedstore.cli.main import main
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.diagnosis.blocked_record import BlockedRecord, blocked_key
+from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import REMEDIES, AwaitedRank, Verdict
 
 Store = Any

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -58,6 +59,18 @@ KINDS: dict[str, Make] = {
     "hash": hashed,
     "python": python,
 }
+
+
+def second_client(store: Any) -> dist.TCPStore:
+    """Connect to the server of a TCPStore once more, with a long timeout."""
+    return dist.TCPStore(
+        "127.0.0.1",
+        store.port,
+        None,
+        is_master=False,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+    )
 
 
 @contextmanager

@@ -1,21 +1,26 @@
 """The diagnosis thread of one process, on a HashStore."""
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
 import tracedstore
 from integration.harness import forked, in_background, wait_until
+from support.stores import KINDS
 from tracedstore.coordination import rank_registry
 from tracedstore.core.recorder import RECORDER
 from tracedstore.diagnosis.blocked_record import read_blocked
 from tracedstore.diagnosis.service import Diagnosis
+from tracedstore.diagnosis.session import Sessions
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
@@ -186,3 +191,19 @@ def test_forked_child_has_a_thread_of_its_own(bare: HashStore) -> None:
     bare.set("go", "")
     waiting.result(20)
     assert note.startswith("tracedstore: waiting in key mine for rank 1")
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
+def test_store_is_freed(kind: str, tmp_path: Path) -> None:
+    """The diagnosis keeps no store: a TCPStore that is kept keeps its port."""
+    store = tracedstore.wrap(KINDS[kind](tmp_path))
+    rank_registry.register(store, 0, 2)
+    sessions = Sessions(answers=True)
+    sessions.poll()
+    freed = ref(store)
+
+    store.close()
+    del store
+    gc.collect()
+
+    assert freed() is None

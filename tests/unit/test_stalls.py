@@ -7,9 +7,10 @@ import pytest
 
 from tracedstore.attach import stalls
 from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.stalls import VERDICT, Stall, is_stall_key, read_stalls
+from tracedstore.attach.stalls import Stall, is_stall_key, read_stalls
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.blocked_record import BlockedRecord, blocked_key
+from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
 RECORD = BlockedRecord(

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination import ranges
 from tracedstore.coordination.rank_registry import RankInfo, without_numbers
 from tracedstore.diagnosis.blocked_record import BLOCKED, BlockedRecord
+from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
-# The key of the latest verdict, below the prefix of the job's store.
-VERDICT: Final = "tracedstore/VERDICT"
 # Seconds. A verdict is fresh for so long, and then while ranks that it covers wait.
 _FRESH_FOR = 60.0
 # Seconds by which the clocks of two hosts may differ.

@@ -320,16 +320,33 @@ def side_connection(store: Any) -> Iterator[Any]:
     returns; its clone has a separate connection. The other stores have no such lock,
     and are yielded unchanged.
     """
-    bare = bare_store(store)
-    # A PrefixStore if this torch does not show the store below it.
-    if type(bare).__name__ not in ("TCPStore", "PrefixStore"):
+    if not is_one_connection(store):
         yield store
         return
-    connection = store.clone() if hasattr(store, "clone") else _reconnect(store, bare)
+    connection = connect_again(store)
     try:
         yield connection
     finally:
         close_connection(connection)
+
+
+def is_one_connection(store: Any) -> bool:
+    """Return whether other threads cannot use a store while one waits on it."""
+    # A PrefixStore if this torch does not show the store below it.
+    return type(bare_store(store)).__name__ in ("TCPStore", "PrefixStore")
+
+
+def connect_again(store: Any) -> Any:
+    """Return a second connection to the server of a TCPStore.
+
+    Raises:
+        TracedStoreError: This torch cannot clone a store that is below a PrefixStore.
+    """
+    return (
+        store.clone()
+        if hasattr(store, "clone")
+        else _reconnect(store, bare_store(store))
+    )
 
 
 def _reconnect(store: Any, bare: Any) -> Any:

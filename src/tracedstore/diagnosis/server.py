@@ -1,27 +1,48 @@
 """Examines the server of a store that does not respond."""
 
+import math
 import os
-import socket
 import time
+from functools import partial
 from typing import Final
 
 from tracedstore.core.counters import Call
 from tracedstore.core.errors import error_message, error_type
 from tracedstore.core.keys import shown
+from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.diagnosis import error_causes
+from tracedstore.diagnosis.error_causes import probe_endpoint
 from tracedstore.diagnosis.torch_keys import meaning
 from tracedstore.diagnosis.verdict import REMEDIES, Cause, Verdict
 
-_CONNECT_TIMEOUT: Final = 2.0
+# Seconds for connecting once, name lookup included, and for which the result is used:
+# a job that tries again must not wait for it each time.
+_PROBE_TIMEOUT: Final = 1.0
+_PROBE_VALID: Final = 10.0
+_MAX_PROBED: Final = 64
 _NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
 
+# When a server was probed, by ``time.monotonic``, and with which result.
+_probed: dict[tuple[str, int], tuple[float, str]] = {}
 
-def check_reachable(host: str, port: int) -> None:
-    """Connect to a server and close the connection.
 
-    Raises:
-        OSError: That fails, or takes longer than 2 s.
+def probe_server(host: str, port: int) -> str:
+    """Connect once; return "" or why that failed, a constant of `error_causes`.
+
+    Takes a second at most. The result is used again for 10 s.
     """
-    socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
+    now = time.monotonic()
+    probed_at, result = _probed.get((host, port), (-math.inf, ""))
+    if now - probed_at < _PROBE_VALID:
+        return result
+    try:
+        result = run_with_timeout(_PROBE_TIMEOUT, partial(probe_endpoint, host, port))
+    except TimeoutError:
+        result = error_causes.NO_ANSWER
+    if len(_probed) >= _MAX_PROBED:
+        _probed.clear()
+    _probed[host, port] = now, result
+    return result
 
 
 def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
@@ -40,7 +61,7 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
         return None
     keys = shown(method.keys_of(args)[0])
     known = meaning(keys[0]) if keys else None
-    cause, finding = _probe(
+    cause, finding = _examine(
         identity.address, identity.port, responded=error is not None
     )
     evidence = [finding]
@@ -57,18 +78,17 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
     )
 
 
-def _probe(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
-    try:
-        check_reachable(host, port)
-    except ConnectionRefusedError:
+def _examine(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
+    result = probe_server(host, port)
+    if result == error_causes.REFUSED:
         return "server_gone", "it refuses connections: its process has ended"
-    except TimeoutError:
+    if result == error_causes.NO_ANSWER:
         return (
             "server_unreachable",
-            f"connecting took longer than {_CONNECT_TIMEOUT:g} s",
+            f"connecting took longer than {_PROBE_TIMEOUT:g} s",
         )
-    except OSError as error:
-        return "server_unreachable", f"connecting failed: {error}"
+    if result:
+        return "server_unreachable", f"connecting failed: {result}"
     if responded:
         return "server_gone", "it closed the connection, and accepts new ones"
     return "server_unreachable", "it accepts connections, but does not respond"

@@ -194,7 +194,8 @@ class Diagnosis:
                 self._advance(active, waited)
         for active, done in requests:
             try:
-                self._advance(active, self._stall_after, at_once=True)
+                waited = waited_seconds(self._recorder, active)
+                self._advance(active, waited, at_once=True)
             finally:
                 done.set()
         self._sessions.poll()

@@ -134,16 +134,18 @@ class ServerSide:
             ranks = ()
         evidence = self._evidence(absent, joined, reach)
         awaited = self._awaited(ranks)
+        cause = worst(one.cause for one in awaited)
         return Verdict(
             phase=PHASE,
-            cause=worst(one.cause for one in awaited),
+            cause=cause,
             awaited=awaited,
             awaited_ranks=ranks,
             known=known,
             waiting_ranks=(self._rank,),
             waited_seconds=waited_seconds,
             evidence=evidence,
-            remedy=REMEDIES["not_started"],
+            # Without a name, ranks that never registered are all that is known.
+            remedy=REMEDIES[cause if ranks else "not_started"],
             time=time.time(),
         )
 

@@ -6,7 +6,12 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
 from tracedstore.coordination import decoders, membership, rank_registry
-from tracedstore.coordination.arrivals import bare_store, read_key
+from tracedstore.coordination.arrivals import (
+    bare_store,
+    connect_again,
+    is_one_connection,
+    read_key,
+)
 from tracedstore.core.counters import ActiveCall, StoreState
 from tracedstore.core.identity import bottom_of, number, process_identity
 from tracedstore.diagnosis.blocked_call import Member
@@ -18,7 +23,7 @@ from tracedstore.diagnosis.blocked_record import (
 from tracedstore.diagnosis.incarnations import check_replaced
 from tracedstore.diagnosis.questions import polling_interval_of_rank
 from tracedstore.diagnosis.responder import Responder
-from tracedstore.diagnosis.server import check_reachable
+from tracedstore.diagnosis.server import probe_server
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
@@ -226,13 +231,13 @@ def _clone(store: Any) -> Any:
 
     None for a store that can be used itself.
     """
-    bare = bare_store(store)
-    if type(bare).__name__ != "TCPStore":
-        # The other stores have no lock that a blocked call holds.
+    if not is_one_connection(store):
         return None
+    bare = bare_store(store)
     # A TCPStore retries for as long as its own timeout.
-    check_reachable(bare.host, bare.port)
-    return store.clone()
+    if hasattr(bare, "port") and (cause := probe_server(bare.host, bare.port)):
+        raise ConnectionError(f"{bare.host}:{bare.port}: {cause}")
+    return connect_again(store)
 
 
 def _is_store_of(call: ActiveCall, store: Any) -> bool:
