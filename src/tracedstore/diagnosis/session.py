@@ -21,7 +21,11 @@ from tracedstore.diagnosis.blocked_record import (
     withdraw_blocked,
 )
 from tracedstore.diagnosis.incarnations import check_replaced
-from tracedstore.diagnosis.questions import polling_interval_of_rank
+from tracedstore.diagnosis.local_client import host_has_agent
+from tracedstore.diagnosis.questions import (
+    MAX_POLLING_RANKS,
+    polling_interval_of_rank,
+)
 from tracedstore.diagnosis.responder import Responder
 from tracedstore.diagnosis.server import probe_server
 from tracedstore.diagnosis.stalled import VERDICT
@@ -30,6 +34,8 @@ from tracedstore.diagnosis.verdict import Verdict
 # The number of verdicts so far, and of the processes that looked for the next one.
 _VERDICT_COUNT: Final = "tracedstore/VERDICTS"
 _LOOKERS: Final = "tracedstore/DIAGNOSING"
+# Seconds for the agent of this host to answer, once per store of a large job.
+_AGENT_TIMEOUT: Final = 1.0
 
 
 class Session:
@@ -199,12 +205,13 @@ def reports_by_itself() -> bool:
 def _interval(member: Member) -> float | None:
     if member.agents is not None:
         return None  # agents answer in the store of their workers
-    environ = os.environ
     return polling_interval_of_rank(
         member.world_size,
         process_identity().local_rank,
-        number(environ.get("LOCAL_WORLD_SIZE")),
-        has_agent="TORCHELASTIC_RUN_ID" in environ,
+        number(os.environ.get("LOCAL_WORLD_SIZE")),
+        # An agent that is not traced answers no questions.
+        has_agent=member.world_size > MAX_POLLING_RANKS
+        and host_has_agent(_AGENT_TIMEOUT),
     )
 
 
