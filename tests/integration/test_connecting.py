@@ -445,7 +445,7 @@ class TestFile:
         killed = [start_rank(url, rank, 2) for rank in range(2)]
         for rank in killed:
             assert rank.next_report()["state"] == "connected"
-            assert not rank.events("job.stalled")
+            assert not rank.events("store.stale_keys")
         for rank in killed:
             os.kill(rank.pid, signal.SIGKILL)
             rank.exit_status()
@@ -470,4 +470,4 @@ class TestFile:
 
         for rank in (first, second):
             assert rank.next_report()["state"] == "connected"
-        assert not [e for rank in (first, second) for e in rank.events("job.stalled")]
+            assert not rank.events("store.stale_keys")

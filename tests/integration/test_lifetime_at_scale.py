@@ -1,7 +1,7 @@
 """Thousands of stores and threads do not leak memory, sockets or counters."""
 
+import ctypes
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,13 +19,30 @@ from tracedstore import TracedStore, wrap
 from tracedstore import store as store_module
 from tracedstore.core.recorder import RECORDER
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 MEGABYTE = 1_000_000
 
 
+class _Mallinfo2(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"),
+            *("fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
 def memory() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    """Return the memory in bytes that malloc has given out.
+
+    The resident memory shrinks whenever the kernel reclaims idle pages.
+    """
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    used = mallinfo2()
+    return int(used.uordblks + used.hblkhd)
 
 
 def open_files() -> int:

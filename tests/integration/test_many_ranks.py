@@ -17,8 +17,9 @@ pytestmark = [
 
 WORLD_SIZE, PROCESSES = 1024, 4
 MISSING = (0, 500, 1023)
-# Seconds after the timeout until the slowest rank has reported the missing ones.
-MAX_LATENESS = 2.0
+# Seconds after the timeout until the slowest rank has reported the missing ones. Two
+# seconds on a quiet machine; ranks that all read the arrivals would take minutes.
+MAX_LATENESS = 10.0
 
 
 @pytest.fixture

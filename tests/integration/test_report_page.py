@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +136,16 @@ class TestRealBarriers:
         collected = InMemorySpanExporter()
         job["provider"].add_span_processor(SimpleSpanProcessor(collected))
         store = tracedstore.wrap(dist.HashStore())
+        # Neither rank may be late at the barrier that the third one misses.
+        same_time = threading.Barrier(2)
 
         def rank(number: int) -> str:
             tracedstore.barrier(store, 3, "step/1", 20, rank=number)
             if number == 1:
                 return "missing"
+            same_time.wait(20)
             try:
-                tracedstore.barrier(store, 3, "step/2", 0.5, rank=number)
+                tracedstore.barrier(store, 3, "step/2", 2, rank=number)
             except tracedstore.BarrierTimeout:
                 return "timeout"
             return "completed"

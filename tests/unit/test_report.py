@@ -346,6 +346,18 @@ class TestIncidents:
         (group,) = incident.groups
         assert group.ranks == [0, 1, 2]
 
+    def test_reports_differ_in_activity(self) -> None:
+        """Reports that name the same ranks agree on them, whatever these ranks did."""
+        events = [missing_event(rank, 10 + rank / 10, 3) for rank in range(3)]
+        for seconds, report in enumerate(events):
+            report["missing"] += f"; rank 3: alive, no store call for {seconds} s"
+
+        (incident,) = analysis_of(events).incidents
+
+        (group,) = incident.groups
+        assert group.ranks == [0, 1, 2]
+        assert "3 ranks reported this, and their reports agree." in article_of(events)
+
     def test_reports_differ(self) -> None:
         """A rank that one report names and that arrived later is not missing."""
         events = [

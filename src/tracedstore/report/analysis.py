@@ -187,10 +187,11 @@ def analyse(records: Records) -> Analysis:
 
 
 def _incident(barrier: BarrierInstance) -> Incident:
-    groups: dict[tuple[EventDetail, EventDetail], ReportGroup] = {}
+    groups: dict[tuple[str, str], ReportGroup] = {}
     for report in barrier.reports:
-        key = report.detail, report.warning
-        groups.setdefault(key, ReportGroup(*key)).reports.append(report)
+        key = report.detail.content, report.warning.content
+        group = groups.setdefault(key, ReportGroup(report.detail, report.warning))
+        group.reports.append(report)
     reported: dict[int, float] = {}
     checked_at, missing_at_last = 0.0, frozenset[int]()
     for group in groups.values():

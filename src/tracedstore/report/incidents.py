@@ -130,8 +130,9 @@ def _agreement(incident: Incident) -> str:
     if total == 1:
         return "One rank reported this."
     # A rank without a warning does not contradict the warnings of others.
-    warnings = {group.warning for group in incident.groups if group.warning.missing}
-    if len({group.detail for group in incident.groups}) == 1 and len(warnings) <= 1:
+    warnings = {group.warning.missing for group in incident.groups} - {""}
+    details = {group.detail.content for group in incident.groups}
+    if len(details) == 1 and len(warnings) <= 1:
         return f"{number(total)} ranks reported this, and their reports agree."
     return (
         f"{number(total)} ranks reported this, and their reports differ:"

@@ -28,6 +28,14 @@ class EventDetail(NamedTuple):
     text: str
     missing: str
 
+    @property
+    def content(self) -> str:
+        """What two reports must have in common to agree.
+
+        The text also says what the missing ranks do, which changes between two looks.
+        """
+        return self.missing or self.text
+
 
 # Position of NO_DETAIL in Records.details.
 NO_DETAIL_INDEX: Final = 0
