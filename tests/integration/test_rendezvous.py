@@ -213,6 +213,8 @@ class TestTimeout:
         assert str(raised.value) == event["message"]
         assert "1 of 3 to 4 nodes joined: late (pid" in event["message"]
         assert "joined and left: early (pid" in event["message"]
+        assert (event["missing_count"], event["missing_names"]) == (2, ["early", None])
+        assert event["missing_causes"] == ["gone", "not_started"]
 
     def test_no_room(self, endpoints: dict[str, str], events: Events) -> None:
         """A node that joins a running job times out on the wait list."""

@@ -220,6 +220,7 @@ class TestMissingAgent:
             check(event)
             assert (event["min_nodes"], event["run_id"]) == (3, run_id)
             assert event["message"].startswith(f"rendezvous '{run_id}' at {endpoint} ")
+            assert event["missing_causes"].count("not_started") >= 1
         assert ["node-a", "node-b"] in [sorted(event["joined"]) for event in warnings]
 
     def test_exit_barrier(self, start_agent: StartAgent, tmp_path: Path) -> None:

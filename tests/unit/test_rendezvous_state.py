@@ -237,6 +237,27 @@ class TestAttendance:
         assert attendance.joined(OWN) == [OWN]
         assert attendance.left(OWN) == []
 
+    def test_absent(self) -> None:
+        """Nodes of the last complete round that did not join again are absent."""
+        attendance = Attendance()
+        attendance.record(make_state("own", "b", "c", round=1, complete=True))
+        assert attendance.absent(OWN) == {}
+        attendance.reset()
+        attendance.record(make_state("own", "b", round=2))
+
+        absent = Node("c", 102, 0)
+        assert attendance.absent(OWN) == {absent: 1}
+        (silent,) = attendance.silent_seconds([absent], time.time() + 30)
+        assert silent == pytest.approx(30, abs=5)
+
+    def test_started_again(self) -> None:
+        """A node with another pid on the same host is back."""
+        attendance = Attendance()
+        attendance.record(make_state("own", "b", "c", round=1, complete=True))
+        attendance.record(make_state("own", "c", round=2))  # c has b's pid now
+
+        assert attendance.absent(OWN) == {Node("b", 101, 0): 1}
+
     def test_silent_seconds_of_a_node_that_left(self) -> None:
         """It is counted from the last heartbeat seen."""
         attendance = Attendance()

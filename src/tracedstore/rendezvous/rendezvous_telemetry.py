@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
@@ -21,6 +21,7 @@ from tracedstore.diagnosis.error_causes import (
     UNREACHABLE,
     probe_endpoint,
 )
+from tracedstore.diagnosis.verdict import Cause
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.state import Attendance, Node
 
@@ -58,6 +59,20 @@ class JoinAttempt:
     own: Node | None = None
     attendance: Attendance | None = None
     hint: str = ""
+
+
+class MissingNode(NamedTuple):
+    """A node that an incomplete round waits for.
+
+    Attributes:
+        node: The node, None if it never joined.
+        cause: Why it does not join.
+        doing: What is known about it, for people.
+    """
+
+    node: Node | None
+    cause: Cause
+    doing: str
 
 
 def emit_waiting(attempt: JoinAttempt) -> None:
@@ -114,6 +129,7 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "waiting": attendance.silent_seconds(waiting, now),
         "left": attendance.silent_seconds(left, now),
     }
+    missing = _missing(attempt, joined, left, now)[:_MAX_NODES_LISTED]
     last = attendance.last
     fields = {
         "waited_seconds": round(attempt.waited_seconds, 3),
@@ -126,6 +142,10 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "waiting_silent_seconds": silent["waiting"][:_MAX_NODES_LISTED],
         "left": _addresses(left),
         "left_silent_seconds": silent["left"][:_MAX_NODES_LISTED],
+        "missing_count": _missing_count(attempt, joined),
+        "missing_names": [each.node and each.node.addr for each in missing],
+        "missing_causes": [each.cause for each in missing],
+        "missing_doing": [each.doing for each in missing],
         "run_id": attempt.run_id,
         "backend": attempt.backend,
         "endpoint": attempt.endpoint,
@@ -142,7 +162,42 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
             text += f"; on the wait list: {_named(waiting, silent['waiting'])}"
     if left:
         text += f"; joined and left: {_named(left, silent['left'])}"
+    if others := [each for each in missing if each.node not in left]:
+        text += f"; waiting for {_named_missing(others)}"
     return fields, text
+
+
+def _missing_count(attempt: JoinAttempt, joined: Sequence[Node]) -> int:
+    """Return how many nodes must still join; 0 if nothing is known about the round."""
+    last = None if attempt.attendance is None else attempt.attendance.last
+    if last is None or last.complete or last.closed or attempt.min_nodes is None:
+        return 0
+    return max(0, attempt.min_nodes - len(joined))
+
+
+def _missing(
+    attempt: JoinAttempt, joined: Sequence[Node], left: Sequence[Node], now: float
+) -> list[MissingNode]:
+    """Return the nodes that the round waits for, those that were there before first.
+
+    A node that was there has left by itself, or its heartbeats ended: the other nodes
+    remove it then.
+    """
+    count = _missing_count(attempt, joined)
+    if not count or attempt.attendance is None:
+        return []
+    absent = attempt.attendance.absent(attempt.own)
+    known = [*left, *(node for node in absent if node not in left)]
+    missing = []
+    for node, seconds in zip(
+        known, attempt.attendance.silent_seconds(known, now), strict=True
+    ):
+        doing = "left this round" if node in left else f"was in round {absent[node]}"
+        if seconds is not None:
+            doing += f", last heartbeat {seconds:.1f} s ago"
+        missing.append(MissingNode(node, "gone", doing))
+    unknown = MissingNode(None, "not_started", "never joined")
+    return missing + [unknown] * (count - len(missing))
 
 
 def _title(attempt: JoinAttempt) -> str:
@@ -180,6 +235,18 @@ def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:
     more = len(named) - _MAX_NODES_IN_TEXT
     if more > 0:
         named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
+    return "; ".join(named)
+
+
+def _named_missing(missing: Sequence[MissingNode]) -> str:
+    named = [f"{each.node}: {each.doing}" for each in missing if each.node is not None]
+    unknown = len(missing) - len(named)
+    more = len(named) - _MAX_NODES_IN_TEXT
+    if more > 0:
+        named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
+    if unknown:
+        noun = "node that has" if unknown == 1 else "nodes that have"
+        named.append(f"{unknown} {noun} not joined yet")
     return "; ".join(named)
 
 

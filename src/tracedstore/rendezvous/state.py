@@ -4,6 +4,7 @@ torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. 
 read as plain data here. Other bytes are not an error: `parse_state` returns None.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -127,13 +128,20 @@ class Attendance:
     """
 
     def __init__(self) -> None:
+        # The nodes of the last complete round, and its number.
+        self._complete: tuple[int, frozenset[Node]] = 0, frozenset()
+        self._heartbeats: dict[Node, float] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget all nodes."""
+        """Forget the nodes of this round. Those of the last complete one stay."""
         self._joined: dict[Node, None] = {}
         self._waiting: dict[Node, None] = {}
-        self._heartbeats: dict[Node, float] = {}
+        self._heartbeats = {
+            node: heartbeat
+            for node, heartbeat in self._heartbeats.items()
+            if node in self._complete[1]
+        }
         self.last: RendezvousState | None = None
 
     def record(self, state: RendezvousState) -> None:
@@ -142,6 +150,8 @@ class Attendance:
             # The nodes of an earlier round do not count in this one.
             self.reset()
         self.last = state
+        if state.complete:
+            self._complete = state.round, frozenset(state.participants)
         for node in state.participants:
             self._joined[node] = None
             self._waiting.pop(node, None)
@@ -163,6 +173,19 @@ class Attendance:
         present = {*self.joined(own), *self.waiting(own)}
         seen = {*self._joined, *self._waiting}
         return sorted(seen - present)
+
+    def absent(self, own: Node | None) -> dict[Node, int]:
+        """Return the nodes of the last complete round that are not back.
+
+        A node that was started again has another pid: a host that has as many nodes as
+        before is back. The values are the number of that round.
+        """
+        round_number, earlier = self._complete
+        present = {*self.joined(own), *self.waiting(own)}
+        nodes_by_host = Counter(node.addr for node in earlier)
+        nodes_by_host.subtract(node.addr for node in present)
+        absent = {node for node in earlier - present if nodes_by_host[node.addr] > 0}
+        return dict.fromkeys(sorted(absent - {own}), round_number)
 
     def silent_seconds(self, nodes: Iterable[Node], now: float) -> list[float | None]:
         """Return the seconds since each node's last heartbeat, None if it has none."""
