@@ -1,14 +1,15 @@
 """Bounds in time for work that has none."""
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from tracedstore.core.threads import DaemonThread
+
 T = TypeVar("T")
 
 # Threads that run bounded work, abandoned ones included.
-_threads: set[threading.Thread] = set()
+_threads: set[DaemonThread] = set()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
@@ -44,12 +45,12 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def track(thread: threading.Thread) -> None:
+def track(thread: DaemonThread) -> None:
     """Join a thread at exit that uses a native store, and ends when it is asked to."""
     _threads.add(thread)
 
 
-def start_bounded_thread(work: Callable[[], None]) -> threading.Thread:
+def start_bounded_thread(work: Callable[[], None]) -> DaemonThread:
     """Start a thread for work that its caller waits for with a timeout.
 
     `join_bounded_threads` waits for it.
@@ -64,7 +65,7 @@ def start_bounded_thread(work: Callable[[], None]) -> threading.Thread:
         finally:
             _threads.discard(thread)
 
-    thread = threading.Thread(target=run, name="tracedstore-bounded", daemon=True)
+    thread = DaemonThread(run, name="tracedstore-bounded")
     _threads.add(thread)
     try:
         thread.start()

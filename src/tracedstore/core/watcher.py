@@ -13,6 +13,7 @@ from typing import Final
 
 from tracedstore.core.observer import Failures
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.threads import DaemonThread
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class Watcher:
         """Drop all watches and the thread: a forked child has not the thread."""
         self._changed = threading.Condition()
         self._watches: set[Watch] = set()
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
         self._stopping = False
 
     def add(self, watch: Watch) -> None:
@@ -71,9 +72,7 @@ class Watcher:
                 self._stopping = False
                 self._changed.notify()
                 return
-            thread = threading.Thread(
-                target=self._run, name="tracedstore-watcher", daemon=True
-            )
+            thread = DaemonThread(self._run, name="tracedstore-watcher")
             try:
                 thread.start()
             except RuntimeError:

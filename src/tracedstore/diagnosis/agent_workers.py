@@ -19,6 +19,7 @@ from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs, timeouts
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
 from tracedstore.diagnosis.process_answer import ProcessAnswer
@@ -91,11 +92,8 @@ class AgentWorkers:
     def _start_thread(self, environ: Mapping[str, str], job: LocalIdentity) -> None:
         self._stopping.set()
         self._stopping = threading.Event()
-        thread = threading.Thread(
-            target=_respond,
-            args=(environ, job, self._stopping),
-            name="tracedstore-agent-answers",
-            daemon=True,
+        thread = DaemonThread(
+            _respond, environ, job, self._stopping, name="tracedstore-agent-answers"
         )
         thread.start()
         timeouts.track(thread)

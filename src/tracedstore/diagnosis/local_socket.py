@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from tracedstore.coordination import validation
 from tracedstore.core.keys import printable
+from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import socket_directory
 from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.process_answer import MAX_FAMILIES, ProcessAnswer
@@ -65,7 +66,7 @@ class LocalSocket:
         if self._listening is not None:
             self._listening.close()
         self._listening = None
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
         self._lock = threading.Lock()
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
@@ -87,12 +88,7 @@ class LocalSocket:
             if self._listening is not None or not self.enabled:
                 return
             listening = _listen()
-            thread = threading.Thread(
-                target=self._serve,
-                args=(listening,),
-                name="tracedstore-answers",
-                daemon=True,
-            )
+            thread = DaemonThread(self._serve, listening, name="tracedstore-answers")
             try:
                 thread.start()
             except RuntimeError:

@@ -17,6 +17,7 @@ from tracedstore.core.counters import ActiveCall, Call
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import (
     describe_call,
@@ -77,7 +78,7 @@ class Diagnosis:
     def reset(self) -> None:
         """Forget the parent's thread and calls, as a forked child must."""
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
         self._stopping = False
         self._busy_since: float | None = None
         self._waits: dict[int, Wait] = {}
@@ -94,9 +95,7 @@ class Diagnosis:
             if self._thread is not None or not self._stall_after:
                 return
             self._stopping = False
-            thread = threading.Thread(
-                target=self._run, name="tracedstore-diagnosis", daemon=True
-            )
+            thread = DaemonThread(self._run, name="tracedstore-diagnosis")
             thread.start()
             self._thread = thread
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.core.threads import DaemonThread
 from tracedstore.export.process_status import ProcessStatus
 
 # Below the limit of open files, which is commonly 1024.
@@ -67,7 +68,7 @@ def request_each(
     done = threading.Event()
     requests = _request_all(infos, fetch, rank_timeout, replies, done)
     # Not joined: it ends when the last name lookup has timed out.
-    threading.Thread(target=lambda: asyncio.run(requests), daemon=True).start()
+    DaemonThread(lambda: asyncio.run(requests)).start()
     done.wait(total_timeout)
     # A copy: replies may still arrive.
     return dict(replies)

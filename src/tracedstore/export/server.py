@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.threads import DaemonThread
 
 _MAX_CONNECTIONS = 8
 # Seconds between two connections: this bounds the processor time.
@@ -121,8 +122,8 @@ class Server:
         """
         self._listener = _listen(pages, host, port, access or Access())
         self.port: int = self._listener.server_address[1]
-        self._thread = threading.Thread(
-            target=self._listener.serve_forever, name="tracedstore-http", daemon=True
+        self._thread = DaemonThread(
+            self._listener.serve_forever, name="tracedstore-http"
         )
         self._thread.start()
 
@@ -130,7 +131,7 @@ class Server:
         """Stop listening; requests in progress end by their own timeout."""
         self._listener.stopping = True
         # shutdown() waits for the server's thread, which may be gone at exit.
-        stopping = threading.Thread(target=self._listener.shutdown, daemon=True)
+        stopping = DaemonThread(self._listener.shutdown)
         with suppress(RuntimeError):
             stopping.start()
             stopping.join(timeout)
@@ -187,11 +188,8 @@ class _Listener(TCPServer):
         if full:
             self.shutdown_request(request)
             return
-        threading.Thread(
-            target=self._serve,
-            args=(request, client_address),
-            name="tracedstore-http-request",
-            daemon=True,
+        DaemonThread(
+            self._serve, request, client_address, name="tracedstore-http-request"
         ).start()
 
     def service_actions(self) -> None:

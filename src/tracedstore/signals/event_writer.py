@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from tracedstore import names
 from tracedstore.core.observer import Failures
+from tracedstore.core.threads import DaemonThread
 
 # Maximum number of events that wait to be written.
 _MAX_QUEUED = 1024
@@ -42,7 +43,7 @@ class EventWriter:
         self._submitted = self._written = 0
         # When the write in progress began, by ``time.monotonic``.
         self._writing_since: float | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
         self._stopping = False
 
     def submit(self, write: Write, *, wait: bool) -> None:
@@ -95,9 +96,7 @@ class EventWriter:
     def _ensure_thread(self) -> bool:
         if self._thread is not None:
             return True
-        thread = threading.Thread(
-            target=self._run, name="tracedstore-event-writer", daemon=True
-        )
+        thread = DaemonThread(self._run, name="tracedstore-event-writer")
         try:
             thread.start()
         except RuntimeError:  # the limit is reached, or the interpreter finalizes

@@ -1,0 +1,66 @@
+"""Daemon threads begin within a bound."""
+
+import threading
+
+import pytest
+
+from tracedstore.core import threads
+from tracedstore.core.threads import DaemonThread
+
+
+def test_runs_target() -> None:
+    """The thread calls its target with the arguments, and does not keep the process."""
+    results: list[str] = []
+    thread = DaemonThread(results.append, "called", name="tracedstore-test")
+    thread.start()
+    thread.join(10)
+
+    assert results == ["called"]
+    assert thread.daemon
+    assert thread.name == "tracedstore-test"
+
+
+class TestNoBegin:
+    """A thread that does not begin, as in a process that has no memory left."""
+
+    @pytest.fixture(autouse=True)
+    def short_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wait a tenth of a second."""
+        monkeypatch.setattr(threads, "_START_TIMEOUT", 0.1)
+        monkeypatch.setattr(DaemonThread, "_paused_until", 0.0)
+
+    def test_start_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``start`` returns, although the thread ended before it reported its begin."""
+        monkeypatch.setattr(DaemonThread, "_bootstrap", lambda _thread: None)
+
+        with pytest.raises(RuntimeError, match=r"has not begun after 0\.1 s"):
+            DaemonThread(print).start()
+
+    def test_next_start_raises_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next thread is not tried for a while."""
+        monkeypatch.setattr(DaemonThread, "_bootstrap", lambda _thread: None)
+        with pytest.raises(RuntimeError):
+            DaemonThread(print).start()
+
+        with pytest.raises(RuntimeError, match="a moment ago"):
+            DaemonThread(print).start()
+
+    def test_begins_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A thread that begins after ``start`` has raised does not call its target."""
+        bootstrap = DaemonThread._bootstrap  # type: ignore[attr-defined]
+        raised, ended = threading.Event(), threading.Event()
+
+        def begin_late(thread: DaemonThread) -> None:
+            raised.wait(10)
+            bootstrap(thread)
+            ended.set()
+
+        monkeypatch.setattr(DaemonThread, "_bootstrap", begin_late)
+        called: list[str] = []
+
+        with pytest.raises(RuntimeError, match="has not begun"):
+            DaemonThread(called.append, "called").start()
+        raised.set()
+
+        assert ended.wait(10)
+        assert called == []
