@@ -15,7 +15,7 @@ from typing import Any
 
 from faults import expectations, ranks, servers
 from faults.cases import Case, Fault
-from faults.oracle import EXIT_BOUND, VERDICT_BOUND, RankRecord
+from faults.oracle import EXIT_BOUND, VERDICT_BOUND, RankRecord, is_stall_report
 from faults.processes import Process
 
 # Seconds for a process to start on a machine under load.
@@ -25,6 +25,8 @@ _WAITING = ("waiting", "compare_set returned:1")
 _POLL_INTERVAL = 0.05
 # Seconds after a timeout at which a rank that is not blocked has noticed it.
 _SETTLE = 1.5
+# Lines of a rank's log that are kept, beside its events.
+_MAX_OUTPUT = 60
 
 
 class Director:
@@ -291,9 +293,7 @@ class Director:
             for line in self._ranks[rank].lines
         ):
             return False
-        return any(
-            event["event"] == "store.operation.stalled" for event in self._events(rank)
-        )
+        return any(map(is_stall_report, self._log(rank)[0]))
 
     def _record(self, rank: int) -> RankRecord:
         record = expectations.record_of(self._case, rank)
@@ -311,17 +311,22 @@ class Director:
         record.killed = stopped or (
             process.exit_status != 0 and any(f.action == "kill" for f in faults)
         )
-        record.events = self._events(rank)
+        record.events, record.output = self._log(rank)
         return record
 
-    def _events(self, rank: int) -> list[dict[str, Any]]:
+    def _log(self, rank: int) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the events of a rank, and the last other lines that it has written."""
         path = ranks.log_path(self._folder, rank)
         if self._case.log != "file" or not path.exists():
-            return []
-        events = []
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith("{"):
-                with suppress(ValueError):  # cut off when the rank was killed
-                    events.append(json.loads(line))
+            return [], []
         pid = self._ranks[rank].pid  # a process that it forked logs as well
-        return [event for event in events if event.get("pid") == pid]
+        events, output = [], []
+        for line in path.read_text(errors="replace").splitlines():
+            if not line.startswith("{"):
+                output.append(line)
+                continue
+            with suppress(ValueError):  # cut off when the rank was killed
+                event = json.loads(line)
+                if event.get("pid") == pid:
+                    events.append(event)
+        return events, output[-_MAX_OUTPUT:]

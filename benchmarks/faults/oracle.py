@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracedstore import names
+
 COLUMNS = ("wrong verdicts", "disagreements", "hangs", "aborts", "lost counts")
 WRONG, DISAGREEMENTS, HANGS, ABORTS, LOST = COLUMNS
 
@@ -43,6 +45,7 @@ class RankRecord:
         unnamed: It cannot read who is missing: no thread can be started, for example.
         log_works: Its events can be read.
         events: Its events.
+        output: The last other lines of its log: a traceback, for example.
         children: The reports of processes that it forked.
     """
 
@@ -60,6 +63,7 @@ class RankRecord:
     unnamed: bool = False
     log_works: bool = True
     events: list[dict[str, Any]] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
     children: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -190,7 +194,7 @@ def _hangs(record: RankRecord, timeout: float) -> Iterator[str]:
 
 def unreported_stall(record: RankRecord) -> Iterator[str]:
     """Yield a rank that is blocked and did not report that."""
-    if record.log_works and not events_of(record, "store.operation.stalled"):
+    if record.log_works and not any(map(is_stall_report, record.events)):
         yield f"rank {record.rank} is blocked and did not report the stall"
 
 
@@ -321,6 +325,14 @@ def _disagreements(ranks: Sequence[RankRecord]) -> Iterator[str]:
     }
     if len({tuple(named) for named in verdicts.values()}) > 1:
         yield f"the ranks named different ranks as missing: {verdicts}"
+
+
+def is_stall_report(event: dict[str, Any]) -> bool:
+    """Return whether an event reports a blocked call.
+
+    A call that a verdict covers has no `store.operation.stalled`.
+    """
+    return event["event"] in (names.OPERATION_STALLED, names.JOB_STALLED)
 
 
 def events_of(record: RankRecord, name: str) -> list[dict[str, Any]]:

@@ -171,15 +171,16 @@ class TestBarrier:
 
         assert only(HANGS, judge(arrived(0, (2,)), stuck, never_started(2)))
 
-    def test_blocked_without_report(self) -> None:
-        """A rank that its store blocks reports the stall."""
+    @pytest.mark.parametrize("report", ["store.operation.stalled", "job.stalled"])
+    def test_blocked_without_report(self, report: str) -> None:
+        """A rank that its store blocks reports the stall, or that the job stalls."""
         fields: dict[str, Any] = {"result": None, "exit_status": None}
         blocked = arrived(1, **fields, may_block=True, events=[])
         in_wait = {k: v for k, v in blocked.steps.items() if v < 11}
         after_wait, blocked.steps = blocked.steps, in_wait
 
         assert only(HANGS, judge(arrived(0, (2,)), blocked, never_started(2)))
-        blocked.events.append({"event": "store.operation.stalled"})
+        blocked.events.append({"event": report})
         assert judge(arrived(0, (2,)), blocked, never_started(2)).good
         # After its wait, its verdict is due.
         blocked.steps = after_wait
