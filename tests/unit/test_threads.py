@@ -20,6 +20,27 @@ def test_runs_target() -> None:
     assert thread.name == "tracedstore-test"
 
 
+def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``join`` waits for a thread that has not begun yet."""
+    bootstrap = DaemonThread._bootstrap  # type: ignore[attr-defined]
+    joining, results = threading.Event(), list[str]()
+
+    def begin(thread: DaemonThread) -> None:
+        joining.wait(10)
+        bootstrap(thread)
+
+    monkeypatch.setattr(DaemonThread, "_bootstrap", begin)
+    monkeypatch.setattr(threads, "_START_TIMEOUT", 10.0)
+    thread = DaemonThread(results.append, "called")
+    starting = threading.Thread(target=thread.start)
+    starting.start()
+    threading.Timer(0.1, joining.set).start()
+    thread.join(10)
+    starting.join(10)
+
+    assert results == ["called"]
+
+
 class TestNoBegin:
     """A thread that does not begin, as in a process that has no memory left."""
 
@@ -35,6 +56,15 @@ class TestNoBegin:
 
         with pytest.raises(RuntimeError, match=r"has not begun after 0\.1 s"):
             DaemonThread(print).start()
+
+    def test_join(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``join`` returns."""
+        monkeypatch.setattr(DaemonThread, "_bootstrap", lambda _thread: None)
+        thread = DaemonThread(print)
+        with pytest.raises(RuntimeError):
+            thread.start()
+
+        thread.join()
 
     def test_next_start_raises_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The next thread is not tried for a while."""

@@ -28,6 +28,7 @@ class DaemonThread(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
         # Taken once: by the thread when it begins, or by `start` when it gives up.
         self._turn = threading.Lock()
+        self._begun = threading.Event()
         # A private name of CPython 3.11 to 3.14. Without it the start has no bound.
         if isinstance(getattr(self, "_started", None), threading.Event):
             self._started = _BoundedEvent()
@@ -48,8 +49,22 @@ class DaemonThread(threading.Thread):
 
     def run(self) -> None:
         """Call the target, unless `start` has given up."""
+        self._begun.set()
         if self._turn.acquire(blocking=False):
             super().run()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, also if another thread is just starting it.
+
+        `threading.Thread.join` raises RuntimeError then.
+        """
+        began = time.monotonic()
+        wait = _START_TIMEOUT if timeout is None else min(timeout, _START_TIMEOUT)
+        if not self._begun.wait(wait):
+            return
+        if timeout is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - began))
+        super().join(timeout)
 
 
 class _BoundedEvent(threading.Event):
