@@ -5,6 +5,7 @@ has arrived when its `add` to the count has returned; while the call is under wa
 verdicts are right. So a machine under load cannot make a right verdict wrong.
 """
 
+import math
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from tracedstore import names
 COLUMNS = ("wrong verdicts", "disagreements", "hangs", "aborts", "lost counts")
 WRONG, DISAGREEMENTS, HANGS, ABORTS, LOST = COLUMNS
 
-# Seconds that a verdict may take after the barrier's timeout: 4 s are promised for a
-# store that does not respond, and a machine under load gets the rest.
-VERDICT_BOUND = 4.0 + 12.0
+# Seconds that a rank reads who is missing, at most.
+READ_BOUND = 4.0
+# Seconds that a verdict may take after the barrier's timeout. A machine under load gets
+# more time than is promised.
+VERDICT_BOUND = READ_BOUND + 12.0
 # Seconds that the store has to wake up a rank when the barrier completes.
 _DELIVERY = 0.5
 # Seconds from the verdict to the end of the process.
@@ -100,11 +103,11 @@ class RankRecord:
 
     def arrived_before(self, when: float) -> bool:
         """Return whether it was certainly counted before a time."""
-        return self.steps.get("counted", float("inf")) < when
+        return self.steps.get("counted", math.inf) < when
 
     def absent_until(self, when: float) -> bool:
         """Return whether it was certainly not counted before a time."""
-        return self.steps.get("counting", float("inf")) > when
+        return self.steps.get("counting", math.inf) > when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +220,10 @@ def _wrong(
     elif record.outcome == "timeout" and record.flavour != "torch":
         # A TCPStore does not acknowledge what completes the barrier.
         completed = [
-            r.steps.get("completed", float("inf")) for r in ranks if not r.may_fail
+            r.steps.get("completed", math.inf) for r in ranks if not r.may_fail
         ]
         due = record.steps.get("waiting", record.ended) + timeout
-        late = min(completed, default=float("inf")) > due - _DELIVERY
+        late = min(completed, default=math.inf) > due - _DELIVERY
         if not (record.may_fail or late):
             yield f"{me} timed out after the barrier was completed"
         if extra := sorted((record.missing | record.possibly) - set(range(world_size))):
@@ -234,8 +237,9 @@ def _wrong_names(record: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[st
     absent = {r.rank for r in ranks if r.absent_until(record.ended)}
     if record.lossy:
         present, absent = {record.rank}, set()
-    present -= _confusable(ranks)
-    absent -= _confusable(ranks)
+    confusable = _confusable(ranks, record.asked, record.ended)
+    present -= confusable
+    absent -= confusable
     if accused := sorted(record.missing & present):
         yield f"{me} named ranks {accused} as missing, which had arrived"
     named = record.missing or record.possibly
@@ -245,30 +249,44 @@ def _wrong_names(record: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[st
         yield f"{me} named ranks {sorted(named)} as possible only"
 
 
-def _confusable(ranks: Sequence[RankRecord]) -> set[int]:
-    """Return the ranks that the store cannot tell apart: see `Judgement`."""
+def _confusable(
+    ranks: Sequence[RankRecord], began: float = math.inf, ended: float = -math.inf
+) -> set[int]:
+    """Return the ranks that the store cannot tell apart: see `Judgement`.
+
+    A rank that is recorded and not yet counted while another one reads, from ``began``
+    to ``ended``, is as one that died there.
+    """
     plain = {r.rank for r in ranks if r.flavour == "torch"}
+    arriving = {
+        r.rank
+        for r in ranks
+        if r.steps.get("recorded", math.inf) < ended and not r.arrived_before(began)
+    }
     stopped = {
         r.rank for r in ranks if "recorded" in r.steps and "counting" not in r.steps
     }
-    return plain | stopped if plain and stopped else set()
+    return plain | stopped | arriving if plain and stopped | arriving else set()
 
 
 def _decidable(record: RankRecord, ranks: Sequence[RankRecord]) -> bool:
     """Return whether the store had all that is needed for certain names.
 
-    It has not if a plain torch rank takes part; nor if one rank stopped after it was
-    recorded, before it was counted, and another was counted and never confirmed it.
+    It has not if the rank's time to read was over, or if a plain torch rank takes part;
+    nor if one rank stopped after it was recorded, before it was counted, and another
+    was counted and never confirmed it.
     """
     if record.may_fail or record.unnamed:
         return False
+    if record.ended - record.asked >= READ_BOUND:
+        return False  # it was held so long, or the machine is slow
     if any(r.flavour == "torch" for r in ranks):
         return False
     stopped = any(
         "recorded" in r.steps and not r.arrived_before(record.asked) for r in ranks
     )
     unconfirmed = any(
-        "counting" in r.steps and r.steps.get("confirmed", float("inf")) > record.ended
+        "counting" in r.steps and r.steps.get("confirmed", math.inf) > record.ended
         for r in ranks
     )
     return not (stopped and unconfirmed)
@@ -278,7 +296,8 @@ def _wrong_events(record: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[s
     me = f"rank {record.rank}"
     began = record.steps.get("waiting", record.ended)
     present = {r.rank for r in ranks if r.arrived_before(began)}
-    present = {record.rank} if record.lossy else present - _confusable(ranks)
+    confusable = _confusable(ranks, began, record.ended)
+    present = {record.rank} if record.lossy else present - confusable
     for event in events_of(record, "barrier.waiting"):
         if accused := sorted(present.intersection(event["missing_ranks"])):
             yield f"{me} warned that ranks {accused} are missing, which had arrived"

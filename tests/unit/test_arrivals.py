@@ -168,6 +168,22 @@ class TestReadArrivals:
         assert arrivals.arrived_count == 2
         assert arrivals.unidentified_count > 0 or 1 not in arrivals.unseen_ranks
 
+    def test_plain_rank_and_rank_in_between(self) -> None:
+        """A rank that is not counted yet does not accuse a plain rank that is."""
+        inner = HashStore()
+        store = FlakyStore(inner)
+        arrive(inner, 0, ledger=True)
+        inner.add(KEYS.num_members, 1)  # plain torch rank 1
+        record_arrival(inner, KEYS, 2)
+        # The count is read, then the ledger, then the count again.
+        store.before("add", lambda: None)
+        store.before("add", lambda: inner.add(KEYS.num_members, 1) and None)
+
+        arrivals = read_arrivals(store, KEYS, 4)
+
+        assert (arrivals.arrived_count, arrivals.unidentified_count) == (3, 1)
+        assert arrivals.unseen_ranks == (1, 3)
+
     def test_duplicate_rank(self) -> None:
         """A rank that arrives again is a duplicate, not an unidentified arrival."""
         store = HashStore()

@@ -13,6 +13,7 @@ from faults.oracle import (
     EXIT_BOUND,
     HANGS,
     LOST,
+    READ_BOUND,
     VERDICT_BOUND,
     WRONG,
     Judgement,
@@ -93,6 +94,28 @@ class TestBarrier:
         assert only(WRONG, judge(*ranks, never_started(2)))
         plain = replace(ranks[1], flavour="torch", events=[])
         assert judge(ranks[0], plain, never_started(2)).good
+
+    def test_possible_only_at_the_bound(self) -> None:
+        """A rank that had no time left to read may name ranks as possible."""
+        vague = {"outcome": "timeout", "missing": [], "possibly": [2]}
+        events = [{"event": "barrier.timeout", "missing_ranks": []}]
+        held = arrived(0, result=vague, events=events)
+        held.ended = held.asked + READ_BOUND
+        held.exited = held.ended + 1
+
+        assert judge(held, arrived(1, (2,)), never_started(2)).good
+
+    def test_plain_rank_and_rank_in_between(self) -> None:
+        """A rank that is not counted yet stands for a plain rank that is."""
+        plain = arrived(1, flavour="torch", events=[])
+        between = arrived(2, (3,))
+        between.steps |= {"recorded": 11.0, "counting": 11.04, "counted": 11.05}
+
+        accused = judge(arrived(0, (1, 3)), plain, between, never_started(3))
+        assert not accused.findings[WRONG]
+        between.steps |= {"recorded": 10.0, "counting": 10.0, "counted": 10.1}
+        accused = judge(arrived(0, (1, 3)), plain, between, never_started(3))
+        assert accused.findings[WRONG]
 
     def test_completed_without_rank(self) -> None:
         """A barrier completes before all ranks have arrived."""

@@ -116,12 +116,15 @@ def read_arrivals(
             for rank in seen[:_MAX_REPEAT_CHECKS]
             if store.check([keys.repeated(rank)])
         ]
+    surplus = world_size - len(unseen) + repeats - count
+    if surplus >= 0 and reads > 1 and store.add(keys.num_members, 0) != count:
+        # Ranks were counted since. The new count is not comparable with the old
+        # ledger: it may include a rank that was recorded after it was read. Nor is the
+        # old one: a rank that was recorded and not yet counted stands for a plain torch
+        # rank that was.
+        return read_arrivals(store, keys, world_size, reads=reads - 1)
     uncounted: set[int] = set()
-    if world_size - len(unseen) + repeats > count:
-        if reads > 1 and store.add(keys.num_members, 0) != count:
-            # Ranks were counted since. The new count is not comparable with the old
-            # ledger: it may include a rank that was recorded after it was read.
-            return read_arrivals(store, keys, world_size, reads=reads - 1)
+    if surplus > 0:
         seen_ranks = sorted(set(range(world_size)) - unseen)
         uncounted = set(seen_ranks) - _confirmed(store, keys, seen_ranks)
         unseen |= uncounted
