@@ -175,9 +175,13 @@ class TestReadArrivals:
         arrive(inner, 0, ledger=True)
         inner.add(KEYS.num_members, 1)  # plain torch rank 1
         record_arrival(inner, KEYS, 2)
+
+        def count_rank() -> None:
+            inner.add(KEYS.num_members, 1)
+
         # The count is read, then the ledger, then the count again.
         store.before("add", lambda: None)
-        store.before("add", lambda: inner.add(KEYS.num_members, 1) and None)
+        store.before("add", count_rank)
 
         arrivals = read_arrivals(store, KEYS, 4)
 
