@@ -1,5 +1,7 @@
 """Daemon threads begin within a bound."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,3 +96,32 @@ class TestNoBegin:
 
         assert ended.wait(10)
         assert called == []
+
+
+def test_stopped_process_loses_no_time() -> None:
+    """A process that is stopped while a thread works gets most of its time after it."""
+    script = """
+import os, signal, subprocess, time
+from tracedstore.core.timeouts import run_with_timeout
+
+def work():
+    # Continues this process after the second that it has.
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+    began = time.monotonic()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while time.monotonic() < began + 1:  # the signal stops any thread, at any time
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return "finished"
+
+print(run_with_timeout(1, work))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+    assert run.stdout == "finished\n", run.stderr

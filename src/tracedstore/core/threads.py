@@ -9,6 +9,7 @@ from typing import Any
 _START_TIMEOUT = 1.0
 # Seconds without another attempt, so that not every call waits.
 _PAUSE = 10.0
+_SLICES = 10
 
 
 class DaemonThread(threading.Thread):
@@ -28,7 +29,7 @@ class DaemonThread(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
         # Taken once: by the thread when it begins, or by `start` when it gives up.
         self._turn = threading.Lock()
-        self._begun = threading.Event()
+        self._begun = _BoundedEvent()
         # A private name of CPython 3.11 to 3.14. Without it the start has no bound.
         if isinstance(getattr(self, "_started", None), threading.Event):
             self._started = _BoundedEvent()
@@ -58,15 +59,26 @@ class DaemonThread(threading.Thread):
 
         `threading.Thread.join` raises RuntimeError then.
         """
-        began = time.monotonic()
-        wait = _START_TIMEOUT if timeout is None else min(timeout, _START_TIMEOUT)
-        if not self._begun.wait(wait):
+        if not self._begun.wait():
             return
-        if timeout is not None:
-            timeout = max(0.0, timeout - (time.monotonic() - began))
-        super().join(timeout)
+        if timeout is None:
+            super().join()
+        else:
+            _wait_in_slices(self._ends_within, timeout)
+
+    def _ends_within(self, seconds: float) -> bool:
+        super().join(seconds)
+        return not self.is_alive()
 
 
 class _BoundedEvent(threading.Event):
+    """An event that is not waited for longer than `_START_TIMEOUT`."""
+
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(_START_TIMEOUT if timeout is None else timeout)
+        seconds = _START_TIMEOUT if timeout is None else timeout
+        return _wait_in_slices(super().wait, seconds)
+
+
+def _wait_in_slices(wait: Callable[[float], bool], timeout: float) -> bool:
+    """Wait, so that a process which is stopped meanwhile loses a tenth of the time."""
+    return any(wait(timeout / _SLICES) for _ in range(_SLICES))
