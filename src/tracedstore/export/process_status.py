@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tracedstore.coordination import validation
-from tracedstore.coordination.ranges import MAX_RANKS, by_host, fold, unfold
+from tracedstore.coordination.ranges import by_host, fold, unfold
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
@@ -19,6 +19,9 @@ from tracedstore.signals.inflight import InFlight, in_flight
 _MAX_CALLS = 64
 # Maximum size of a status that is parsed. Clients read no more than that either.
 _MAX_BYTES = 4 << 20
+# Maximum number of missing ranks in a status that is parsed. A few bytes may stand for
+# any number of ranks.
+_MAX_MISSING_RANKS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +113,9 @@ def _call(found: Mapping[str, Any]) -> InFlight:
 
 
 def _stalled_barriers(found: Iterable[Mapping[str, Any]]) -> tuple[StalledBarrier, ...]:
-    """Parse barriers with up to a million missing ranks in all.
-
-    A range of a few bytes is a million ranks, and one response has many ranges.
-    """
+    """Parse barriers; ranks are counted over all of them."""
     barriers = []
-    remaining = MAX_RANKS
+    remaining = _MAX_MISSING_RANKS
     for barrier in found:
         missing: dict[int, str] = {}
         for host, folded in barrier["missing"].items():
