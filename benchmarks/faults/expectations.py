@@ -18,7 +18,7 @@ def record_of(case: Case, rank: int) -> RankRecord:
         rank=rank,
         flavour=case.flavours[rank],
         may_fail=_may_fail(case, rank),
-        may_block=may_block(case, rank),
+        may_block=may_block(case, rank) or _may_hold_lock(case),
         lossy=any(fault.action in _DATA_LOST for fault in case.faults),
         unnamed="refuse_threads" in own,
         log_works=case.log == "file" and own.isdisjoint(_LOG_LOST),
@@ -34,6 +34,13 @@ def may_block(case: Case, rank: int) -> bool:
             or (fault.action == "proxy_hold" and rank in case.proxied)
         )
         for fault in case.faults
+    )
+
+
+def _may_hold_lock(case: Case) -> bool:
+    """Return whether a rank that is stopped without end may hold a FileStore's lock."""
+    return case.store == "file" and any(
+        fault.action == "stop" and not fault.release for fault in case.faults
     )
 
 
