@@ -5,7 +5,7 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from integration.conftest import StartChild, StartCommand
-from integration.harness import Child, pause, wait_until
+from integration.harness import Child, in_background, pause, wait_until
 from support.etcd import free_port
 from tracedstore.coordination.rank_registry import read_ranks
 from tracedstore.diagnosis.blocked_record import read_blocked
@@ -61,6 +61,30 @@ def address(scheme: str, port: int) -> tuple[str, dict[str, str]]:
     if scheme == "tcp":
         return f"tcp://127.0.0.1:{port}", {}
     return "env://", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@contextmanager
+def resetting_server() -> Iterator[int]:
+    """Yield the port of a server that resets every connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reset() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return  # the server was shut down
+                # To close a socket that lingers for 0 s sends a reset.
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.close()
+
+        resetting = in_background(reset)
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            resetting.result(SECONDS)
 
 
 class TestAbsentRanks:
@@ -278,6 +302,19 @@ class TestUnreachable:
         assert event["cause"] == "server_unreachable"
         assert "accepts connections and does not answer" in event["awaited"]
         assert any(f"held by pid {os.getpid()} (" in e for e in event["evidence"])
+
+    def test_reset_connections(self, start_rank: StartRank) -> None:
+        """The server resets every connection, as one whose backlog is full may."""
+        with resetting_server() as port:
+            rank = start_rank(f"tcp://127.0.0.1:{port}", 1, 2, timeout=6, env=NEVER)
+            failed = rank.next_report()
+
+        (note,) = failed["notes"]
+        assert "tracedstore" not in failed["text"]
+        assert "[server_unreachable: " in note
+        assert f"127.0.0.1:{port} resets connections: its backlog is full" in note
+        assert "net.core.somaxconn is " in note
+        assert rank.exit_status(SECONDS) == 0
 
     def test_stopped_server(self, start_rank: StartRank) -> None:
         """Rank 0 is stopped by a signal: its pid and state are in the evidence."""

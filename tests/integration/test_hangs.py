@@ -15,9 +15,8 @@ from hangs.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent.parent
 SEED = 5
-# torch raises an exception of its own in place of the one that the wait raised, or the
-# exception has the names in its text, or the call does not return.
-WITHOUT_NOTE = {"init_barrier", "elastic_barrier", "server_stopped"}
+# The exception has the names in its text, or the call does not return.
+WITHOUT_NOTE = {"elastic_barrier", "server_stopped"}
 # Of a TCPStore, of a FileStore and of gloo, and of an EtcdStore.
 TYPES = {"DistStoreError", "DistNetworkError", "RuntimeError", "LookupError"}
 

@@ -60,9 +60,14 @@ _PROCESS_GROUPS: Final = PatchTarget(
     "process_group",
     "tracked_process_group",
 )
+# The barrier after the creation of a group, if TORCH_DIST_INIT_BARRIER is 1.
+_GROUP_BARRIER: Final = PatchTarget(
+    _PROCESS_GROUPS.module, "", "_store_based_barrier", "store_based_barrier"
+)
 PATCH_TARGETS: Final = (
     *(PatchTarget(_RENDEZVOUS, _HANDLERS, scheme, "rendezvous") for scheme in _SCHEMES),
     _PROCESS_GROUPS,
+    _GROUP_BARRIER,
     # The rendezvous of torchrun's agents, which the package registers on its import.
     *(
         PatchTarget(

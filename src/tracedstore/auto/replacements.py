@@ -67,6 +67,22 @@ def tracked_process_group(
     return _create_group(original, args, kwargs, _bind(original, args, kwargs))
 
 
+def store_based_barrier(
+    original: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    """Replace torch's barrier after the creation of a process group.
+
+    At its timeout torch raises an exception of its own in place of the one that the
+    wait raised. It gets the notes of that one.
+    """
+    try:
+        original(*args, **kwargs)
+    except Exception as error:
+        for note in getattr(error.__context__, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
 def agent_rendezvous(original: Callable[..., Any], params: Any) -> Any:
     """Replace the creation of the rendezvous handler of torchrun's agent."""
     try:

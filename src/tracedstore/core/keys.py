@@ -55,6 +55,16 @@ def fold_numbers(key: str) -> tuple[str, list[int | None]]:
     return fold(key), numbers
 
 
+def replace_number(key: str, position: int, number: int) -> str:
+    """Return a key with another number at one of its variable parts.
+
+    The number has at least as many digits as the one before, as in ``rank_03``.
+    """
+    part = list(_VARIABLE.finditer(key))[position]
+    digits = str(number).zfill(len(part[0]) if part[0].startswith("0") else 0)
+    return key[: part.start()] + digits + key[part.end() :]
+
+
 class KeyFamilies:
     """The key families of a process, at most 64; further ones are ``other``."""
 

@@ -16,11 +16,15 @@ from tracedstore.diagnosis import groups
 from tracedstore.diagnosis.blocked_record import MAX_KEYS, BlockedRecord
 from tracedstore.diagnosis.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.process_answer import WrittenFamily
+from tracedstore.diagnosis.rank_keys import awaited_in
 from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning
 from tracedstore.diagnosis.verdict import REMEDIES, Verdict
 
 # Maximum number of keys of a call that are checked.
 _MAX_KEYS_CHECKED = 8192
+# Ranks of a group up to which each of them checks the keys of all. In a larger one,
+# only the ranks that look do: the keys of 16,384 ranks have half a megabyte.
+_MAX_SIBLINGS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,12 @@ class Member:
 
 
 def describe_call(
-    connection: Any, call: ActiveCall, member: Member, started: float
+    connection: Any,
+    call: ActiveCall,
+    member: Member,
+    started: float,
+    *,
+    complete: bool = False,
 ) -> BlockedRecord | None:
     """Return the record of a blocked call; None if nothing keeps it any more.
 
@@ -51,6 +60,8 @@ def describe_call(
         call: The call.
         member: The rank of this process.
         started: When the call began, in seconds since the epoch.
+        complete: Find all ranks that the call waits for also in a large group, where
+            each rank does not. They wait for the first absent one.
     """
     keys, count = call.method.keys_of(call.args)
     texts = [key for key in keys if isinstance(key, str)][:_MAX_KEYS_CHECKED]
@@ -73,8 +84,9 @@ def describe_call(
     if call.method.name == "barrier":
         return replace(record, protocol="store_barrier", members=_counted(call, member))
     if known is None or known.agents is not (member.agents is not None):
-        return replace(record, wrote=_wrote(record.keys))
-    return _with_meaning(record, connection, absent, known, member)
+        awaits = awaited_in(texts, absent, member.world_size)
+        return replace(record, awaits=awaits, wrote=_wrote(record.keys))
+    return _with_meaning(record, connection, absent, known, member, complete=complete)
 
 
 def _counted(call: ActiveCall, member: Member) -> tuple[int, ...]:
@@ -94,11 +106,14 @@ def _with_meaning(
     absent: Sequence[str],
     known: KeyMeaning,
     member: Member,
+    *,
+    complete: bool,
 ) -> BlockedRecord:
     members = groups.members(known.group_name) if known.group_name else None
     if members is None and not known.group_name:
         members = tuple(range(member.world_size))
     everyone = members == tuple(range(member.world_size))
+    complete = complete or len(members or ()) <= _MAX_SIBLINGS
     return replace(
         record,
         phase=known.phase,
@@ -106,7 +121,7 @@ def _with_meaning(
         group=known.group,
         # Not listed by each of ten thousand ranks.
         members=None if everyone else members,
-        awaits=_writers(connection, absent, known, members),
+        awaits=_writers(connection, absent, known, members, complete=complete),
     )
 
 
@@ -115,11 +130,13 @@ def _writers(
     absent: Sequence[str],
     known: KeyMeaning,
     members: Sequence[int] | None,
+    *,
+    complete: bool,
 ) -> tuple[int, ...] | None:
     """Return the ranks that should write the absent keys; None if unknown."""
     if members is None:
         return None
-    if known.sibling is not None:
+    if known.sibling is not None and complete:
         # gloo waits for one rank after the other: the ranks after the first absent one
         # may be absent too.
         all_keys = [known.sibling.format(rank=rank) for rank in range(len(members))]

@@ -20,6 +20,7 @@ from tracedstore.diagnosis.incarnations import read_duplicates
 from tracedstore.diagnosis.judge import find_suspects, judge
 from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
+from tracedstore.diagnosis.rank_keys import find_awaited
 from tracedstore.diagnosis.verdict import MAX_AWAITED, REMEDIES, Verdict
 
 _MAX_FAMILIES_ASKED = 16
@@ -27,7 +28,12 @@ Answers = Mapping[int, ProcessAnswer]
 
 
 def inquire(
-    connection: Any, own: BlockedRecord, member: Member, answer_timeout: float
+    connection: Any,
+    own: BlockedRecord,
+    member: Member,
+    answer_timeout: float,
+    *,
+    call_connection: Any,
 ) -> Verdict | None:
     """Find out whom the job waits for; None if a suspect is blocked by now itself.
 
@@ -36,6 +42,7 @@ def inquire(
         own: The record of the blocked call of this rank.
         member: The rank of this process.
         answer_timeout: Seconds for the processes of awaited ranks to answer.
+        call_connection: A connection to the store of that call.
     """
     now = time.time()
     world_size = member.world_size
@@ -47,6 +54,7 @@ def inquire(
             connection, registered, suspects.ranks, member, blocked, answer_timeout
         )
         blocked = _apply_learned(blocked, answers)
+        blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
         suspects = find_suspects(blocked, world_size)
     else:
         registered = _agents(member.agents, world_size, now)
@@ -68,6 +76,13 @@ def _blocked(
 ) -> dict[int, BlockedRecord]:
     """Return the records of this attempt."""
     records = read_blocked(connection, world_size)
+    if own.group and own.awaits is not None:
+        # All ranks of a group wait for the same keys, and these records are older.
+        awaits = frozenset(own.awaits)
+        for rank, record in records.items():
+            if record.group == own.group and record.awaits is not None:
+                still = tuple(one for one in record.awaits if one in awaits)
+                records[rank] = replace(record, awaits=still)
     records[own.rank] = own
     return {
         rank: record
@@ -126,11 +141,21 @@ def _apply_learned(
     refined = dict(blocked)
     for record in _of_users(blocked):
         writers = learned_writers(record.keys, written)
-        if writers.awaited:
-            refined[record.rank] = replace(record, awaits=writers.awaited)
-        elif writers.candidates:
-            refined[record.rank] = replace(record, members=writers.candidates)
+        if writers:
+            refined[record.rank] = replace(record, awaits=writers)
     return refined
+
+
+def _apply_rank_keys(
+    connection: Any, blocked: dict[int, BlockedRecord], own: int, world_size: int
+) -> dict[int, BlockedRecord]:
+    """Add the writers of this rank's keys, if every rank writes one."""
+    if blocked[own] not in _of_users(blocked) or not blocked[own].keys:
+        return blocked
+    awaits = find_awaited(connection, blocked[own].keys[0], blocked, world_size)
+    if awaits is None:
+        return blocked
+    return {**blocked, own: replace(blocked[own], awaits=awaits)}
 
 
 def _agents(

@@ -99,13 +99,15 @@ def judge(
     if named:
         awaited = tuple(found[rank] for rank in named[:MAX_AWAITED])
         cause = worst(one.cause for one in awaited)
+        # They have not connected, but the launcher started them.
+        alive = cause == "not_started" and answers.keys() >= set(named)
         return replace(
             waiting,
             cause=cause,
             awaited=awaited,
             awaited_ranks=tuple(named),
             evidence=(why, *_evidence(answers, named)),
-            remedy=REMEDIES[cause],
+            remedy=REMEDIES["busy" if alive else cause],
         )
     return _judge_cycle(waiting, blocked, world_size)
 

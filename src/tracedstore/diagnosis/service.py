@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,12 @@ from tracedstore.diagnosis.blocked_call import (
 )
 from tracedstore.diagnosis.inquiry import inquire
 from tracedstore.diagnosis.server import examine_server
-from tracedstore.diagnosis.session import Session, Sessions, reports_by_itself
+from tracedstore.diagnosis.session import (
+    STORE_ERRORS,
+    Session,
+    Sessions,
+    reports_by_itself,
+)
 from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.diagnosis.waits import (
     Wait,
@@ -55,6 +61,8 @@ _MIN_EXPLAINED_WAIT = 1.0
 _ANSWER_TIMEOUT, _ANSWER_SHARE, _ANSWER_TIMEOUT_AT_ONCE = 3.0, 0.15, 0.2
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
+# Ranks up to which each reads the store once in an interval; with more, less often.
+_RANKS_PER_INTERVAL = 2048
 
 
 def _answer_timeout(wait: Wait) -> float:
@@ -173,12 +181,17 @@ class Diagnosis:
         with self._recorder.unrecorded():
             while not self._stopping:
                 self._busy_since = time.monotonic()
-                self._recorder.failures.guarded(names.DIAGNOSIS, self._step)
+                self._recorder.failures.guarded(names.DIAGNOSIS, self._try_step)
                 self._busy_since = None
                 with self._changed:
                     self._changed.wait_for(
                         lambda: self._stopping or self._requests, self._interval
                     )
+
+    def _try_step(self) -> None:
+        # A server that has ended is reported by the calls that fail.
+        with suppress(*STORE_ERRORS):
+            self._step()
 
     def _step(self) -> None:
         calls = {id(active.call): active for active in blocked_calls(self._recorder)}
@@ -208,8 +221,9 @@ class Diagnosis:
             return
         wait = self._waits.setdefault(id(active.call), Wait(active))
         now = time.monotonic()
-        if not wait.current:
+        if not wait.current and (now >= wait.refresh_at or at_once):
             self._publish(session, wait, waited, now)
+            wait.refresh_at = now + self._interval_of(session)
         elif now >= wait.look_at and wait.reported:
             wait.begin_round(_LOOKERS)
         if wait.record is None or (now < wait.look_at and not at_once):
@@ -222,6 +236,11 @@ class Diagnosis:
             if wait.elected and not at_once:
                 self._report(session, wait)
             wait.reported = True
+
+    def _interval_of(self, session: Session) -> float:
+        """Return the seconds between two looks of a rank that does not look itself."""
+        ranks = session.member.world_size
+        return self._interval * max(1.0, ranks / _RANKS_PER_INTERVAL)
 
     def _publish(self, session: Session, wait: Wait, waited: float, now: float) -> None:
         before = wait.record
@@ -270,13 +289,26 @@ class Diagnosis:
             wait.allowed += _LOOKERS
         wait.elected = wait.order <= wait.allowed
         if not (wait.elected or at_once):
-            wait.look_at = now + self._interval
+            wait.look_at = now + self._interval_of(session)
             return
         connection = session.connection_to(wait.active.state)
+        complete = describe_call(
+            connection, wait.active, session.member, record.started, complete=True
+        )
+        if complete is None:
+            wait.look_at = now + self._interval
+            return
+        record = complete
         verdict = find_excess(connection, record, session.member)
         if verdict is None:
             timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
-            verdict = inquire(session.connection, record, session.member, timeout)
+            verdict = inquire(
+                session.connection,
+                record,
+                session.member,
+                timeout,
+                call_connection=connection,
+            )
         if verdict is None or not is_absent(connection, record.keys):
             wait.look_at = now + self._interval
             return

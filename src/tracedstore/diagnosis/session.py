@@ -5,6 +5,8 @@ import time
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
+from torch.distributed import DistError
+
 from tracedstore.coordination import decoders, membership, rank_registry
 from tracedstore.coordination.arrivals import (
     bare_store,
@@ -36,6 +38,10 @@ _VERDICT_COUNT: Final = "tracedstore/VERDICTS"
 _LOOKERS: Final = "tracedstore/DIAGNOSING"
 # Seconds for the agent of this host to answer, once per store of a large job.
 _AGENT_TIMEOUT: Final = 1.0
+# Seconds from a failed read of questions to the next one.
+_RETRY_AFTER: Final = 30.0
+# What a store raises whose server cannot be reached, or that was freed.
+STORE_ERRORS: Final = (OSError, DistError, ReferenceError)
 
 
 class Session:
@@ -134,11 +140,16 @@ class Session:
         if self._interval is None or now < self._poll_at:
             return
         self._poll_at = now + self._interval
-        if self._responder is None:
-            self._responder = Responder(
-                self.connection, self.member.rank, self.member.world_size
-            )
-        self._responder.poll()
+        try:
+            if self._responder is None:
+                self._responder = Responder(
+                    self.connection, self.member.rank, self.member.world_size
+                )
+            self._responder.poll()
+        except STORE_ERRORS:
+            # At the end of a job its server ends first: that is no failure.
+            self._clone = self._responder = None
+            self._poll_at = now + _RETRY_AFTER
 
 
 class Sessions:

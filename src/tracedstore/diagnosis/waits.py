@@ -26,6 +26,7 @@ class Wait:
         verdict: Whom it waits for, by the latest verdict.
         current: The verdict is of the current round of looking.
         look_at: When to look next, by ``time.monotonic``.
+        refresh_at: When to check next what it waits for, by the same clock.
         round_started: When the current round of looking began, since the epoch.
         order: The position of this process among those that look in this round; 0
             before it took one.
@@ -40,6 +41,7 @@ class Wait:
     verdict: Verdict | None = None
     current: bool = False
     look_at: float = 0.0
+    refresh_at: float = 0.0
     round_started: float = field(default_factory=time.time)
     order: int = 0
     allowed: int = 2
