@@ -63,6 +63,10 @@ _PROCESS_GROUPS: Final = PatchTarget(
 PATCH_TARGETS: Final = (
     *(PatchTarget(_RENDEZVOUS, _HANDLERS, scheme, "rendezvous") for scheme in _SCHEMES),
     _PROCESS_GROUPS,
+    # The barrier after their creation, with TORCH_DIST_INIT_BARRIER=1.
+    PatchTarget(
+        _PROCESS_GROUPS.module, "", "_store_based_barrier", "store_based_barrier"
+    ),
     # The rendezvous of torchrun's agents, which the package registers on its import.
     *(
         PatchTarget(

@@ -21,10 +21,10 @@ from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import (
     describe_call,
-    find_excess,
     is_absent,
     is_barrier,
 )
+from tracedstore.diagnosis.excess import find_excess
 from tracedstore.diagnosis.inquiry import inquire
 from tracedstore.diagnosis.server import examine_server
 from tracedstore.diagnosis.session import Session, Sessions, reports_by_itself
@@ -273,7 +273,7 @@ class Diagnosis:
             wait.look_at = now + self._interval
             return
         connection = session.connection_to(wait.active.state)
-        verdict = find_excess(connection, record, session.member)
+        verdict = find_excess(connection, session.connection, record, session.member)
         if verdict is None:
             timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
             verdict = inquire(session.connection, record, session.member, timeout)
