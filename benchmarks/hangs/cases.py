@@ -15,7 +15,7 @@ class Case:
         scenario: What its ranks do.
         kind: How its victims hang.
         world_size: The number of ranks.
-        victims: The ranks that cause the hang; empty if the server does.
+        victims: The ranks that cause the hang; empty if none does.
         store: Where the ranks meet.
     """
 
@@ -59,13 +59,13 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
     world_size = choose.randint(scenario.min_world_size, max_world_size)
     kind = choose.choice(scenario.kinds)
     store = choose.choice(scenario.stores)
-    count = choose.randint(1, min(scenario.max_victims, world_size - 1))
+    count = choose.randint(1, max(1, min(scenario.max_victims, world_size - 1)))
     candidates = range(world_size)
     if store == "tcp" and kind in ("gone", "stopped", "twice"):
         # Rank 0 serves the store: without it there is another hang.
         candidates = range(1, world_size)
     victims = choose.sample(candidates, min(count, len(candidates)))
-    if kind in ("server_stopped", "server_killed"):
+    if kind in ("server_stopped", "server_killed") or not scenario.max_victims:
         victims = []
     elif scenario.first_rank_only:
         victims = [0]

@@ -63,9 +63,11 @@ class _Run:
         if self._case.kind == "restarted":
             self._start(range(self._case.world_size), attempt=0)
             self.kill(range(self._case.world_size))
-        hung = self._case.victims or range(self._case.world_size)
+        hung: range | tuple[int, ...] = self._case.victims
         if self._case.absent or self._case.kind == "twice":
             hung = ()
+        elif self._case.kind in ("server_stopped", "server_killed"):
+            hung = range(self._case.world_size)
         self._start(hung, attempt=int(self._case.kind == "restarted"))
         hung_at = time.time()
         self._hang()

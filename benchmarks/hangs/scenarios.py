@@ -8,9 +8,10 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import etcd
@@ -233,6 +234,25 @@ def stale_attempt(hang: Hang) -> None:
     load_dataset(hang.timeout)
 
 
+def too_many(hang: Hang) -> None:
+    """A restart with fewer ranks: torch's barrier counts those of attempt 0 too.
+
+    In attempt 0 the last rank is not started, and the others wait at the barrier.
+    """
+    if not hang.attempt:
+        Thread(target=_arrive, args=(hang,), daemon=True).start()
+        hang = replace(hang, world_size=hang.world_size + 1)
+    hang.init()
+
+
+def _arrive(hang: Hang) -> None:
+    """Wait until all ranks that were started have arrived at torch's barrier."""
+    store = hang.open_store()
+    while store.add("store_based_barrier_key:0", 0) < hang.world_size:
+        time.sleep(0.05)
+    hang.reached()
+
+
 def server_stopped(hang: Hang) -> None:
     """The server of the store is stopped while all ranks wait for a key."""
     hang.init()
@@ -266,7 +286,7 @@ class Scenario:
         causes: The causes that a right verdict has; those of the kind if empty.
         event: An event that is emitted besides `job.stalled`.
         environ: Environment variables of the ranks.
-        max_victims: How many victims it may have.
+        max_victims: How many victims it may have; 0 if no rank causes it.
         first_rank_only: Rank 0 is the victim.
         min_world_size: The smallest number of ranks.
         harmless: Nothing hangs, and no rank may be named.
@@ -329,6 +349,16 @@ SCENARIOS = {
             causes=("stale",),
             event=names.STORE_STALE,
             max_victims=1,
+        ),
+        Scenario(
+            run=too_many,
+            kinds=("restarted",),
+            stores=("server", "etcd"),
+            causes=("too_many",),
+            event=names.STORE_STALE,
+            # Without lazy connections gloo waits for the last rank before the barrier.
+            environ={"TORCH_DIST_INIT_BARRIER": "1", "TORCH_GLOO_LAZY_INIT": "1"},
+            max_victims=0,
         ),
         Scenario(
             run=server_stopped,

@@ -31,8 +31,9 @@ from tracedstore.coordination.protocol import (
 )
 from tracedstore.coordination.ranges import MAX_RANKS, fold, unfold
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
-from tracedstore.diagnosis import incarnations, stamps
+from tracedstore.diagnosis import stamps
 from tracedstore.diagnosis.blocked_record import BlockedRecord
+from tracedstore.diagnosis.incarnations import Replacement
 from tracedstore.diagnosis.process_answer import Frame, ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.questions import Question
 from tracedstore.diagnosis.torch_key_table import ROWS
@@ -123,7 +124,7 @@ def _diagnosis(data: bytes) -> None:
         BlockedRecord.from_bytes,
         Question.from_bytes,
         ProcessAnswer.from_bytes,
-        incarnations._parse,
+        Replacement.from_bytes,
         stamps._parse,
     ):
         parse(data)

@@ -5,6 +5,7 @@ The ranks are real processes and run torch's own protocols.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ pytestmark = [
 
 def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
     """Make one hang of a scenario; return what it led to."""
+    path = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     run = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "hangs", "--hangs", "1"),
@@ -36,7 +38,7 @@ def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
             *("--first", str(sorted(SCENARIOS).index(scenario)), "--seed", str(SEED)),
             *("--jobs", "1", "--max-world-size", "4", "--results", str(results)),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         timeout=170,
@@ -59,12 +61,24 @@ def test_hang(name: str, tmp_path: Path) -> None:
     assert outcome["result"] == "right", outcome
     # Two processes look, and two more if these take longer than 6 s.
     assert outcome["reporters"] <= 4, outcome
+    if name == "too_many":
+        check_attempts(outcome)
     if SCENARIOS[name].harmless:
         assert (outcome["errors"], outcome["stalls"]) == ({}, [])
     elif name not in WITHOUT_NOTE:
         assert outcome["errors"], outcome
         for error in outcome["errors"].values():
             check_note(error)
+
+
+def check_attempts(outcome: dict[str, Any]) -> None:
+    """A count of too many arrivals comes with the processes of each attempt."""
+    size = len(outcome["survivors"])
+    count, first, second = outcome["stalls"][0]["evidence"]
+    assert count == f"store_based_barrier_key:0 is {2 * size}"
+    ranks = f"ranks 0-{size - 1}, pids [-,0-9]+ on "
+    assert re.match(rf"registered: attempt 0 \(ended\): {ranks}", first)
+    assert re.match(f"registered: attempt 1: {ranks}", second)
 
 
 def check_note(error: dict[str, Any]) -> None:

@@ -252,3 +252,52 @@ class TestMissingAgent:
         assert event["missing_ranks"] == [1]
         assert event["missing_names"] == [f"127.0.0.2 (pid {other.pid})"]
         assert "Error waiting on exit barrier" in waiting.errors()
+
+
+class TestTwoJobs:
+    """Two torchruns with one endpoint: the second one uses the server of the first."""
+
+    def test_one_endpoint(self, start_agent: StartAgent, tmp_path: Path) -> None:
+        """Another job is reported at once, and when the server ends with it."""
+        endpoint, first_id, other_id = (
+            f"127.0.0.1:{free_port()}",
+            new_run_id(),
+            new_run_id(),
+        )
+        script, end = tmp_path / "until_told.py", tmp_path / "end"
+        script.write_text(
+            "import pathlib, sys, time\n"
+            "print('started', flush=True)\n"
+            "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
+        )
+        options = ["--nnodes", "1", "--nproc-per-node", "1", str(script)]
+        first = start_agent("traced-c10d", endpoint, first_id, *options, str(end))
+        wait_until(lambda: "started" in first.out(), 60)
+        other = start_agent("traced-c10d", endpoint, other_id, *options, "never")
+        same = start_agent(
+            *("traced-c10d", endpoint, first_id, "--rdzv-conf", "warn_after=1"),
+            *(*options, "never"),
+        )
+
+        (shared,) = wait_until(lambda: other.events("store.stale_keys"), 60)
+        waiting = wait_until(lambda: same.events("rendezvous.waiting"), 60)
+        end.touch()
+
+        check(shared)
+        agent = f"(pid {first.pid})"
+        assert shared["previous_run_id"] == first_id
+        assert shared["previous_pid"] == first.pid
+        assert (
+            f"two jobs share the server {endpoint}: run '{first_id}' (agent"
+            in (shared["message"])
+        )
+        check(waiting[0])
+        assert "is complete without this node" in waiting[0]["message"]
+        assert agent in waiting[0]["message"]
+        assert "start that with another --rdzv-id" in waiting[0]["message"]
+        assert first.exit_status() == 0
+        assert not first.events("store.stale_keys")
+        assert other.exit_status() == 1
+        (failed,) = other.events("rendezvous.failed")
+        assert f"run '{first_id}' (agent " in failed["message"]
+        assert f"{agent}) used this server too" in failed["message"]

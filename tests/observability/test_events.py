@@ -93,6 +93,7 @@ class TestSchema:
             "rank": 0,
             "previous_attempt": 0,
             "attempt": 1,
+            "previous_run_id": "a",
             "previous_pid": 7,
             "previous_host": "h",
             "previous_started": 1.8e9,

@@ -18,14 +18,18 @@ from tracedstore.coordination import rank_registry
 from tracedstore.core import procfs
 from tracedstore.core.identity import ProcessIdentity
 from tracedstore.diagnosis.incarnations import (
-    Duplicate,
+    Replacement,
     check_earlier,
     check_replaced,
-    read_duplicates,
+    duplicates_in,
+    jobs_in,
+    launches_in,
+    read_replacements,
 )
 
-DUPLICATES = "tracedstore/DUPLICATES"
-ENTRY = {"rank": 1, "hosts": ["a", "b"], "pids": [7, 9]}
+REPLACED = "tracedstore/REPLACED"
+INFO = {"rank": 1, "host": "a", "pid": 7, "world_size": 2, "started": 1.0}
+ENTRY = {"earlier": INFO, "later": {**INFO, "pid": 9}, "ended": False}
 Events = Callable[[], list[dict[str, Any]]]
 
 
@@ -67,40 +71,47 @@ def json_events() -> None:
     tracedstore.configure(log_format="json")
 
 
+def duplicates(store: HashStore) -> list[str]:
+    """Return the ranks that were started twice."""
+    return duplicates_in(read_replacements(store))
+
+
 def test_no_earlier_process(events: Events) -> None:
     """Neither an empty store nor the own registration is reported."""
     store = HashStore()
-    check_earlier(store, 1)
+    check_earlier(store, 1, 2)
     register(store, os.getpid())
-    check_earlier(store, 1)
+    check_earlier(store, 1, 2)
     assert stale(events) == []
-    assert read_duplicates(store) == []
+    assert read_replacements(store) == []
 
 
 def test_living_process_of_this_attempt_is_a_duplicate(events: Events) -> None:
     """Both processes are recorded."""
     store = HashStore()
+    host, own = ProcessIdentity().host, os.getpid()
     with process() as pid:
         register(store, pid)
-        check_earlier(store, 1)
-    (duplicate,) = read_duplicates(store)
-    assert (duplicate.rank, duplicate.pids) == (1, (pid, os.getpid()))
-    assert str(duplicate).startswith("rank 1 was started twice: pid ")
+        check_earlier(store, 1, 2)
+    assert duplicates(store) == [
+        f"rank 1 was started twice: pid {pid} on {host}, and pid {own} on {host}"
+    ]
     assert stale(events) == []
 
 
 def test_processes_that_start_at_the_same_time() -> None:
     """The one whose registration was overwritten finds the other one when it blocks."""
     store = HashStore()
-    check_replaced(store, 1)
+    check_replaced(store, 1, 2)
     register(store, os.getpid())
-    check_replaced(store, 1)
-    assert read_duplicates(store) == []
+    check_replaced(store, 1, 2)
+    assert read_replacements(store) == []
     with process() as pid:
         register(store, pid)
-        check_replaced(store, 1)
-    (duplicate,) = read_duplicates(store)
-    assert set(duplicate.pids) == {pid, os.getpid()}
+        check_replaced(store, 1, 2)
+    (text,) = duplicates(store)
+    assert f"pid {pid} on" in text
+    assert f"pid {os.getpid()} on" in text
 
 
 def test_ended_process_left_stale_keys(events: Events) -> None:
@@ -108,11 +119,16 @@ def test_ended_process_left_stale_keys(events: Events) -> None:
     store = HashStore()
     with process() as pid:
         register(store, pid)
-    check_earlier(store, 1)
+    check_earlier(store, 1, 2)
     (event,) = stale(events)
     assert (event["previous_pid"], event["previous_attempt"]) == (pid, 0)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in event["remedy"]
-    assert read_duplicates(store) == []
+    assert duplicates(store) == []
+    host = ProcessIdentity().host
+    assert launches_in(read_replacements(store)) == [
+        f"attempt 0 (ended): ranks 1, pids {pid} on {host}",
+        f"attempt 0: ranks 1, pids {os.getpid()} on {host}",
+    ]
 
 
 def test_earlier_attempt_left_stale_keys(
@@ -123,19 +139,67 @@ def test_earlier_attempt_left_stale_keys(
     store = HashStore()
     with process() as pid:
         register(store, pid, attempt=1)
-        check_earlier(store, 1)
-        check_earlier(store, 1)
+        check_earlier(store, 1, 2)
+        check_earlier(store, 1, 2)
     (event,) = stale(events)
     assert (event["attempt"], event["previous_attempt"]) == (2, 1)
-    assert read_duplicates(store) == []
+    assert duplicates(store) == []
+
+
+def test_living_process_of_another_run(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs share the store, for as long as both run."""
+    monkeypatch.setenv("TRACEDSTORE_RUN_ID", "b")
+    store = HashStore()
+    host = ProcessIdentity().host
+    with process() as pid:
+        register(store, pid, run_id="a")
+        check_earlier(store, 1, 2)
+        assert jobs_in(read_replacements(store), "b") == [
+            f"run 'a': ranks 1, pids {pid} on {host}",
+            f"run 'b': ranks 1, pids {os.getpid()} on {host}",
+        ]
+        assert jobs_in(read_replacements(store), "c") == []
+    (event,) = stale(events)
+    assert "two jobs share this store; this is run 'b'" in event["message"]
+    assert (event["previous_run_id"], event["previous_pid"]) == ("a", pid)
+    assert duplicates(store) == []
+    assert jobs_in(read_replacements(store), "b") == []
+
+
+def test_ended_process_of_another_run(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys are reported, and no second job."""
+    monkeypatch.setenv("TRACEDSTORE_RUN_ID", "b")
+    store = HashStore()
+    with process() as pid:
+        register(store, pid, run_id="a")
+    check_earlier(store, 1, 2)
+    (event,) = stale(events)
+    assert "two jobs" not in event["message"]
+    assert jobs_in(read_replacements(store), "b") == []
+
+
+def test_latest_replacements_are_kept() -> None:
+    """Their number is bounded, whatever the number of ranks and restarts."""
+    store = HashStore()
+    for pid in range(1, 200):
+        register(store, pid, host="elsewhere", attempt=pid)
+        check_earlier(store, 1, 2)
+    found = read_replacements(store)
+    assert sorted(one.earlier.pid for one in found) == list(range(136, 200))
 
 
 @given(values(ENTRY))
-def test_hostile_duplicates(value: bytes) -> None:
-    """They raise nothing, and do not hide the valid one."""
+def test_hostile_replacement(value: bytes) -> None:
+    """It raises nothing, and does not hide the valid one."""
     store: Any = HashStore()
-    store.set(DUPLICATES, value + b"\n" + json.dumps(ENTRY).encode() + b"\n")
-    found = read_duplicates(store)
-    assert all(str(one).isprintable() for one in found)
-    if len(value) < 10_000:
-        assert Duplicate(rank=1, hosts=("a", "b"), pids=(7, 9)) in found
+    store.set(REPLACED, "2")
+    store.set(f"{REPLACED}/0", value)
+    store.set(f"{REPLACED}/1", json.dumps(ENTRY))
+    found = read_replacements(store)
+    texts = [*duplicates_in(found), *jobs_in(found, None), *launches_in(found)]
+    assert all(text.isprintable() for text in texts)
+    assert Replacement.from_bytes(json.dumps(ENTRY).encode()) in found

@@ -33,6 +33,7 @@ def patched_names() -> dict[str, Any]:
         "tcp": handlers["tcp"],
         "file": handlers["file"],
         "groups": distributed_c10d._new_process_group_helper,
+        "init barrier": distributed_c10d._store_based_barrier,
         "server": vars(handler)["_create_tcp_store_server"],
         "static": static_tcp_rendezvous.TCPStore,
         "c10d tcp": c10d_rendezvous_backend._create_tcp_store,
@@ -56,7 +57,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 class TestTorch:
-    """Twelve functions of torch are replaced, and restored."""
+    """Thirteen functions of torch are replaced, and restored."""
 
     def test_instrument_and_uninstrument(self) -> None:
         """All targets are replaced, and the same objects are restored."""

@@ -12,6 +12,8 @@ import sys
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+from torch.distributed import Store
+
 from tracedstore.store import TracedStore
 
 # Stores that the patches wrapped. A store that the job wrapped is the job's to close.
@@ -23,6 +25,14 @@ _users: WeakKeyDictionary[TracedStore, set[ref[Any]]] = WeakKeyDictionary()
 def own(store: TracedStore) -> None:
     """Take over closing a store."""
     _owned.add(store)
+
+
+def wrapper_of(store: Store) -> TracedStore | None:
+    """Return the open wrapper of a bare store that the patches wrapped."""
+    for wrapper in list(_owned):
+        if wrapper._traced.inner is store:  # noqa: SLF001 - of this package
+            return wrapper
+    return None
 
 
 def close_after(store: TracedStore, *users: Any) -> None:

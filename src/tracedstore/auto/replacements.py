@@ -67,19 +67,20 @@ def tracked_process_group(
     return _create_group(original, args, kwargs, _bind(original, args, kwargs))
 
 
-def store_based_barrier(
-    original: Callable[..., None], *args: Any, **kwargs: Any
-) -> None:
+def store_based_barrier(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace torch's barrier after the creation of a process group.
 
-    At its timeout torch raises an exception of its own in place of the one that the
-    wait raised. It gets the notes of that one.
+    torch calls it with the store that the program gave to ``init_process_group``, and
+    raises an exception of its own for a wait that times out.
     """
+    call = _bind(original, args, kwargs)
+    if call is None:
+        return original(*args, **kwargs)
+    RECORDER.failures.guarded(names.AUTO, _use_wrapper, call)
     try:
-        original(*args, **kwargs)
+        return original(*call.args, **call.kwargs)
     except Exception as error:
-        for note in getattr(error.__context__, "__notes__", ()):
-            error.add_note(note)
+        RECORDER.failures.guarded(names.AUTO, _copy_notes, error)
         raise
 
 
@@ -178,6 +179,22 @@ def _trace_store_of(call: inspect.BoundArguments) -> None:
         RECORDER.failures.add(names.AUTO, error)
 
 
+def _use_wrapper(call: inspect.BoundArguments) -> None:
+    """Let a call use the wrapper of its store argument, if that is wrapped."""
+    traced = lifetime.wrapper_of(call.arguments["store"])
+    if traced is not None:
+        call.arguments["store"] = traced
+
+
+def _copy_notes(error: Exception) -> None:
+    """Copy our notes from the exception in place of which another one was raised."""
+    if getattr(error, "__notes__", ()):
+        return  # the exception of a store, with a verdict of its own
+    for note in getattr(error.__context__, "__notes__", ()):
+        if note.startswith("tracedstore:"):
+            error.add_note(note)
+
+
 def _create_group(
     original: Callable[..., Any],
     args: tuple[Any, ...],
@@ -259,7 +276,7 @@ def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
     if known and isinstance(traced, TracedStore):
         try:
             with RECORDER.unrecorded():
-                incarnations.check_earlier(traced, rank)
+                incarnations.check_earlier(traced, rank, world_size)
             rank_registry.register(traced, rank, world_size)
         except Exception as error:
             RECORDER.failures.add(names.AUTO, error)

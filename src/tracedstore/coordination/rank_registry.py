@@ -107,7 +107,7 @@ def register(
     known = _registered.setdefault(store, {})
     if rank in known:
         return
-    known[rank] = _own_entry(rank, world_size, answers)
+    known[rank] = own_entry(rank, world_size, answers)
     _threads.setdefault(store, {})[rank] = get_ident()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
@@ -121,10 +121,11 @@ def register_early(store: Any, rank: int, world_size: int) -> None:
     For a rank that is still in the constructor of its store. `register` writes the
     entry again.
     """
-    _write(store, _own_entry(rank, world_size, None))
+    _write(store, own_entry(rank, world_size))
 
 
-def _own_entry(rank: int, world_size: int, answers: str | None) -> RankInfo:
+def own_entry(rank: int, world_size: int, answers: str | None = None) -> RankInfo:
+    """Return what this process registers as a rank."""
     identity = ProcessIdentity.from_environment(os.environ)
     return RankInfo(
         rank=rank,

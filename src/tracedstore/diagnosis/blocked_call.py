@@ -1,12 +1,11 @@
 """What a blocked Store call waits for, as far as this process knows."""
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracedstore.coordination.arrivals import find_absent, read_arrivals, read_key
+from tracedstore.coordination.arrivals import find_absent, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.core.counters import ActiveCall
@@ -18,7 +17,6 @@ from tracedstore.diagnosis.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.process_answer import WrittenFamily
 from tracedstore.diagnosis.rank_keys import awaited_in
 from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning
-from tracedstore.diagnosis.verdict import REMEDIES, Verdict
 
 # Maximum number of keys of a call that are checked.
 _MAX_KEYS_CHECKED = 8192
@@ -176,38 +174,3 @@ def is_barrier(call: ActiveCall) -> bool:
 def is_absent(connection: Any, keys: Sequence[str]) -> bool:
     """Return whether a call that waits for these keys still waits for one of them."""
     return not keys or not connection.check(list(keys))
-
-
-def find_excess(connection: Any, own: BlockedRecord, member: Member) -> Verdict | None:
-    """Return a verdict if more ranks arrived than there are: the count is stale.
-
-    Args:
-        connection: A connection to the store of the blocked call.
-        own: The record of that call.
-        member: The rank of this process.
-    """
-    known = meaning(own.keys[0]) if own.keys else None
-    if known is None or known.counter is None:
-        return None
-    if known.group_name and groups.members(known.group_name) is None:
-        return None
-    size = member.world_size if own.members is None else len(own.members)
-    if not connection.check([known.counter]):
-        return None
-    try:
-        count = int(read_key(connection, known.counter))
-    except ValueError:
-        return None
-    if count <= size:
-        return None
-    return Verdict(
-        phase=own.phase,
-        cause="too_many",
-        known=f"{count} arrivals were counted for {size} ranks",
-        waiting_ranks=(own.rank,),
-        key=own.keys[0],
-        waited_seconds=max(0.0, time.time() - own.started),
-        evidence=(f"{known.counter} is {count}",),
-        remedy=REMEDIES["too_many"],
-        time=time.time(),
-    )

@@ -10,16 +10,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from socket import socket
 from typing import Any
 
 from tracedstore import names
 from tracedstore.coordination.arrivals import bare_store, side_connection
 from tracedstore.core.errors import error_message
-from tracedstore.core.identity import bottom_of
+from tracedstore.core.identity import bottom_of, process_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
-from tracedstore.diagnosis import file_store, gloo_addresses, stalled, stamps
+from tracedstore.diagnosis import (
+    file_store,
+    gloo_addresses,
+    incarnations,
+    stalled,
+    stamps,
+)
+from tracedstore.diagnosis.connecting import claim
 from tracedstore.diagnosis.verdict import Verdict
 
 _READ_TIMEOUT = 2.0
@@ -36,6 +44,7 @@ class GroupCreation:
         size: The number of its ranks.
         rank: The rank of this process in the group.
         ranks: Its global ranks in order, empty for the default group.
+        claimed: The claim of this process to report two jobs in one store.
     """
 
     store: Any
@@ -44,6 +53,7 @@ class GroupCreation:
     rank: int
     ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
+    claimed: socket | None = None
     started: float = field(default_factory=time.monotonic)
 
     def stamp(self) -> None:
@@ -77,8 +87,13 @@ class GroupCreation:
         verdict = self.verdict
         if verdict is None:
             return
-        reporters = {(self.ranks or (0,))[0], verdict.awaited_ranks[0]}
-        if verdict.cause == "stale":
+        reporters = {(self.ranks or (0,))[0], *verdict.awaited_ranks[:1]}
+        if verdict.cause == "too_many":
+            # The first rank may be the other job's: one process of a host reports.
+            run_id = process_identity().run_id
+            self.claimed = self.claimed or claim(f"{run_id}/{self.name}/too_many")
+            reporters = {self._own_rank()} if self.claimed is not None else set()
+        elif verdict.cause == "stale":
             members = self.ranks or range(self.size)
             others = [one for one in members if one not in verdict.awaited_ranks]
             reporters = set(others[:1])
@@ -104,6 +119,14 @@ class GroupCreation:
         with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
             members = self.ranks or tuple(range(self.size))
             verdict = stamps.find_stale(store, self.name, members)
+            jobs = incarnations.jobs_in(
+                incarnations.read_replacements(store), process_identity().run_id
+            )
+        if jobs:
+            phase = stamps.phase_of(self.name)
+            verdict = incarnations.shared_store(
+                verdict or Verdict(phase=phase, cause="unknown", time=time.time()), jobs
+            )
         if verdict is not None:
             waited = time.monotonic() - self.started
             self.verdict = replace(verdict, waited_seconds=waited)

@@ -12,11 +12,12 @@ from typing import Any
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core import procfs
+from tracedstore.core.identity import process_identity
 from tracedstore.core.keys import fold
+from tracedstore.diagnosis import incarnations
 from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.examine import examine
-from tracedstore.diagnosis.incarnations import read_duplicates
 from tracedstore.diagnosis.judge import find_suspects, judge
 from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
@@ -68,7 +69,7 @@ def inquire(
         blocked, suspects, world_size, answers, registered, member.host_of, now
     )
     verdict = replace(verdict, agents=member.agents is not None)
-    return _with_duplicates(connection, verdict)
+    return _with_replacements(connection, verdict)
 
 
 def _blocked(
@@ -184,17 +185,19 @@ def _examine_agents(member: Member, ranks: Sequence[int]) -> Answers:
     return answers
 
 
-def _with_duplicates(connection: Any, verdict: Verdict) -> Verdict:
-    """Add ranks that were started twice: others were not started then."""
-    if verdict.cause not in ("not_started", "unknown"):
+def _with_replacements(connection: Any, verdict: Verdict) -> Verdict:
+    """Add jobs that share the store, and ranks that were started twice."""
+    replacements = incarnations.read_replacements(connection)
+    jobs = incarnations.jobs_in(replacements, process_identity().run_id)
+    if jobs:
+        return incarnations.shared_store(verdict, jobs)
+    duplicates = incarnations.duplicates_in(replacements)
+    # Where a rank was started twice, others were not started.
+    if not duplicates or verdict.cause not in ("not_started", "unknown"):
         return verdict
-    duplicates = read_duplicates(connection)
-    if not duplicates:
-        return verdict
-    texts = sorted({str(duplicate) for duplicate in duplicates})
     return replace(
         verdict,
         cause="duplicate",
-        evidence=(*texts[:MAX_AWAITED], *verdict.evidence),
+        evidence=(*duplicates[:MAX_AWAITED], *verdict.evidence),
         remedy=REMEDIES["duplicate"],
     )

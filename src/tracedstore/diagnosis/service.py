@@ -22,10 +22,10 @@ from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import (
     describe_call,
-    find_excess,
     is_absent,
     is_barrier,
 )
+from tracedstore.diagnosis.excess import find_excess
 from tracedstore.diagnosis.inquiry import inquire
 from tracedstore.diagnosis.server import examine_server
 from tracedstore.diagnosis.session import (
@@ -299,7 +299,7 @@ class Diagnosis:
             wait.look_at = now + self._interval
             return
         record = complete
-        verdict = find_excess(connection, record, session.member)
+        verdict = find_excess(connection, session.connection, record, session.member)
         if verdict is None:
             timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
             verdict = inquire(

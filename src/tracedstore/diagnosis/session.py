@@ -101,7 +101,7 @@ class Session:
     def publish(self, record: BlockedRecord) -> None:
         """Publish the record of a blocked call of this rank."""
         if not self._published and self.member.agents is None:
-            check_replaced(self.connection, self.member.rank)
+            check_replaced(self.connection, self.member.rank, self.member.world_size)
         publish_blocked(self.connection, record, first=not self._published)
         self._published = True
 

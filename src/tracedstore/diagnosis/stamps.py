@@ -43,9 +43,7 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
     if not stale:
         return None
     return Verdict(
-        phase="init_process_group"
-        if group in ("0", "default_pg")
-        else f"new_group {group}",
+        phase=phase_of(group),
         cause="stale",
         awaited=tuple(
             AwaitedRank(
@@ -63,6 +61,12 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
         remedy=REMEDIES["stale"],
         time=time.time(),
     )
+
+
+def phase_of(group: str) -> str:
+    """Return what a rank that creates a group executes."""
+    default = group in ("0", "default_pg")
+    return "init_process_group" if default else f"new_group {group}"
 
 
 def _parse(value: bytes) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import names
+from tracedstore.coordination.arrivals import bare_store, side_connection
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.core.counters import StoreState
 from tracedstore.core.identity import (
@@ -25,6 +26,7 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.rendezvous_stats import RendezvousView, Write
 from tracedstore.core.store_proxy import forwarder
 from tracedstore.export.setup import ensure_configured
+from tracedstore.rendezvous.other_runs import OtherRun, find_other_runs
 from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
 
 _MAX_NODES_SHOWN = 64
@@ -132,6 +134,18 @@ class TracedRendezvousBackend(RendezvousBackend):
     def attendance(self) -> Attendance:
         """The nodes that were seen in the state."""
         return self._attendance
+
+    def find_other_runs(self) -> list[OtherRun]:
+        """Return the other jobs with a rendezvous in the store of the state.
+
+        It connects to the store again, because the agent uses its connection.
+        """
+        inner = self._traced.inner
+        store, key = getattr(inner, "_store", None), getattr(inner, "_key", None)
+        if not (isinstance(store, Store) and isinstance(key, str)):
+            return []
+        with RECORDER.unrecorded(), side_connection(bare_store(store)) as connection:
+            return find_other_runs(connection, key, time.time())
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Get the state from the wrapped backend."""

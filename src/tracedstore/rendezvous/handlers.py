@@ -26,11 +26,13 @@ from tracedstore import barrier_patch, names
 from tracedstore.coordination import membership
 from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
+from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
@@ -131,6 +133,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._endpoint = endpoint or backend.identity.server
         self._where = where
         self._failure_reported = False
+        # That other jobs use the server, "" before they were looked for.
+        self._sharing: str | None = None
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
             _guarded(barrier_patch.replace)
@@ -164,6 +168,10 @@ class TracedRendezvousHandler(RendezvousHandler):
         finally:
             WATCHER.remove(watch)
         self._ended("completed", started)
+        if self._sharing is None and RECORDER.on:
+            self._sharing = ""
+            # It reads the store, and the workers must not wait for that.
+            _guarded(start_bounded_thread, partial(_guarded, self._look_for_other_runs))
         joined: RendezvousInfo | None = _guarded(self._joined, info)
         return info if joined is None else joined
 
@@ -218,6 +226,12 @@ class TracedRendezvousHandler(RendezvousHandler):
             info.bootstrap_store_info,  # type: ignore[arg-type]  # torch's is Optional when read
         )
 
+    def _look_for_other_runs(self) -> None:
+        """Report other jobs that use the server of this rendezvous."""
+        self._sharing = report_other_runs(
+            self._traced_backend.find_other_runs(), self._endpoint, self.get_run_id()
+        )
+
     def _failed(self, during: str, error: Exception, started: int) -> None:
         if during == "next_rendezvous":
             timed_out = isinstance(error, RendezvousTimeoutError)
@@ -255,6 +269,7 @@ class TracedRendezvousHandler(RendezvousHandler):
             where=self._where,
             own=_own_node(self._inner),
             attendance=self._traced_backend.attendance,
+            hint=self._sharing or "",
         )
 
     def _ended(self, result: Result, started: int) -> None:

@@ -11,6 +11,7 @@ from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.error_causes import (
+    CONNECTION_LOST,
     NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
@@ -26,7 +27,9 @@ from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
-_NOT_CONNECTED = frozenset({NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE})
+_NOT_CONNECTED = frozenset(
+    {CONNECTION_LOST, NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE}
+)
 _MAX_NODES_IN_TEXT = 16
 
 
@@ -78,10 +81,18 @@ class MissingNode(NamedTuple):
 def emit_waiting(attempt: JoinAttempt) -> None:
     """Emit `rendezvous.waiting`: the nodes that joined while this one waits."""
     fields, joined = _attendance(attempt)
+    waited = f"{attempt.waited_seconds:.1f} s{joined}"
+    message = f"{_title(attempt)} is not complete after {waited}"
+    last = None if attempt.attendance is None else attempt.attendance.last
+    if last is not None and last.complete and attempt.own not in last.participants:
+        message = (
+            f"{_title(attempt)} is complete without this node, which has waited"
+            f" {waited}; this node waits for one of them to leave: if it is of another"
+            " job, start that with another --rdzv-id"
+        )
     TELEMETRY.emit(
         names.RENDEZVOUS_WAITING,
-        message=f"{_title(attempt)} is not complete after"
-        f" {attempt.waited_seconds:.1f} s{joined}",
+        message=message,
         **fields,
     )
 

@@ -1,0 +1,103 @@
+"""Other jobs whose rendezvous is in the same store: their server is shared.
+
+A second torchrun on a host connects to the server of the first one, if both have the
+same endpoint. Run ids keep their states apart, but the server ends with the job that
+started it, and takes the other one with it.
+"""
+
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tracedstore.coordination.arrivals import list_keys, read_existing
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.diagnosis import incarnations
+from tracedstore.rendezvous.state import Node, parse_state
+
+_PREFIX: Final = "torch.rendezvous."
+# Nodes write a heartbeat every 5 s; the clocks of hosts may differ.
+_MAX_SILENT_SECONDS = 30.0
+_MAX_RUNS_READ, _MAX_RUNS_SHOWN = 16, 4
+_MAX_STATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRun:
+    """A job whose nodes are alive.
+
+    Attributes:
+        run_id: Its run id.
+        node: Its first node.
+        heartbeat: The latest heartbeat of this node, in seconds since the epoch.
+    """
+
+    run_id: str
+    node: Node
+    heartbeat: float
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} (agent {self.node})"
+
+
+def find_other_runs(store: Any, own_key: str, now: float) -> list[OtherRun]:
+    """Return the other jobs with a rendezvous in a store, as far as they are alive.
+
+    Args:
+        store: A store that no other thread uses.
+        own_key: The key of this job's state.
+        now: The time, in seconds since the epoch.
+    """
+    if not hasattr(store, "list_keys"):
+        return []
+    keys = [
+        key
+        for key in sorted(key.removeprefix("/") for key in list_keys(store))
+        if key.startswith(_PREFIX) and "/" not in key and key != own_key
+    ]
+    runs = []
+    for key in keys[:_MAX_RUNS_READ]:
+        for value in read_existing(store, [key]):
+            run = _parse(key.removeprefix(_PREFIX), value, now)
+            if run is not None:
+                runs.append(run)
+    return runs
+
+
+def report_other_runs(runs: Sequence[OtherRun], endpoint: str, run_id: str) -> str:
+    """Report the other jobs at an endpoint; return a sentence on them for failures."""
+    if not runs:
+        return ""
+    shown = ", ".join(map(str, runs[:_MAX_RUNS_SHOWN]))
+    first = runs[0]
+    incarnations.report_stale(
+        f"two jobs share the server {endpoint}: {shown}, and this agent of run"
+        f" {run_id!r}; the server ends with the job that started it",
+        found=RankInfo(
+            rank=0,
+            world_size=1,
+            host=first.node.addr,
+            pid=first.node.pid,
+            run_id=first.run_id,
+            started=first.heartbeat,
+        ),
+        remedy=incarnations.SHARED_REMEDY,
+    )
+    return (
+        f"{shown} used this server too when this job started: the server ends with the"
+        " job that started it"
+    )
+
+
+def _parse(run_id: str, value: bytes, now: float) -> OtherRun | None:
+    try:
+        state = parse_state(b64decode(value[:_MAX_STATE_BYTES], validate=True))
+    except ValueError:
+        return None
+    if state is None or state.closed:
+        return None
+    for node in sorted(state.participants, key=lambda node: state.participants[node]):
+        silent = state.silent_seconds(node, now)
+        if silent is not None and silent < _MAX_SILENT_SECONDS:
+            return OtherRun(run_id=run_id, node=node, heartbeat=state.heartbeats[node])
+    return None
