@@ -257,6 +257,48 @@ class TestMissingAgent:
         assert "Error waiting on exit barrier" in waiting.errors()
 
 
+class TestClockSkew:
+    """The clock of one agent's machine is wrong."""
+
+    @pytest.mark.parametrize("skew", [-60, 60, -2])
+    def test_waiting(
+        self, start_agent: StartAgent, tcp_server: Child, skew: int
+    ) -> None:
+        """The other agent reports it; two seconds are not reported."""
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = new_run_id()
+        options = ["--nnodes", "3", "--nproc-per-node", "1", "--rdzv-conf"]
+        options += ["is_host=0,keep_alive_interval=1,warn_after=2"]
+        agents = [
+            start_agent(
+                *("traced-c10d", endpoint, run_id, *options),
+                *("--local-addr", addr, "--no-python", "true"),
+                **env,
+            )
+            for addr, env in (("right", {}), ("wrong", {"CLOCK_SKEW": str(skew)}))
+        ]
+
+        def warned() -> list[dict[str, Any]]:
+            events = agents[0].events("rendezvous.waiting")
+            both = [e for e in events if {*e["joined"], *e["left"]} >= {"wrong"}]
+            # After the first one, several heartbeats have come.
+            return both[1:] if abs(skew) < 5 else [e for e in both if e["skewed"]]
+
+        event = wait_until(warned, 60)[0]
+        check(event)
+        if abs(skew) < 5:
+            assert (event["skewed"], event["left_over"]) == ([], [])
+            return
+        assert event["skewed"] == ["wrong"]
+        assert event["left_over"] == []
+        (seconds,) = event["skewed_seconds"]
+        assert (seconds > 0) == (skew > 0)
+        assert 5 <= abs(seconds) <= 60
+        assert f"the clock of wrong (pid {agents[1].pid}) is at" in event["message"]
+        # The node with a wrong clock is removed by the others, and is not gone.
+        assert "gone" not in event["missing_causes"]
+
+
 class TestEarlierRun:
     """A run id was used before, and etcd still has the state of that run."""
 

@@ -220,6 +220,7 @@ def _missing(
         return []
     absent = attempt.attendance.absent(attempt.own)
     known = [*left, *(node for node in absent if node not in left)]
+    skewed = attempt.attendance.skewed(attempt.own)
     missing = []
     for node, seconds in zip(
         known, attempt.attendance.silent_seconds(known, now), strict=True
@@ -227,7 +228,9 @@ def _missing(
         doing = "left this round" if node in left else f"was in round {absent[node]}"
         if seconds is not None:
             doing += f", last heartbeat {seconds:.1f} s ago"
-        missing.append(MissingNode(node, "gone", doing))
+        # A node with a wrong clock is removed by the others while it is alive.
+        cause: Cause = "unknown" if node in skewed else "gone"
+        missing.append(MissingNode(node, cause, doing))
     unknown = MissingNode(None, "not_started", "never joined")
     return missing + [unknown] * (count - len(missing))
 
