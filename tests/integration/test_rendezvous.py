@@ -234,18 +234,39 @@ class TestTimeout:
         assert (event["complete"], event["cause"]) == (True, "no_room")
         running.shutdown()
 
-    def test_closed(self, endpoints: dict[str, str], events: Events) -> None:
-        """A node cannot join a closed rendezvous."""
-        run_id, endpoint = new_run_id(), endpoints["c10d"]
-        first = handler("c10d", endpoint, run_id, nodes=(1, 1))
+    @BOTH
+    def test_closed_before(
+        self, backend: str, endpoints: dict[str, str], events: Events
+    ) -> None:
+        """A node that comes to a closed rendezvous reports since when it is closed."""
+        run_id, endpoint = new_run_id(), endpoints[backend]
+        first = handler(backend, endpoint, run_id, nodes=(1, 1), addr="127.0.0.1")
         first.next_rendezvous()
         first.shutdown()
+        second = handler(f"traced-{backend}", endpoint, run_id, nodes=(1, 1))
 
-        with pytest.raises(RendezvousClosedError, match="use a new run id"):
-            handler("traced-c10d", endpoint, run_id, nodes=(1, 1)).next_rendezvous()
+        with pytest.raises(RendezvousClosedError, match="use a new --rdzv-id"):
+            second.next_rendezvous()
 
         event = only(events, names.RENDEZVOUS_FAILED)
         assert (event["cause"], event["closed"]) == ("closed", True)
+        assert 0 <= event["closed_seconds"] < 60
+        assert f"run id '{run_id}' has a rendezvous that was closed" in event["message"]
+
+    def test_closed_meanwhile(self, endpoints: dict[str, str], events: Events) -> None:
+        """A node that gave up in this run is not taken for an earlier run."""
+        run_id, endpoint = new_run_id(), endpoints["c10d"]
+        other = handler("c10d", endpoint, run_id, nodes=(3, 3), addr="other")
+        node: Any = handler("traced-c10d", endpoint, run_id, nodes=(3, 3), addr="own")
+        joining = in_background(node.next_rendezvous)
+        wait_until(lambda: b"own" in (node._traced_backend.get_state() or [b""])[0])
+
+        other.shutdown()
+
+        assert isinstance(joining.exception(15), RendezvousClosedError)
+        event = only(events, names.RENDEZVOUS_FAILED)
+        assert (event["cause"], event["closed_seconds"]) == ("closed", None)
+        assert "another node gave up" in event["message"]
 
     def test_corrupt(self, endpoints: dict[str, str], events: Events) -> None:
         """Another program has written to the key of the state."""

@@ -3,9 +3,12 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import etcd
 import pytest
 
 from integration.harness import Child, wait_until
@@ -301,3 +304,117 @@ class TestTwoJobs:
         (failed,) = other.events("rendezvous.failed")
         assert f"run '{first_id}' (agent " in failed["message"]
         assert f"{agent}) used this server too" in failed["message"]
+
+
+class TestClockSkew:
+    """The clock of one agent's machine is wrong."""
+
+    @pytest.mark.parametrize("skew", [-60, 60, -2])
+    def test_waiting(
+        self, start_agent: StartAgent, tcp_server: Child, skew: int
+    ) -> None:
+        """The other agent reports it; two seconds are not reported."""
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = new_run_id()
+        options = ["--nnodes", "3", "--nproc-per-node", "1", "--rdzv-conf"]
+        options += ["is_host=0,keep_alive_interval=1,warn_after=2"]
+        agents = [
+            start_agent(
+                *("traced-c10d", endpoint, run_id, *options),
+                *("--local-addr", addr, "--no-python", "true"),
+                **env,
+            )
+            for addr, env in (("right", {}), ("wrong", {"CLOCK_SKEW": str(skew)}))
+        ]
+
+        def warned() -> list[dict[str, Any]]:
+            events = agents[0].events("rendezvous.waiting")
+            both = [e for e in events if {*e["joined"], *e["left"]} >= {"wrong"}]
+            # After the first one, several heartbeats have come.
+            return both[1:] if abs(skew) < 5 else [e for e in both if e["skewed"]]
+
+        event = wait_until(warned, 60)[0]
+        check(event)
+        if abs(skew) < 5:
+            assert (event["skewed"], event["left_over"]) == ([], [])
+            return
+        assert event["skewed"] == ["wrong"]
+        assert event["left_over"] == []
+        (seconds,) = event["skewed_seconds"]
+        assert (seconds > 0) == (skew > 0)
+        assert 5 <= abs(seconds) <= 60
+        assert f"the clock of wrong (pid {agents[1].pid}) is at" in event["message"]
+        # The node with a wrong clock is removed by the others, and is not gone.
+        assert "gone" not in event["missing_causes"]
+
+
+class TestEarlierRun:
+    """A run id was used before, and etcd still has the state of that run."""
+
+    # Heartbeats of torch are five seconds apart by default.
+    FAST = "warn_after=4,keep_alive_interval=1,keep_alive_max_attempt=60"
+
+    def test_closed(self, start_agent: StartAgent, etcd_server: EtcdServer) -> None:
+        """The second run fails, and reports when the first one ended."""
+        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", new_run_id()
+        options = ("--nnodes", "1", "--nproc-per-node", "1", "--no-python", "true")
+        first = start_agent("traced-etcd-v2", endpoint, run_id, *options)
+        assert first.exit_status() == 0
+        ended = time.time()
+
+        second = start_agent("traced-etcd-v2", endpoint, run_id, *options)
+
+        assert second.exit_status() == 1
+        (event,) = second.events("rendezvous.failed")
+        check(event)
+        assert (event["cause"], event["closed"]) == ("closed", True)
+        # etcd counts in whole seconds.
+        assert 0 <= event["closed_seconds"] <= time.time() - ended + 10
+        assert "closed before this node came" in event["message"]
+        assert f"(pid {first.pid}), last heartbeat" in event["message"]
+        assert f"RendezvousClosedError: {event['message']}" in second.errors()
+
+    def test_left_over_agent(
+        self, start_agent: StartAgent, etcd_server: EtcdServer
+    ) -> None:
+        """A round that is completed with an agent of a killed run names that agent."""
+        endpoint, run_id = f"127.0.0.1:{etcd_server.port}", new_run_id()
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-conf", self.FAST]
+        options += ["--no-python", "true"]
+        killed = start_agent(
+            "etcd-v2", endpoint, run_id, "--local-addr", "127.0.0.1", *options
+        )
+        key = f"/torch/elastic/rendezvous/{run_id}"
+        wait_until(lambda: key in etcd_keys(etcd_server), 60)
+        killed.kill()
+
+        agent = start_agent(
+            *("traced-etcd-v2", endpoint, run_id, "--local-addr", "127.0.0.2"),
+            *options,
+            TRACEDSTORE_STALL_AFTER="3",
+        )
+
+        def reported() -> list[dict[str, Any]]:
+            events = agent.events("rendezvous.waiting")
+            return [event for event in events if event["left_over"]]
+
+        event = wait_until(reported, 60)[0]
+        check(event)
+        assert event["left_over"] == ["127.0.0.1"]
+        left_over = f"127.0.0.1 (pid {killed.pid}) was there before this node and sent"
+        assert left_over in event["message"]
+        assert f"earlier run with run id '{run_id}'" in event["message"]
+        assert (event["complete"], event["skewed"]) == (True, [])
+        stalled = wait_until(lambda: agent.events("job.stalled"), 60)[0]
+        assert stalled["awaited"].startswith(
+            f"agent 0 on 127.0.0.1 (pid {killed.pid}): "
+        )
+
+
+def etcd_keys(server: EtcdServer) -> set[str]:
+    """Return the keys of the rendezvous in etcd."""
+    try:
+        found = server.client().read("/torch/elastic/rendezvous")
+    except etcd.EtcdKeyNotFound:
+        return set()
+    return {child.key for child in found.children}

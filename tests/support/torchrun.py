@@ -26,6 +26,10 @@ def one_node() -> dict[str, str]:
     return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 
 
+def _python_path() -> list[str]:
+    return [str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
 class Agent:
     """One torchrun process; it and its workers share one process group.
 
@@ -44,7 +48,7 @@ class Agent:
                 ],
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(_ROOT / "tests"),
+                    "PYTHONPATH": os.pathsep.join(_python_path()),
                     "OMP_NUM_THREADS": "1",
                     **env,
                 },

@@ -30,6 +30,8 @@ from tracedstore.rendezvous.other_runs import OtherRun, find_other_runs
 from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
 
 _MAX_NODES_SHOWN = 64
+# Seconds for the read of a key in etcd.
+_ETCD_TIMEOUT = 2
 
 
 def _state_of(result: Any) -> Any:
@@ -149,14 +151,16 @@ class TracedRendezvousBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Get the state from the wrapped backend."""
+        started = time.time()
         result: tuple[bytes, Token] | None = self._get_state()
-        self._record_state(result)
+        self._record_state(result, started)
         return result
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         """Set the state through the wrapped backend."""
+        started = time.time()
         try:
             result: tuple[bytes, Token, bool] | None = self._set_state(state, token)
         except BaseException:
@@ -166,21 +170,34 @@ class TracedRendezvousBackend(RendezvousBackend):
         if RECORDER.on:
             outcome: Write = "accepted" if _accepted((), result) else "conflict"
             RECORDER.rendezvous.record_write(self.name, outcome)
-        self._record_state(result)
+        self._record_state(result, started)
         return result
 
     _get_state = forwarder(_GET_STATE, attrgetter("get_state"))
     _set_state = forwarder(_SET_STATE, attrgetter("set_state"))
 
-    def _record_state(self, result: Any) -> None:
-        """Record the state that a call returned."""
+    def written_seconds_ago(self) -> float | None:
+        """Return when etcd last wrote the state, None if that is not known.
+
+        torch gives the key a time to live at each write. A TCPStore has no such time.
+        """
+        inner = self._traced.inner
+        client, key = getattr(inner, "_client", None), getattr(inner, "_key", None)
+        lifetime = getattr(inner, "_ttl", None)
+        if client is None or type(lifetime) is not int:
+            return None
+        left = client.read(key, timeout=_ETCD_TIMEOUT).ttl
+        return None if type(left) is not int else float(max(0, lifetime - left))
+
+    def _record_state(self, result: Any, started: float) -> None:
+        """Record the state that a call returned, and when the call began."""
         if not RECORDER.on:
             return
         try:
             state = _state_of(result)
             parsed = parse_state(state) if isinstance(state, bytes) else None
             if parsed is not None:
-                self._attendance.record(parsed)
+                self._attendance.record(parsed, started)
                 RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
         except Exception as error:
             RECORDER.failures.add(names.RENDEZVOUS, error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, final
 from weakref import ref
@@ -20,7 +21,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     create_handler,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from tracedstore import barrier_patch, names
 from tracedstore.coordination import membership
@@ -28,10 +28,11 @@ from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
-from tracedstore.diagnosis.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
+from tracedstore.rendezvous.endpoint import host_and_port, host_hint
+from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
@@ -63,7 +64,7 @@ def create(
         RECORDER.failures.add(names.RENDEZVOUS, error)
         untraced: RendezvousHandler = create_untraced(params, create_backend)
         return untraced
-    where = _where(params, default_port)
+    where = host_and_port(params, default_port)
     started = RECORDER.ticks()
     try:
         backend, store = create_backend(params)
@@ -77,7 +78,7 @@ def create(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             where=where,
-            hint=_guarded(_host_hint, params, where) or "",
+            hint=_guarded(host_hint, params, where) or "",
         )
         if RECORDER.on:
             _guarded(emit_failure, error, attempt)
@@ -270,6 +271,8 @@ class TracedRendezvousHandler(RendezvousHandler):
             own=_own_node(self._inner),
             attendance=self._traced_backend.attendance,
             hint=self._sharing or "",
+            written_seconds_ago=self._traced_backend.written_seconds_ago,
+            heartbeat_interval=_heartbeat_interval(settings),
         )
 
     def _ended(self, result: Result, started: int) -> None:
@@ -346,6 +349,12 @@ def _decoder(backend: TracedRendezvousBackend) -> Callable[[int], str]:
     return lambda rank: nodes.get(rank) or f"agent {rank}"
 
 
+def _heartbeat_interval(settings: Any) -> float:
+    interval: Any = getattr(settings, "keep_alive_interval", None)
+    is_known = isinstance(interval, timedelta)
+    return interval.total_seconds() if is_known else DEFAULT_INTERVAL
+
+
 def _own_node(handler: Any) -> Node | None:
     found: Any = getattr(handler, "_this_node", None)
     with suppress(AttributeError, TypeError, ValueError):
@@ -356,39 +365,4 @@ def _own_node(handler: Any) -> Node | None:
             "DynamicRendezvousHandler._this_node",
             "events of a rendezvous do not name their own node",
         )
-    return None
-
-
-def _host_hint(params: RendezvousParameters, where: tuple[str, int] | None) -> str:
-    """Return why this agent does not serve the endpoint; "" if it should.
-
-    The c10d store is served by the agent whose machine has the name or an address of
-    the endpoint. If no agent has, all of them wait for one that does not exist.
-    """
-    is_c10d = params.backend.removeprefix("traced-") == "c10d"
-    if not is_c10d or where is None:
-        return ""
-    # Private to torch, and only the hint needs it.
-    from torch.distributed.elastic.rendezvous.utils import (  # noqa: PLC0415
-        _matches_machine_hostname,
-    )
-
-    host = where[0]
-    if params.get_as_bool("is_host", _matches_machine_hostname(host)):
-        return ""
-    chosen = "is_host is false in --rdzv-conf"
-    if params.get("is_host") is None:
-        chosen = f"no name or address of it matches {host!r}"
-    return (
-        f"this agent does not serve the endpoint, because {chosen} ({describe_own()});"
-        " if it should, pass --rdzv-conf is_host=1, or use one of these as the endpoint"
-    )
-
-
-def _where(params: RendezvousParameters, port: int) -> tuple[str, int] | None:
-    """Return host and port of an endpoint; None for a path."""
-    if str(params.get("store_type", "tcp")).strip().lower() == "file":
-        return None
-    with suppress(ValueError):  # torch raises for it
-        return parse_rendezvous_endpoint(params.endpoint, default_port=port)
     return None

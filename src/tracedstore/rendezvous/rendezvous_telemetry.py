@@ -1,7 +1,7 @@
 """Events and exception texts of a rendezvous: which nodes joined, and why it failed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from tracedstore import names
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.error_causes import (
+    CLOSED,
     CONNECTION_LOST,
     NAME_RESOLUTION,
     NO_ANSWER,
@@ -23,14 +24,15 @@ from tracedstore.diagnosis.error_causes import (
     probe_endpoint,
 )
 from tracedstore.diagnosis.verdict import Cause
+from tracedstore.rendezvous import findings
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
+from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
 _NOT_CONNECTED = frozenset(
     {CONNECTION_LOST, NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE}
 )
-_MAX_NODES_IN_TEXT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,9 @@ class JoinAttempt:
         own: The node that called.
         attendance: The nodes that were seen in the state.
         hint: A further sentence for a connection that failed, "" without one.
+        heartbeat_interval: Seconds between two heartbeats of a node.
+        written_seconds_ago: Returns when the state was last written, None if that is
+            not known.
     """
 
     backend: str
@@ -62,6 +67,8 @@ class JoinAttempt:
     own: Node | None = None
     attendance: Attendance | None = None
     hint: str = ""
+    heartbeat_interval: float = DEFAULT_INTERVAL
+    written_seconds_ago: Callable[[], float | None] = lambda: None
 
 
 class MissingNode(NamedTuple):
@@ -81,18 +88,10 @@ class MissingNode(NamedTuple):
 def emit_waiting(attempt: JoinAttempt) -> None:
     """Emit `rendezvous.waiting`: the nodes that joined while this one waits."""
     fields, joined = _attendance(attempt)
-    waited = f"{attempt.waited_seconds:.1f} s{joined}"
-    message = f"{_title(attempt)} is not complete after {waited}"
-    last = None if attempt.attendance is None else attempt.attendance.last
-    if last is not None and last.complete and attempt.own not in last.participants:
-        message = (
-            f"{_title(attempt)} is complete without this node, which has waited"
-            f" {waited}; this node waits for one of them to leave: if it is of another"
-            " job, start that with another --rdzv-id"
-        )
     TELEMETRY.emit(
         names.RENDEZVOUS_WAITING,
-        message=message,
+        message=f"{_title(attempt)} {_progress(attempt)} after"
+        f" {attempt.waited_seconds:.1f} s{joined}{_admission(attempt)}",
         **fields,
     )
 
@@ -103,10 +102,15 @@ def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
     The exception keeps its type. One without a text gets it as its text, any other as
     a note, which a traceback shows.
     """
-    diagnosis = _diagnose(error, attempt, attempt.attendance or Attendance())
+    attendance = attempt.attendance or Attendance()
+    diagnosis = _diagnose(error, attempt, attendance)
     fields, joined = _attendance(attempt)
     message = f"{_title(attempt)} failed after {attempt.waited_seconds:.1f} s"
-    if diagnosis.remedy:
+    closed_seconds = None
+    if diagnosis.cause == CLOSED and attendance.closed_at_first:
+        closed_seconds = findings.closed_before(attendance, attempt.written_seconds_ago)
+        message += f": {findings.describe_closed(attempt.run_id, closed_seconds)}"
+    elif diagnosis.remedy:
         message += f": {diagnosis.remedy}"
     if attempt.hint and diagnosis.cause in _NOT_CONNECTED:
         message += f"; {attempt.hint}"
@@ -120,6 +124,7 @@ def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
         error=error_message(error),
         during=attempt.during,
         causes=list(diagnosis.causes),
+        closed_seconds=closed_seconds,
         **fields,
     )
     if not str(error):
@@ -141,6 +146,9 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "left": attendance.silent_seconds(left, now),
     }
     missing = _missing(attempt, joined, left, now)[:_MAX_NODES_LISTED]
+    # One heartbeat may be late.
+    left_over = attendance.left_over(attempt.own, 2 * attempt.heartbeat_interval)
+    skewed = attendance.skewed(attempt.own)
     last = attendance.last
     fields = {
         "waited_seconds": round(attempt.waited_seconds, 3),
@@ -157,6 +165,9 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "missing_names": [each.node and each.node.addr for each in missing],
         "missing_causes": [each.cause for each in missing],
         "missing_doing": [each.doing for each in missing],
+        "left_over": _addresses(left_over),
+        "skewed": _addresses(list(skewed)),
+        "skewed_seconds": list(skewed.values())[:_MAX_NODES_LISTED],
         "run_id": attempt.run_id,
         "backend": attempt.backend,
         "endpoint": attempt.endpoint,
@@ -175,7 +186,31 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         text += f"; joined and left: {_named(left, silent['left'])}"
     if others := [each for each in missing if each.node not in left]:
         text += f"; waiting for {_named_missing(others)}"
+    if left_over:
+        text += f"; {findings.describe_left_over(left_over, attempt.run_id)}"
+    if skewed:
+        text += f"; {findings.describe_skew(skewed)}"
     return fields, text
+
+
+def _progress(attempt: JoinAttempt) -> str:
+    last = None if attempt.attendance is None else attempt.attendance.last
+    if last is None or not last.complete:
+        return "is not complete"
+    if attempt.own in last.participants:
+        return "is complete, but its agents have not exchanged their addresses"
+    return "is complete without this node"
+
+
+def _admission(attempt: JoinAttempt) -> str:
+    """Return what lets this node into a round that is complete without it."""
+    last = None if attempt.attendance is None else attempt.attendance.last
+    if last is None or not last.complete or attempt.own in last.participants:
+        return ""
+    return (
+        "; this node waits for one of them to leave: if it is of another job, start"
+        " that with another --rdzv-id"
+    )
 
 
 def _missing_count(attempt: JoinAttempt, joined: Sequence[Node]) -> int:
@@ -199,6 +234,7 @@ def _missing(
         return []
     absent = attempt.attendance.absent(attempt.own)
     known = [*left, *(node for node in absent if node not in left)]
+    skewed = attempt.attendance.skewed(attempt.own)
     missing = []
     for node, seconds in zip(
         known, attempt.attendance.silent_seconds(known, now), strict=True
@@ -206,7 +242,9 @@ def _missing(
         doing = "left this round" if node in left else f"was in round {absent[node]}"
         if seconds is not None:
             doing += f", last heartbeat {seconds:.1f} s ago"
-        missing.append(MissingNode(node, "gone", doing))
+        # A node with a wrong clock is removed by the others while it is alive.
+        cause: Cause = "unknown" if node in skewed else "gone"
+        missing.append(MissingNode(node, cause, doing))
     unknown = MissingNode(None, "not_started", "never joined")
     return missing + [unknown] * (count - len(missing))
 
@@ -243,22 +281,17 @@ def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:
         f"{node}" if seconds is None else f"{node}, last heartbeat {seconds:.1f} s ago"
         for node, seconds in zip(nodes, silent, strict=True)
     ]
-    more = len(named) - _MAX_NODES_IN_TEXT
-    if more > 0:
-        named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
-    return "; ".join(named)
+    return findings.name_nodes(named)
 
 
 def _named_missing(missing: Sequence[MissingNode]) -> str:
     named = [f"{each.node}: {each.doing}" for each in missing if each.node is not None]
     unknown = len(missing) - len(named)
-    more = len(named) - _MAX_NODES_IN_TEXT
-    if more > 0:
-        named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
+    texts = [findings.name_nodes(named)] if named else []
     if unknown:
         noun = "node that has" if unknown == 1 else "nodes that have"
-        named.append(f"{unknown} {noun} not joined yet")
-    return "; ".join(named)
+        texts.append(f"{unknown} {noun} not joined yet")
+    return "; ".join(texts)
 
 
 def _addresses(nodes: Sequence[Node]) -> list[Any]:

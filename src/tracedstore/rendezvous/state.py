@@ -4,6 +4,7 @@ torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. 
 read as plain data here. Other bytes are not an error: `parse_state` returns None.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from tracedstore.rendezvous import state_pickle
+from tracedstore.rendezvous.heartbeats import Heartbeats
 
 T = TypeVar("T")
 
@@ -130,22 +132,31 @@ class Attendance:
     def __init__(self) -> None:
         # The nodes of the last complete round, and its number.
         self._complete: tuple[int, frozenset[Node]] = 0, frozenset()
-        self._heartbeats: dict[Node, float] = {}
+        self.heartbeats: Heartbeats[Node] = Heartbeats()
+        # The state before this node changed it.
+        self.first: RendezvousState | None = None
+        self.last: RendezvousState | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the nodes of this round. Those of the last complete one stay."""
         self._joined: dict[Node, None] = {}
         self._waiting: dict[Node, None] = {}
-        self._heartbeats = {
-            node: heartbeat
-            for node, heartbeat in self._heartbeats.items()
-            if node in self._complete[1]
-        }
-        self.last: RendezvousState | None = None
+        states = [state for state in (self.first, self.last) if state is not None]
+        known = (node for state in states for node in state.heartbeats)
+        self.heartbeats.keep([*known, *self._complete[1]])
+        self.last = None
 
-    def record(self, state: RendezvousState) -> None:
-        """Record the nodes of a state."""
+    def record(self, state: RendezvousState, started: float | None = None) -> None:
+        """Record the nodes of a state.
+
+        Args:
+            state: The state.
+            started: When the call that returned it began, in seconds since the epoch;
+                by default now.
+        """
+        if self.first is None:
+            self.first = state
         if self.last is not None and state.round != self.last.round:
             # The nodes of an earlier round do not count in this one.
             self.reset()
@@ -158,7 +169,9 @@ class Attendance:
         for node in state.wait_list:
             self._waiting[node] = None
             self._joined.pop(node, None)
-        self._heartbeats |= state.heartbeats
+        self.heartbeats.record(
+            state.heartbeats, time.time() if started is None else started
+        )
 
     def joined(self, own: Node | None) -> list[Node]:
         """List the nodes that joined, and this node even if it has given up."""
@@ -189,11 +202,35 @@ class Attendance:
 
     def silent_seconds(self, nodes: Iterable[Node], now: float) -> list[float | None]:
         """Return the seconds since each node's last heartbeat, None if it has none."""
-        heartbeats = [self._heartbeats.get(node) for node in nodes]
-        return [
-            None if heartbeat is None else round(max(0.0, now - heartbeat), 3)
-            for heartbeat in heartbeats
-        ]
+        return [self.heartbeats.silent_seconds(node, now) for node in nodes]
+
+    @property
+    def closed_at_first(self) -> bool:
+        """Whether the rendezvous was closed when this node read it first."""
+        return self.first is not None and self.first.closed
+
+    def left_over(self, own: Node | None, seconds: float) -> list[Node]:
+        """List the nodes that were there before this one and sent no heartbeat since.
+
+        Args:
+            own: This node.
+            seconds: For how long a node must have been seen without a heartbeat.
+        """
+        first = frozenset[Node]() if self.first is None else self.first.present
+        return sorted(
+            node
+            for node in first - {own}
+            if self.heartbeats.is_unchanged(node, seconds)
+        )
+
+    def skewed(self, own: Node | None) -> dict[Node, float]:
+        """Return the nodes with another time than this one, and their skew.
+
+        Positive seconds: the clock of the node is ahead.
+        """
+        nodes = {*self._joined, *self._waiting} - {own}
+        skews = {node: self.heartbeats.skew_seconds(node) for node in sorted(nodes)}
+        return {node: skew for node, skew in skews.items() if skew is not None}
 
     def _present(self, nodes: Iterable[Node], own: Node | None) -> list[Node]:
         present = frozenset[Node]() if self.last is None else self.last.present

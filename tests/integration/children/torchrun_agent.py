@@ -2,16 +2,31 @@
 
 import os
 import sys
+from datetime import datetime, timedelta, tzinfo
 from functools import partialmethod
 from typing import Any
 
 from prometheus_client import generate_latest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main
 
 from integration.harness import report
 
+
+class WrongClock(datetime):
+    """The time of a machine whose clock is wrong."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Any:
+        """Return the wrong time."""
+        skew = timedelta(seconds=float(os.environ["CLOCK_SKEW"]))
+        return datetime.now(tz) + skew
+
+
 if __name__ == "__main__":
+    if "CLOCK_SKEW" in os.environ:
+        vars(dynamic_rendezvous)["datetime"] = WrongClock
     if "EXIT_BARRIER_TIMEOUT" in os.environ:
         # torchrun has no option for this timeout, which is five minutes by default.
         agent: Any = LocalElasticAgent
