@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from torch.distributed import Store
 
 from tracedstore import names
+from tracedstore.core.clock import SYSTEM_CLOCK
 from tracedstore.core.counters import Probe
+from tracedstore.core.errors import ConfigurationError
 from tracedstore.core.identity import bottom_of, identify, is_prefix_store
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.store_proxy import StoreProxy
 from tracedstore.export.setup import ensure_configured
+from tracedstore.native.calls import NativeRecording
+from tracedstore.native.load import NativeUnavailable, load
+
+# The module of torch's C++ stores; that of PrefixStore is another one.
+_CPP_STORES = "torch._C._distributed_c10d"
+_StoreType: Any = type(Store)
 
 # torch's C++ holds only the C++ half of a Python store. When the last Python reference
 # is dropped, the Python methods go with it, and the next call from C++ fails an
@@ -48,14 +56,24 @@ def wrap(store: Store) -> "TracedStore":
             " subclass Store, which torch's own functions require too"
         )
     ensure_configured()
-    return TracedStore(store)
+    traced: TracedStore = _wrap_natively(store) or TracedStore(store)
+    _kept_alive[id(traced)] = traced
+    return traced
+
+
+class _TracedStoreType(_StoreType):  # type: ignore[misc] # pybind's own metaclass
+    """Makes native stores instances of `TracedStore`, too."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return super().__instancecheck__(instance) or _is_native(instance)
 
 
 @final
-class TracedStore(StoreProxy):
+class TracedStore(StoreProxy, metaclass=_TracedStoreType):
     """A Store whose calls are recorded; created by `wrap`.
 
-    Every other attribute is the wrapped store's.
+    Every other attribute is the wrapped store's. Stores of the native base have a class
+    of the same name, whose instances are instances of this one.
     """
 
     def __init__(self, store: Store) -> None:
@@ -74,7 +92,6 @@ class TracedStore(StoreProxy):
                     "PrefixStore.underlying_store",
                     "the server of a store below a PrefixStore is unknown",
                 )
-        _kept_alive[id(self)] = self
 
     if TYPE_CHECKING or hasattr(Store, "clone"):
 
@@ -90,6 +107,7 @@ class TracedStore(StoreProxy):
             if cloned is inner:
                 return self
             clone = TracedStore(cloned)
+            _kept_alive[id(clone)] = clone
             self._traced.clones.add(clone)
             return clone
 
@@ -127,7 +145,7 @@ class TracedStore(StoreProxy):
         delattr(self._traced.inner, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._traced.inner)})
+        return sorted({*object.__dir__(self), *dir(self._traced.inner)})
 
     def __repr__(self) -> str:
         return f"TracedStore({self._traced.inner!r})"
@@ -137,6 +155,63 @@ class TracedStore(StoreProxy):
             "cannot pickle a TracedStore: a store is a live connection; create and"
             " wrap one in each process instead"
         )
+
+
+# The class of native stores has these functions, too: when its Python half is freed and
+# C++ returns the store again, it is of that very class and of no subclass.
+_SHARED = (
+    "__delattr__",
+    "__dir__",
+    "__doc__",
+    "__enter__",
+    "__exit__",
+    "__getattr__",
+    "__module__",
+    "__qualname__",
+    "__reduce_ex__",
+    "__repr__",
+    "__setattr__",
+    "close",
+)
+
+
+def _is_native(store: object) -> bool:
+    native = RECORDER.native
+    return isinstance(native, NativeRecording) and type(store) is native.store_class
+
+
+def _wrap_natively(store: Store) -> Any:
+    """Return a native TracedStore; None if the Python base has to be used.
+
+    Raises:
+        ConfigurationError: The settings require the native base, and there is none.
+    """
+    bottom = bottom_of(store)
+    if _is_native(bottom):
+        # Whatever the settings are now: two bases would both record a call.
+        return _native().wrap(store, bottom._traced.identity)  # type: ignore[attr-defined] # noqa: SLF001
+    # A Python class is called through Python anyway, and another clock is Python's.
+    if (
+        RECORDER.core != "native"
+        or RECORDER.clock is not SYSTEM_CLOCK
+        or type(bottom).__module__ != _CPP_STORES
+    ):
+        return None
+    try:
+        return _native().wrap(store, identify(bottom))
+    except NativeUnavailable as error:
+        raise ConfigurationError(f"core is 'native', but {error}") from error
+
+
+def _native() -> NativeRecording:
+    """Return the native base; load it at the first use."""
+    if not isinstance(RECORDER.native, NativeRecording):
+        recording = NativeRecording(load(), RECORDER)
+        for name in _SHARED:
+            value = getattr(TracedStore, name)
+            setattr(recording.store_class, name, value)
+        RECORDER.record_natively(recording)
+    return RECORDER.native  # type: ignore[return-value]
 
 
 def _probe(store: Store) -> Probe | None:

@@ -1,4 +1,4 @@
-"""Fixtures of the contract suite: every kind of store, including etcd."""
+"""Fixtures of the contract suite: every kind of store, on both recording bases."""
 
 from pathlib import Path
 
@@ -6,8 +6,42 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from contract.harness import Make
+from support.native import build_once
 from support.stores import KINDS, SHORT
 from tracedstore.testing import FlakyStore
+
+# Stores written in Python: the Python base records them, whatever is set.
+_PYTHON_KINDS = {"python", "etcd"}
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Deselect the native base for kinds of stores that it does not record."""
+
+    def is_for_native(item: pytest.Item) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        return params.get("core") == "native" and params.get("kind") in _PYTHON_KINDS
+
+    config.hook.pytest_deselected(items=[item for item in items if is_for_native(item)])
+    items[:] = [item for item in items if not is_for_native(item)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the native base, if a test needs it, before the first test's timeout."""
+    for item in session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("core") == "native":
+            build_once()
+            return
+
+
+@pytest.fixture(params=["python", "native"], autouse=True)
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The recording base; tests run once for each base."""
+    name: str = request.param
+    monkeypatch.setenv("TRACEDSTORE_CORE", name)
+    return name
 
 
 def _python(_folder: Path) -> Store:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from tracedstore import wrap
+from tracedstore import TracedStore, wrap
 
 # Any, because torch's stubs have less than half of a Store's methods.
 Step = Callable[[Any], Any]
@@ -70,7 +70,12 @@ def outcome(step: Step, store: Any) -> tuple[type, Any]:
     try:
         result = step(store)
     except Exception as error:
-        return type(error), normalised(str(error))
+        text = normalised(str(error))
+        if isinstance(store, TracedStore):
+            # pybind's TypeError has the repr of the object that it was called on.
+            inner = normalised(repr(store._traced.inner))
+            text = text.replace(f"TracedStore({inner})", inner)
+        return type(error), text
     return type(result), result
 
 

@@ -84,6 +84,7 @@ class TestCountedOnce:
         counted.subtract(before)
         assert +counted == {("hash_store", step.__name__): 1}
 
+    @pytest.mark.parametrize("core", ["python"], indirect=True)
     def test_failure(self, registry: CollectorRegistry) -> None:
         """A failed call counts once."""
         store = twice(HashStore())

@@ -1,4 +1,4 @@
-"""Known limits of a Python wrapper: calls that torch's C++ does not forward to Python.
+"""Known limits of the Python base: calls that torch's C++ does not forward to Python.
 
 Each test asserts what happens instead, and the workaround where one exists.
 """
@@ -14,6 +14,9 @@ from contract.scenarios import MINUTE
 from support.versions import needs_list_keys, needs_store_barrier
 from tracedstore import wrap
 from tracedstore.testing import OperationLog
+
+# The native base has none of these limits: see test_native.
+pytestmark = pytest.mark.parametrize("core", ["python"], indirect=True)
 
 # These bare stores are C++ only, so they do not have these limits.
 CPP_KINDS = ["tcp", "tcp-legacy", "file", "hash"]

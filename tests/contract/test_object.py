@@ -208,7 +208,8 @@ class TestClone:
 
         clones = [direct.clone(), over.clone(), under.clone().underlying_store]
 
-        assert list(map(type, clones)) == [TracedStore] * 3
+        assert [isinstance(clone, TracedStore) for clone in clones] == [True] * 3
+        assert {repr(type(clone)) for clone in clones} == {repr(TracedStore)}
 
     def test_of_hash_store_is_itself(self) -> None:
         """A HashStore's clone is the store itself, so its wrapper returns itself."""

@@ -160,14 +160,15 @@ class TestInline:
     def test_in_pages(self, page: Path) -> None:
         """Commands with options or arguments in the text of a page."""
         for line in re.findall(
-            r"`(tracedstore [a-z]+ [^`]+)`", page.read_text("utf-8")
+            r"`(tracedstore [a-z-]+ [^`]+)`", page.read_text("utf-8")
         ):
             self._parse(line)
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_in_help(self, command: str) -> None:
         """The examples of a command's help."""
-        text = str(import_module(f"tracedstore.cli.{command}").__doc__)
+        module = import_module(f"tracedstore.cli.{command.replace('-', '_')}")
+        text = str(module.__doc__)
         lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", text, re.MULTILINE)
 
         assert lines

@@ -21,7 +21,8 @@ ALLOWED_IMPORTS = {
     "etcd": {"core"},
     "export": {"names", "core", "signals", "coordination", "diagnosis"},
     "testing": {"core"},
-    "store": {"names", "core", "etcd", "export"},
+    "native": {"core"},
+    "store": {"names", "core", "etcd", "export", "native"},
     "elastic": {"coordination", "diagnosis", "export"},
     "barrier_patch": {"names", "core", "coordination", "elastic", "export"},
     "rendezvous": {
@@ -64,7 +65,16 @@ ALLOWED_IMPORTS = {
         "store",
         "terminal",
     },
-    "cli": {"core", "coordination", "export", "report", "demo", "attach", "terminal"},
+    "cli": {
+        "core",
+        "coordination",
+        "export",
+        "native",
+        "report",
+        "demo",
+        "attach",
+        "terminal",
+    },
     "_public": {
         "core",
         "signals",
@@ -221,6 +231,7 @@ class TestPublicSurface:
         modules = {"coordination", "core", "etcd", "export", "names", "signals"}
         modules |= {"auto", "cli", "demo", "rendezvous", "report", "store", "testing"}
         modules |= {"attach", "barrier_patch", "diagnosis", "elastic", "terminal"}
+        modules |= {"native"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}
 
         assert tracedstore.__all__ == sorted(tracedstore.__all__)

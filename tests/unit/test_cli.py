@@ -54,9 +54,13 @@ class TestEveryCommand:
     def test_version(
         self, command: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """``--version`` prints the version of the package."""
-        version = f"tracedstore {__version__}\n"
-        assert run_to_exit([*command, "--version"], capsys) == (0, version, "")
+        """``--version`` prints the version of the package and the recording core."""
+        code, out, err = run_to_exit([*command, "--version"], capsys)
+
+        assert (code, err) == (0, "")
+        assert re.fullmatch(
+            rf"tracedstore {__version__}\ncore: python; native .*\n", out
+        )
 
     def test_invalid_command_line(
         self, command: list[str], capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ from tracedstore.core.errors import CommandError
 
 # A command's module is imported when the command is run, because torch takes a second.
 COMMANDS: Final = {
+    "build-native": "build the native recording base for the installed torch",
     "completion": "write a completion script for your shell",
     "dashboards": "write Grafana dashboards and alert rules",
     "demo": "see it at work, in half a minute, on this machine",
@@ -50,6 +51,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; try {self.prog} --help\n")
 
 
+class _Version(argparse.Action):
+    """Shows the version, and which base records calls here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Imports torch, which takes a second.
+        from tracedstore.native.load import describe  # noqa: PLC0415
+
+        sys.stdout.write(f"tracedstore {__version__}\n{describe()}\n")
+        parser.exit()
+
+
 def make_parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of the command line, with the arguments of some commands."""
     parser = _Parser(
@@ -66,15 +78,13 @@ def make_parser(loaded: Container[str] = COMMANDS) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in loaded:
-            module = import_module(f"tracedstore.cli.{name}")
+            module = import_module(f"tracedstore.cli.{name.replace('-', '_')}")
             help_text = str(module.__doc__)
             command.description, _, command.epilog = help_text.partition("\n\n")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     for one in (parser, *commands.choices.values()):
-        one.add_argument(
-            "--version", action="version", version=f"tracedstore {__version__}"
-        )
+        one.add_argument("--version", action=_Version, nargs=0, help="show versions")
     return parser
 
 

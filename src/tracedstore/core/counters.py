@@ -6,12 +6,14 @@ C++ gets a new Python thread state for every call it makes, and would leave a
 ``threading.local`` behind each time. The id of a thread that ended is used again, and
 so are its counters.
 
-The counts of a series are a flat list of integers, which a C++ base can fill as well.
+The counts of a series are a flat list of integers, which the native base fills as well
+(`NativeCalls`).
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -198,6 +200,28 @@ class ActiveCall(NamedTuple):
     call: Call
 
 
+class NativeCalls(Protocol):
+    """The calls that the native base records, outside of Python."""
+
+    def sums(self) -> Iterable[tuple[Series, SeriesCounts]]:
+        """Return the sums over all threads."""
+
+    def over_budget(self) -> int:
+        """Return how many ordinary calls got no span because the budget was spent."""
+
+    def calls(self) -> list[ActiveCall]:
+        """Return the calls in flight."""
+
+    def take_rules(self) -> None:
+        """Take over which calls are notable, after the recorder's rules changed."""
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Record no call that this thread makes."""
+
+    def reset(self) -> None:
+        """Start from zero, as a forked child must."""
+
+
 class ThreadCounters:
     """The counts of one thread, and the calls it is in.
 
@@ -222,11 +246,16 @@ def _new_counts() -> SeriesCounts:
 
 
 class CountersByThread(dict[int, ThreadCounters]):
-    """The counters of all threads, by thread id; a lookup creates missing ones."""
+    """The counters of all threads, by thread id; a lookup creates missing ones.
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    Attributes:
+        native: The calls of the native base, which the sums and lists include.
+    """
+
+    def __init__(self, telemetry: Telemetry, native: NativeCalls | None = None) -> None:
         super().__init__()
         self._telemetry = telemetry
+        self.native = native
 
     def __missing__(self, thread_id: int) -> ThreadCounters:
         counters = self[thread_id] = ThreadCounters(thread_id)
@@ -241,20 +270,27 @@ class CountersByThread(dict[int, ThreadCounters]):
                 total = totals[series]
                 for position, number in enumerate(counts):
                     total[position] += number
+        for series, counts in self.native.sums() if self.native else ():
+            total = totals[series]
+            for position, number in enumerate(counts):
+                total[position] += number
         return totals
 
     def over_budget(self) -> int:
         """Return how many ordinary calls got no span because the budget was spent."""
-        return sum(counters.over_budget for counters in list(self.values()))
+        native = self.native.over_budget() if self.native else 0
+        return native + sum(counters.over_budget for counters in list(self.values()))
 
     def in_flight_on(self, state: StoreState) -> int:
         """Return how many threads are in a call of a store."""
         calls = [counters.call for counters in list(self.values())]
+        if self.native:
+            calls += [active.call for active in self.native.calls()]
         return sum(call is not None and call[1] is state for call in calls)
 
     def calls(self) -> list[ActiveCall]:
         """Return the calls in flight, oldest first."""
-        active: list[ActiveCall] = []
+        active = self.native.calls() if self.native else []
         for counters in list(self.values()):
             call = counters.call
             while call is not None and call is not UNRECORDED:

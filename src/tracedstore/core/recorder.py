@@ -7,7 +7,7 @@ which the observers get. Whether it does is decided here, once (`Recorder._reaso
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from tracedstore.core.counters import (
     UNRECORDED,
     Call,
     CountersByThread,
+    NativeCalls,
     Probe,
     SeriesCounts,
     SeriesTable,
@@ -42,6 +43,9 @@ from tracedstore.core.operation import Attempts, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
 from tracedstore.core.stall_stats import StallStats
 from tracedstore.core.telemetry import TELEMETRY, Telemetry
+
+# What the native base has a copy of.
+_RULES = frozenset({"on", "budget", "slow_ns", "contended_after"})
 
 
 class Recorder:
@@ -62,6 +66,8 @@ class Recorder:
         barriers: Counts of barriers.
         rendezvous: Counts of rendezvous.
         stalls: The stalls that this process has reported.
+        core: The base that new stores get, by the settings.
+        native: The calls of the native base, where it is loaded.
     """
 
     # After a round trip to a server the caches are cold, and the cost of a call is the
@@ -75,8 +81,10 @@ class Recorder:
         "clock",
         "barriers",
         "contended_after",
+        "core",
         "families",
         "failures",
+        "native",
         "observers",
         "overdue_ns",
         "rendezvous",
@@ -87,6 +95,8 @@ class Recorder:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
+        self.native: NativeCalls | None = None
+        self.core = "auto"
         self.on = True
         self.barriers = BarrierStats()
         self.rendezvous = RendezvousStats()
@@ -103,6 +113,16 @@ class Recorder:
         self.failures = Failures(telemetry)
         self.observers = Observers(self.failures)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _RULES and self.native is not None:
+            self.native.take_rules()
+
+    def record_natively(self, native: NativeCalls) -> None:
+        """Include the calls of the native base from now on."""
+        self.native = self.counters.native = native
+        native.take_rules()
+
     def use_clock(self, clock: Clock) -> None:
         """Take the time from another clock."""
         self.clock = clock
@@ -113,7 +133,9 @@ class Recorder:
 
         Neither the parent's counts nor its threads are the child's.
         """
-        self.counters = CountersByThread(self._telemetry)
+        if self.native is not None:
+            self.native.reset()
+        self.counters = CountersByThread(self._telemetry, self.native)
         self.barriers.reset()
         self.rendezvous.reset()
         self.stalls.reset()
@@ -157,34 +179,77 @@ class Recorder:
         swapped = method.swapped(args, result) if method.swapped else None
         reasons = self._reasons(call, now, swapped=swapped, attempts=attempts)
         if reasons:
-            self._notify(
-                counters,
+            self._notify_returned(
+                counters.thread_id,
                 call,
                 now,
                 reasons,
                 value_bytes=method.size(args, result) if method.size else 0,
                 swapped=swapped,
                 attempts=attempts,
-                in_flight=self.counters.in_flight_on(state),
                 attributes=(
                     method.attributes(args, result) if method.attributes else None
-                ),
-                explained=(
-                    self._explain(call, None)
-                    if method.blocks and Reason.OVERDUE in reasons
-                    else None
                 ),
             )
         elif self.budget.counting:
             counters.over_budget += 1
 
-    def failed(
-        self, counters: ThreadCounters, call: Call, error: BaseException
+    def returned_natively(
+        self,
+        thread_id: int,
+        call: Call,
+        now: int,
+        *,
+        value_bytes: int,
+        swapped: bool | None,
+    ) -> bool:
+        """Notify the observers of a native call that returned, if it is notable.
+
+        The native base has counted it. Returns whether it is notable.
+        """
+        reasons = self._reasons(call, now, swapped=swapped)
+        if reasons:
+            self._notify_returned(
+                thread_id, call, now, reasons, value_bytes=value_bytes, swapped=swapped
+            )
+        return bool(reasons)
+
+    def _notify_returned(
+        self, thread_id: int, call: Call, now: int, reasons: Reason, **details: Any
     ) -> None:
-        """Record a call that raised."""
+        method, state, _, _, _ = call
+        overdue = method.blocks and Reason.OVERDUE in reasons
+        self._notify(
+            thread_id,
+            call,
+            now,
+            reasons,
+            in_flight=self.counters.in_flight_on(state),
+            explained=self._explain(call, None) if overdue else None,
+            **details,
+        )
+
+    def failed(
+        self,
+        counters: ThreadCounters,
+        call: Call,
+        error: BaseException,
+        now: int | None = None,
+        *,
+        explain: bool = True,
+    ) -> None:
+        """Record a call that raised.
+
+        Args:
+            counters: The counters of its thread.
+            call: The call.
+            error: What it raised.
+            now: When that was, in ticks; now if it is not given.
+            explain: Find out whom it waited for, which may take 2 s.
+        """
         try:
             method, state, _, started, _ = call
-            now = self.ticks()
+            now = self.ticks() if now is None else now
             duration = now - started
             name = error_type(error)
             series = self.series.of(state.identity.kind, method, name)
@@ -195,7 +260,7 @@ class Recorder:
             if is_ordinary_answer(name):
                 return
             self._notify(
-                counters,
+                counters.thread_id,
                 call,
                 now,
                 self._reasons(call, now, failed=True, attempts=attempts),
@@ -206,7 +271,7 @@ class Recorder:
                 ),
                 error_type=name,
                 attempts=attempts,
-                explained=self._explain(call, error),
+                explained=self._explain(call, error) if explain else None,
             )
         except Exception as recording_error:
             self.stop_recording(recording_error)
@@ -225,7 +290,8 @@ class Recorder:
         counters = self.counters[get_ident()]
         outer, counters.call = counters.call, UNRECORDED
         try:
-            yield
+            with self.native.unrecorded() if self.native else nullcontext():
+                yield
         finally:
             counters.call = outer
 
@@ -260,12 +326,7 @@ class Recorder:
         return reasons
 
     def _notify(
-        self,
-        counters: ThreadCounters,
-        call: Call,
-        now: int,
-        reasons: Reason,
-        **details: Any,
+        self, thread_id: int, call: Call, now: int, reasons: Reason, **details: Any
     ) -> None:
         method, state, args, started, _ = call
         if Reason.SAMPLED in reasons:
@@ -280,11 +341,11 @@ class Recorder:
                 keys=keys_shown,
                 key_count=key_count,
                 family=self.families.of_all(keys_shown),
-                started_ns=self.clock.wall() - duration,
+                started_ns=self.clock.wall_of(started),
                 duration_ns=duration,
                 reasons=reasons,
                 losses_in_a_row=state.losses_in_a_row,
-                thread_id=counters.thread_id,
+                thread_id=thread_id,
                 **details,
             )
         )

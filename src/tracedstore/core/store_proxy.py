@@ -1,8 +1,7 @@
 """The recording seam: a Store that forwards every call and records it.
 
 This base is pure Python, on torch's Store trampoline. It records into plain integers
-(`counters`, through `recorder`), so that a C++ base with the same interface can replace
-it.
+(`counters`, through `recorder`). The native base (`native`) is the same in C++.
 """
 
 from bisect import bisect_left
@@ -74,14 +73,7 @@ class StoreProxy(Store):
         self, inner: Store, identity: StoreIdentity, recorder: Recorder
     ) -> None:
         super().__init__()
-        state = StoreState(inner, identity, recorder)
-        # Creating a label set exports it, as zero until the first call.
-        state.series = tuple(
-            recorder.series.of(identity.kind, method) for method in RECORDED.values()
-        )
-        for method in RECORDED.values():
-            if method.blocks:
-                recorder.series.of(identity.kind, method, TIMEOUT)
+        state = new_state(inner, identity, recorder)
         object.__setattr__(self, "_traced", state)
         if _HAS_TIMEOUT:
             _take_timeout(self, state.inner.timeout)
@@ -126,6 +118,19 @@ class StoreProxy(Store):
             self, key: str, world_size: int, timeout: timedelta | None = None
         ) -> None: ...
         def clone(self, *args: Any, **kwargs: Any) -> Store: ...
+
+
+def new_state(inner: Any, identity: StoreIdentity, recorder: Recorder) -> StoreState:
+    """Return the state of a new wrapper."""
+    state = StoreState(inner, identity, recorder)
+    # Creating a label set exports it, as zero until the first call.
+    state.series = tuple(
+        recorder.series.of(identity.kind, method) for method in RECORDED.values()
+    )
+    for method in RECORDED.values():
+        if method.blocks:
+            recorder.series.of(identity.kind, method, TIMEOUT)
+    return state
 
 
 def _take_timeout(store: StoreProxy, timeout: timedelta) -> None:

@@ -127,6 +127,9 @@ class Settings:
 
     Attributes:
         disabled: Record nothing. Wrapped stores only forward calls.
+        core: What records the calls of torch's C++ stores. ``python``: Python;
+            ``native``: the extension that ``tracedstore build-native`` builds, and an
+            error without it; ``auto``: Python.
         spans: Which calls get a span. ``budget``: slow, failed and retried calls, and
             other calls within the budget; ``notable``: slow, failed and retried calls
             only; ``all``: every call; ``off``: none.
@@ -162,6 +165,7 @@ class Settings:
     """
 
     disabled: bool = _setting(False, _switch)
+    core: str = _setting("auto", _choice("auto", "python", "native"))
     spans: str = _setting("budget", _choice("budget", "notable", "all", "off"))
     span_rate: float = _setting(20.0, _rate)
     span_burst: int = _setting(200, _count(1))

@@ -166,6 +166,7 @@ class ConfiguredTelemetry:
         """Begin to record and emit."""
         settings = self._settings
         RECORDER.use_clock(self._clock)
+        RECORDER.core = settings.core
         RECORDER.slow_ns = int(settings.slow_after * 1e9)
         never = float("inf")
         RECORDER.overdue_ns = (settings.stall_after or never) * 1e9

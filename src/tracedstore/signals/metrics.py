@@ -125,7 +125,8 @@ class MetricsCollector(Collector):
         dropped.add_metric([], self._events_dropped())
         yield dropped
         build = _gauge(names.BUILD_INFO)
-        build.add_metric([__version__, torch.__version__, "python"], 1)
+        core = "python" if self._recorder.native is None else "native"
+        build.add_metric([__version__, torch.__version__, core], 1)
         yield build
 
     def _histogram(

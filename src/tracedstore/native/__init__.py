@@ -1,0 +1,1 @@
+"""The native recording base: one C++ source, its builder and its loader."""

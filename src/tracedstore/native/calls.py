@@ -1,0 +1,306 @@
+"""The calls that the native base records, as the rest of the package reads them.
+
+The C++ half (store.cpp) counts. It calls `NativeRecording` for notable calls of threads
+that Python knows. Those of other threads wait in its ring until the calls or the counts
+are read.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from tracedstore.core.counters import (
+    BOUNDS,
+    OTHER,
+    UNRECORDED,
+    ActiveCall,
+    Call,
+    Series,
+    SeriesCounts,
+    StoreState,
+    ThreadCounters,
+)
+from tracedstore.core.identity import StoreIdentity
+from tracedstore.core.operation import Arguments, Method
+from tracedstore.core.recorder import Recorder
+from tracedstore.core.store_proxy import RECORDED, new_state
+
+# What C++ compares with ticks.
+_MIN, _MAX = -(2**63), 2**63 - 1
+# Identifies a call: the record of its thread, and its number there.
+_CallKey = tuple[int, int]
+
+
+class _FirstKeys(Sequence[Any]):
+    """The first keys of a call that has more; its length is that of all."""
+
+    def __init__(self, keys: tuple[Any, ...], count: int) -> None:
+        self._keys = keys
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._keys[index]
+
+
+class NativeRecording:
+    """Joins the C++ half with the recorder; one a process.
+
+    Args:
+        module: The extension.
+        recorder: What observes notable calls and exports the counts.
+    """
+
+    def __init__(self, module: Any, recorder: Recorder) -> None:
+        self._module = module
+        self._recorder = recorder
+        # A method that this torch lacks is never called.
+        self._methods = [
+            RECORDED.get(name) or Method(name=name) for name in module.METHODS
+        ]
+        self._kinds: list[str] = []
+        self.reset()
+        module.set_up(
+            BOUNDS, self._new_thread, self._returned, self._failed, self._new_state
+        )
+
+    @property
+    def store_class(self) -> Any:
+        """The class of the native stores."""
+        return self._module.TracedStore
+
+    def wrap(self, inner: Store, identity: StoreIdentity) -> Any:
+        """Return a native store that forwards to another one; None for one too many.
+
+        The number of kinds of stores is limited.
+        """
+        if identity.kind not in self._kinds:
+            if len(self._kinds) == self._module.MAX_KINDS:
+                return None
+            self._kinds.append(identity.kind)
+        state = self._new_state(identity, inner)
+        kind = self._kinds.index(identity.kind)
+        return self._module.wrap(inner, kind, identity, state)
+
+    # What `core.counters.NativeCalls` asks for.
+
+    def sums(self) -> Iterator[tuple[Series, SeriesCounts]]:
+        """Return the sums over all threads."""
+        self._drain()
+        for kind, method, counts, untyped_failures in self._module.sums():
+            error_type = OTHER if untyped_failures else ""
+            series = self._recorder.series.of(
+                self._kinds[kind], self._methods[method], error_type
+            )
+            yield series, counts
+
+    def over_budget(self) -> int:
+        """Return how many ordinary calls got no span because the budget was spent."""
+        return int(self._module.over_budget())
+
+    def calls(self) -> list[ActiveCall]:
+        """Return the calls in flight."""
+        self._drain()
+        with self._lock:
+            return self._read_calls()
+
+    def take_rules(self) -> None:
+        """Pass on which calls are notable."""
+        recorder = self._recorder
+        budget = recorder.budget
+        self._module.set_rules(
+            recorder.on,
+            budget.counting,
+            max(_MIN, min(budget.opens_at, _MAX)),
+            recorder.slow_ns,
+            recorder.contended_after,
+        )
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record no call that this thread makes."""
+        self._module.enter_unrecorded()
+        try:
+            yield
+        finally:
+            self._module.exit_unrecorded()
+
+    def reset(self) -> None:
+        """Start from zero, as a forked child must."""
+        self._lock = threading.Lock()
+        self._draining = threading.Lock()
+        # The tuples of calls in flight. A call keeps its tuple, which is its identity,
+        # so those of the reading before last are dropped, not those of the last one:
+        # a call that has just ended asks for its own.
+        self._seen: dict[_CallKey, Call] = {}
+        self._seen_before: dict[_CallKey, Call] = {}
+        self._module.reset()
+
+    def dropped(self) -> int:
+        """Return how many notable calls of other threads the ring had no room for."""
+        return int(self._module.dropped())
+
+    # What C++ calls, with the GIL, on the thread of the call.
+
+    def _new_thread(self) -> None:
+        # The telemetry watches calls from the first one on.
+        _ = self._recorder.counters[threading.get_ident()]
+
+    def _new_state(self, identity: StoreIdentity, inner: Store) -> StoreState:
+        state = new_state(inner, identity, self._recorder)
+        state.timeout = _timeout(inner)
+        return state
+
+    def _returned(
+        self,
+        state: StoreState,
+        method: int,
+        arguments: tuple[Any, ...],
+        record: int,
+        number: int,
+        started: int,
+        now: int,
+        value_bytes: int,
+        swapped: bool | None,
+        losses: int,
+    ) -> bool:
+        try:
+            state.losses_in_a_row = losses
+            call = self._call((record, number), method, state, arguments, started)
+            return self._recorder.returned_natively(
+                threading.get_ident(),
+                call,
+                now,
+                value_bytes=value_bytes,
+                swapped=swapped,
+            )
+        except Exception as error:
+            self._recorder.stop_recording(error)
+            return False
+        finally:
+            # The call may have spent some of the budget.
+            self.take_rules()
+
+    def _failed(
+        self,
+        state: StoreState,
+        method: int,
+        arguments: tuple[Any, ...],
+        record: int,
+        number: int,
+        started: int,
+        now: int,
+        losses: int,
+        error: BaseException | None,
+    ) -> str | None:
+        """Record a failed call; return the note on its exception."""
+        state.losses_in_a_row = losses
+        state.timeout = _timeout(state.inner)
+        call = self._call((record, number), method, state, arguments, started)
+        counters = self._recorder.counters[threading.get_ident()]
+        error = RuntimeError() if error is None else error
+        self._recorder.failed(counters, call, error, now)
+        self.take_rules()
+        return "\n".join(getattr(error, "__notes__", ())) or None
+
+    def _call(
+        self,
+        key: _CallKey,
+        method: int,
+        state: StoreState,
+        arguments: tuple[Any, ...],
+        started: int,
+        outer: Call | None = None,
+    ) -> Call:
+        known = self._seen.get(key) or self._seen_before.get(key)
+        if known is not None:
+            return known
+        args = _positional(*arguments)
+        return (self._methods[method], state, args, started, outer)
+
+    def _read_calls(self) -> list[ActiveCall]:
+        found: list[ActiveCall] = []
+        seen: dict[_CallKey, Call] = {}
+        outers: dict[int, Call] = {}
+        for entry in self._module.calls():
+            record, number, thread_id, method, state, arguments, started = entry
+            state.timeout = _timeout(state.inner)
+            outer = outers.get(thread_id) or self._python_call(thread_id, started)
+            key = (record, number)
+            call = self._call(key, method, state, arguments, started, outer)
+            seen[key] = outers[thread_id] = call
+            found.append(ActiveCall(*call, thread_id, call))
+        self._seen_before, self._seen = self._seen, seen
+        return found
+
+    def _python_call(self, thread_id: int, started: int) -> Call | None:
+        """Return the call of the Python base that a native call is inside of."""
+        counters = self._recorder.counters.get(thread_id)
+        call = None if counters is None else counters.call
+        is_outer = call is not None and call is not UNRECORDED and call[3] <= started
+        return call if is_outer else None
+
+    def _drain(self) -> None:
+        """Record the notable calls of threads that Python does not know."""
+        if not self._draining.acquire(blocking=False):
+            return
+        try:
+            for entry in self._module.drain():
+                self._record(*entry)
+        except Exception as error:
+            self._recorder.stop_recording(error)
+        finally:
+            self._draining.release()
+
+    def _record(
+        self,
+        identity: StoreIdentity,
+        record: int,
+        number: int,
+        thread_id: int,
+        method: int,
+        arguments: tuple[Any, ...],
+        started: int,
+        ended: int,
+        value_bytes: int,
+        swapped: bool | None,
+        losses: int,
+        error: BaseException | None,
+    ) -> None:
+        # The store itself may be gone.
+        state = StoreState(None, identity, self._recorder)
+        state.losses_in_a_row = losses
+        call = self._call((record, number), method, state, arguments, started)
+        if error is None:
+            self._recorder.returned_natively(
+                thread_id, call, ended, value_bytes=value_bytes, swapped=swapped
+            )
+            return
+        # Counted by this thread, which alone may write its counts.
+        counters = ThreadCounters(thread_id)
+        own = self._recorder.counters[threading.get_ident()]
+        counters.by_series = own.by_series
+        self._recorder.failed(counters, call, error, ended, explain=False)
+
+
+def _positional(
+    keys: Any, count: int, world_size: int | None, timeout_ms: int | None
+) -> Arguments:
+    """Return the arguments of a call, as the Python base has them; no values."""
+    if isinstance(keys, tuple) and len(keys) < count:
+        keys = _FirstKeys(keys, count)
+    timeout = None if timeout_ms is None else timedelta(milliseconds=timeout_ms)
+    given = (keys, world_size, timeout)
+    return tuple(value for value in given if value is not None)
+
+
+def _timeout(inner: Any) -> timedelta:
+    # A torch without Store.timeout has none that can be read.
+    timeout: timedelta = getattr(inner, "timeout", timedelta())
+    return timeout

@@ -1,0 +1,134 @@
+"""Finds and loads a build of the native base. Never compiles, downloads or waits."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from tracedstore._version import __version__
+from tracedstore.core.errors import TracedStoreError
+
+SOURCE: Final = Path(__file__).with_name("store.cpp")
+MODULE: Final = "tracedstore_native"
+DIRECTORY_VARIABLE: Final = "TRACEDSTORE_NATIVE_DIR"
+
+
+class NativeUnavailable(TracedStoreError):  # noqa: N818 - a state and no mistake
+    """The native base cannot be used; the text has the reason."""
+
+
+@cache
+def build_key() -> str:
+    """Return what a build must match exactly, as the name of its folder.
+
+    It has this package's version and source, torch's version and commit, Python's
+    version, and the platform. A class of another torch may have another layout, and
+    calls of it would go astray.
+    """
+    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
+    commit = str(torch.version.git_version)[:12]
+    return "-".join(
+        (
+            f"{__version__}.{source}",
+            f"torch{torch.__version__}.{commit}",
+            # With the ABI: debug and free-threaded Pythons have others.
+            str(sysconfig.get_config_var("SOABI")),
+            sysconfig.get_platform(),
+        )
+    )
+
+
+def file_in(directory: Path) -> Path:
+    """Return where the build that matches this process is in a directory."""
+    return directory / build_key() / f"{MODULE}.so"
+
+
+def user_directory() -> Path:
+    """Return the directory of builds in the user's cache.
+
+    Raises:
+        NativeUnavailable: The user has no home directory.
+    """
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise NativeUnavailable(f"the user's cache is unknown: {error}") from None
+    return Path(cache) / "tracedstore" / "native"
+
+
+def find(directory: Path | None = None) -> Path:
+    """Return the build that matches this process.
+
+    Args:
+        directory: The directory to look in first, instead of the variable's.
+
+    Raises:
+        NativeUnavailable: There is none.
+    """
+    given = directory or os.environ.get(DIRECTORY_VARIABLE)
+    directories = [Path(given)] if given else []
+    directories.append(Path(__file__).parent / "builds")
+    try:
+        directories.append(user_directory())
+    except NativeUnavailable:
+        if not given:
+            raise
+    for each in directories:
+        file = file_in(each)
+        if file.is_file():
+            return file
+    looked = ", ".join(map(str, directories))
+    raise NativeUnavailable(
+        f"no build for torch {torch.__version__} and Python {sys.version.split()[0]}"
+        f" in {looked}; run `tracedstore build-native`"
+    )
+
+
+def load_file(file: Path) -> Any:
+    """Load one build.
+
+    Raises:
+        NativeUnavailable: It cannot be loaded, or it is one for something else.
+    """
+    loader = ExtensionFileLoader(MODULE, str(file))
+    spec = importlib.util.spec_from_file_location(MODULE, file, loader=loader)
+    if spec is None:
+        raise NativeUnavailable(f"{file} is no extension")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise NativeUnavailable(f"{file} cannot be loaded: {reason}") from error
+    if build_key() != module.KEY:
+        raise NativeUnavailable(f"{file} is a build for {module.KEY}")
+    return module
+
+
+@cache
+def load() -> Any:
+    """Find and load the build that matches this process.
+
+    Raises:
+        NativeUnavailable: There is none that can be used.
+    """
+    return load_file(find())
+
+
+def describe() -> str:
+    """Return which base records here, and why not the other, as one line."""
+    core = os.environ.get("TRACEDSTORE_CORE", "auto")
+    try:
+        file = find()
+    except NativeUnavailable as error:
+        return f"core: python; native is not available: {error}"
+    if core == "native":
+        return f"core: native, {file}"
+    return f"core: python; native is built but needs TRACEDSTORE_CORE=native: {file}"

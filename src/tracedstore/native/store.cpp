@@ -1,0 +1,1093 @@
+// The native recording base: a c10d::Store that forwards every virtual to another
+// store and records the call.
+//
+// Counting takes no lock and no GIL. Python is called for a notable call only (slow,
+// failed, contended, or within the span budget), and only on a thread that Python
+// knows. Notable calls of other threads go to a bounded ring, which Python drains.
+//
+// The builder defines HAS_<name> for each virtual of the installed torch's Store that
+// not every supported torch has, and TRACEDSTORE_KEY, the build's exact match.
+//
+// Nothing global is ever destroyed and no thread's record is ever freed: threads of
+// torch may be in a call while the process ends, and a reader may hold a record.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cxxabi.h>
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace py = pybind11;
+
+// As torch declares it.
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
+
+namespace torch {
+// Of libtorch_python. Its header takes ten seconds to compile.
+void translate_exception_to_python(const std::exception_ptr& error);
+} // namespace torch
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+using Keys = std::vector<std::string>;
+using Milliseconds = std::chrono::milliseconds;
+
+// Names as Python callers spell them; `core.operation.METHODS` describes them.
+enum Method : int {
+  SET,
+  GET,
+  ADD,
+  CHECK,
+  WAIT,
+  COMPARE_SET,
+  DELETE_KEY,
+  NUM_KEYS,
+  APPEND,
+  MULTI_GET,
+  MULTI_SET,
+  QUEUE_PUSH,
+  QUEUE_POP,
+  QUEUE_LEN,
+  LIST_KEYS,
+  BARRIER,
+  CLONE,
+  METHOD_COUNT,
+};
+constexpr std::array<const char*, METHOD_COUNT> METHOD_NAMES = {
+    "set",        "get",        "add",       "check",     "wait",     "compare_set",
+    "delete_key", "num_keys",   "append",    "multi_get", "multi_set", "queue_push",
+    "queue_pop",  "queue_len",  "list_keys", "barrier",   "clone",
+};
+
+bool blocks(Method method) {
+  return method == GET || method == WAIT || method == MULTI_GET ||
+      method == QUEUE_POP || method == BARRIER;
+}
+
+// Kinds of stores (`store` label). torch has four C++ classes.
+constexpr int MAX_KINDS = 8;
+// The layout of `core.counters`: five sums, then the buckets.
+constexpr int NANOSECONDS = 0, BYTES = 1, SWAPS_WON = 2, SWAPS_LOST = 3, BUCKETS = 5;
+constexpr int MAX_COUNTS = 64;
+// Calls of one thread inside each other that are shown in flight.
+constexpr int MAX_DEPTH = 4;
+// Keys of a call in flight that are kept. The diagnosis asks for those that a blocked
+// call waits for; of other calls the first ones are shown.
+constexpr size_t MAX_BLOCKED_KEYS = 8192, MAX_SHOWN_KEYS = 16;
+constexpr size_t RING_SIZE = 1024;
+
+int64_t ticks() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// ---------------------------------------------------------------------- rules
+
+struct Rules {
+  std::atomic<bool> on{false};
+  std::atomic<bool> counting{false};
+  std::atomic<int64_t> opens_at{INT64_MAX};
+  std::atomic<int64_t> slow_ns{INT64_MAX};
+  std::atomic<int64_t> contended_after{INT64_MAX};
+};
+Rules& rules = *new Rules;
+
+std::vector<int64_t>& bounds = *new std::vector<int64_t>;
+
+// Python functions, set once and never released.
+PyObject* on_thread = nullptr;
+PyObject* on_return = nullptr;
+PyObject* on_fail = nullptr;
+PyObject* make_state = nullptr;
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Whether this thread may take the GIL. One that Python does not know would get a new
+// thread state for every call, and none can take it while Python ends.
+bool python_knows_this_thread() {
+  return Py_IsInitialized() != 0 && !is_finalizing() &&
+      PyGILState_GetThisThreadState() != nullptr;
+}
+
+// -------------------------------------------------- Python references from C++
+
+std::mutex& released_lock = *new std::mutex;
+std::vector<PyObject*>& released = *new std::vector<PyObject*>;
+
+// Releases a Python reference, now or, on a thread that may not take the GIL, when
+// Python drains the ring.
+void release(PyObject* object) {
+  if (object == nullptr) {
+    return;
+  }
+  if (python_knows_this_thread()) {
+    py::gil_scoped_acquire gil;
+    py::error_scope errors;
+    Py_DECREF(object);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(released_lock);
+  released.push_back(object);
+}
+
+// A Python object that C++ shares.
+struct Shared {
+  PyObject* object;
+  explicit Shared(py::object from) : object(from.release().ptr()) {}
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  ~Shared() {
+    release(object);
+  }
+};
+
+// -------------------------------------------------------------------- records
+
+class NativeStore;
+
+struct Arguments {
+  const std::string* key = nullptr;
+  const Keys* keys = nullptr;
+  int64_t world_size = -1;
+  const Milliseconds* timeout = nullptr;
+};
+
+// A copy of the arguments that telemetry shows; values are not among them.
+struct Shown {
+  bool has_keys = false;
+  bool many = false;
+  Keys keys;
+  size_t used = 0; // of `keys`, which keeps its strings for the next call
+  size_t count = 0;
+  int64_t world_size = -1;
+  int64_t timeout_ms = -1;
+
+  void take(const Arguments& args, size_t limit) {
+    has_keys = args.key != nullptr || args.keys != nullptr;
+    many = args.keys != nullptr;
+    count = many ? args.keys->size() : (has_keys ? 1 : 0);
+    used = std::min(count, limit);
+    if (keys.size() < used) {
+      keys.resize(used);
+    }
+    for (size_t i = 0; i < used; ++i) {
+      keys[i].assign(many ? (*args.keys)[i] : *args.key);
+    }
+    world_size = args.world_size;
+    timeout_ms = args.timeout == nullptr ? -1 : args.timeout->count();
+  }
+};
+
+// A call in flight. The lock is held for a copy of a few words; only a reader of all
+// calls ever waits for it, or makes a call wait.
+struct Slot {
+  std::atomic_flag lock = ATOMIC_FLAG_INIT;
+  NativeStore* store = nullptr; // null: no call
+  Method method = SET;
+  int64_t started = 0;
+  uint64_t number = 0;
+  Shown shown;
+};
+
+class Locked {
+ public:
+  explicit Locked(Slot& slot) : slot_(slot) {
+    while (slot_.lock.test_and_set(std::memory_order_acquire)) {
+      sched_yield();
+    }
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() {
+    slot_.lock.clear(std::memory_order_release);
+  }
+
+ private:
+  Slot& slot_;
+};
+
+// A count with one writer, so adding needs no locked instruction.
+class Count {
+ public:
+  void add(int64_t number) {
+    value_.store(value_.load(std::memory_order_relaxed) + number,
+                 std::memory_order_relaxed);
+  }
+  int64_t get() const {
+    return value_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int64_t> value_{0};
+};
+
+using Cells = std::array<Count, MAX_COUNTS>;
+
+void count_call(Cells& cells, int64_t duration) {
+  auto bucket = std::lower_bound(bounds.begin(), bounds.end(), duration) - bounds.begin();
+  cells[BUCKETS + bucket].add(1);
+  cells[NANOSECONDS].add(duration);
+}
+
+struct Registry;
+
+// What one thread records. It passes to the next new thread when its thread ends.
+struct Record {
+  Registry* registry = nullptr;
+  int64_t id = 0;
+  std::atomic<bool> in_use{true};
+  std::atomic<unsigned long> thread_id{0};
+  uint64_t calls = 0;
+  int depth = 0;
+  std::array<Slot, MAX_DEPTH> slots;
+  Count over_budget;
+  std::array<std::atomic<Cells*>, MAX_KINDS * METHOD_COUNT> cells{};
+
+  Cells& cells_of(int kind, Method method) {
+    auto& place = cells[kind * METHOD_COUNT + method];
+    Cells* found = place.load(std::memory_order_relaxed);
+    if (found == nullptr) {
+      found = new Cells;
+      place.store(found, std::memory_order_release);
+    }
+    return *found;
+  }
+};
+
+// A notable call of a thread that Python does not know.
+struct Entry {
+  std::shared_ptr<Shared> identity;
+  Method method = SET;
+  Shown shown;
+  int64_t record = 0;
+  uint64_t number = 0;
+  unsigned long thread_id = 0;
+  int64_t started = 0;
+  int64_t ended = 0;
+  int64_t bytes = 0;
+  int swapped = -1;
+  int64_t losses = 0;
+  std::exception_ptr error;
+};
+
+// All that is recorded since the start, a fork or a reset. A forked child gets a new
+// one: locks of the parent's may be held by threads that the child has not.
+struct Registry {
+  std::mutex lock;
+  std::vector<Record*> records;
+  std::mutex ring_lock;
+  std::deque<Entry> ring;
+  int64_t dropped = 0;
+  // Failed calls that the full ring had no room for; they have no error type.
+  std::map<std::pair<int, int>, Cells> dropped_failures;
+};
+
+std::atomic<Registry*> registry{new Registry};
+std::atomic<int64_t> next_record{1};
+
+void start_from_zero() {
+  registry.store(new Registry, std::memory_order_release);
+}
+
+struct ThreadState {
+  Record* record = nullptr;
+  int unrecorded = 0;
+  // The note on the exception that this thread's last failed call threw.
+  std::exception_ptr noted;
+  PyObject* note = nullptr;
+  ~ThreadState() {
+    if (record != nullptr) {
+      record->in_use.store(false, std::memory_order_release);
+    }
+  }
+};
+thread_local ThreadState this_thread;
+
+Record* take_record(Registry* current) {
+  std::lock_guard<std::mutex> lock(current->lock);
+  for (Record* record : current->records) {
+    bool free = false;
+    if (record->in_use.compare_exchange_strong(free, true)) {
+      record->depth = 0;
+      record->thread_id = static_cast<unsigned long>(pthread_self());
+      return record;
+    }
+  }
+  auto* record = new Record;
+  record->registry = current;
+  record->id = next_record++;
+  record->thread_id = static_cast<unsigned long>(pthread_self());
+  current->records.push_back(record);
+  return record;
+}
+
+// ---------------------------------------------------------- arguments in Python
+
+py::object key_object(const std::string& key) {
+  PyObject* text = PyUnicode_DecodeUTF8(
+      key.data(), static_cast<Py_ssize_t>(key.size()), "strict");
+  if (text == nullptr) {
+    PyErr_Clear();
+    return py::bytes(key);
+  }
+  return py::reinterpret_steal<py::object>(text);
+}
+
+// (a key, a tuple of keys or None, number of keys, world size, timeout in ms)
+py::tuple arguments_object(const Shown& shown) {
+  py::object keys = py::none();
+  if (shown.many) {
+    py::tuple all(shown.used);
+    for (size_t i = 0; i < shown.used; ++i) {
+      all[i] = key_object(shown.keys[i]);
+    }
+    keys = std::move(all);
+  } else if (shown.has_keys) {
+    keys = key_object(shown.keys[0]);
+  }
+  return py::make_tuple(
+      keys,
+      shown.count,
+      shown.world_size < 0 ? py::object(py::none()) : py::cast(shown.world_size),
+      shown.timeout_ms < 0 ? py::object(py::none()) : py::cast(shown.timeout_ms));
+}
+
+py::object swapped_object(int swapped) {
+  return swapped < 0 ? py::object(py::none()) : py::cast(swapped > 0);
+}
+
+// The exception that torch makes of a C++ one; None where it makes none.
+py::object exception_object(const std::exception_ptr& error) {
+  try {
+    torch::translate_exception_to_python(error);
+  } catch (...) {
+    return py::none();
+  }
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return value == nullptr ? py::object(py::none())
+                          : py::reinterpret_steal<py::object>(value);
+}
+
+// ------------------------------------------------------------------- the store
+
+// One call, from before it is forwarded until after.
+struct Call {
+  NativeStore* store;
+  Method method;
+  Arguments args;
+  Record* record = nullptr; // null: not recorded
+  int64_t started = 0;
+  uint64_t number = 0;
+
+  Call(NativeStore* of, Method called, Arguments given) noexcept;
+  void returned(int64_t bytes = 0, int swapped = -1) noexcept;
+  void failed() noexcept;
+  void abandoned() noexcept;
+
+ private:
+  void begin();
+  void leave();
+  void note_return(int64_t now, int64_t bytes, int swapped);
+  void note_failure(int64_t now, const std::exception_ptr& error);
+  void push(Entry&& entry);
+};
+
+// The inner call, with its exceptions recorded and passed on as they are. The forced
+// unwinding of a thread that is cancelled must not be caught.
+#define FORWARD(call, ...)                 \
+  try {                                    \
+    __VA_ARGS__                            \
+  } catch (const abi::__forced_unwind&) {  \
+    (call).abandoned();                    \
+    throw;                                 \
+  } catch (...) {                          \
+    (call).failed();                       \
+    throw;                                 \
+  }
+
+int64_t total_size(const std::vector<Bytes>& values) {
+  int64_t total = 0;
+  for (const auto& value : values) {
+    total += static_cast<int64_t>(value.size());
+  }
+  return total;
+}
+
+class NativeStore : public c10d::Store {
+ public:
+  NativeStore(
+      c10::intrusive_ptr<c10d::Store> inner,
+      std::shared_ptr<Shared> identity,
+      int kind)
+      : c10d::Store(inner->getTimeout()),
+        inner_(std::move(inner)),
+        below_(bottom_of(inner_.get())),
+        identity_(std::move(identity)),
+        kind_(kind) {}
+
+  ~NativeStore() override {
+    release(state_);
+  }
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    Call call(this, CLONE, {});
+    c10::intrusive_ptr<c10d::Store> cloned;
+    FORWARD(call, cloned = inner_->clone();)
+    call.returned();
+    // HashStore's clone is the store itself.
+    if (cloned.get() == inner_.get()) {
+      return c10::intrusive_ptr<NativeStore>::reclaim_copy(this);
+    }
+    return c10::make_intrusive<NativeStore>(std::move(cloned), identity_, kind_);
+  }
+
+  void set(const std::string& key, const Bytes& value) override {
+    Call call(this, SET, {&key});
+    FORWARD(call, inner_->set(key, value);)
+    call.returned(static_cast<int64_t>(value.size()));
+  }
+
+  Bytes compareSet(
+      const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    Call call(this, COMPARE_SET, {&key});
+    Bytes result;
+    FORWARD(call, result = inner_->compareSet(key, expected, desired);)
+    // Nothing can change if both are equal: that reads the key. For a missing key the
+    // result is the expected value, so only the desired one means that it was won.
+    int swapped = expected == desired ? -1 : (result == desired ? 1 : 0);
+    call.returned(static_cast<int64_t>(desired.size()), swapped);
+    return result;
+  }
+
+  Bytes get(const std::string& key) override {
+    Call call(this, GET, {&key});
+    Bytes result;
+    FORWARD(call, result = inner_->get(key);)
+    call.returned(static_cast<int64_t>(result.size()));
+    return result;
+  }
+
+  int64_t add(const std::string& key, int64_t value) override {
+    Call call(this, ADD, {&key});
+    int64_t result = 0;
+    FORWARD(call, result = inner_->add(key, value);)
+    call.returned();
+    return result;
+  }
+
+  bool deleteKey(const std::string& key) override {
+    Call call(this, DELETE_KEY, {&key});
+    bool result = false;
+    FORWARD(call, result = inner_->deleteKey(key);)
+    call.returned();
+    return result;
+  }
+
+  bool check(const Keys& keys) override {
+    Call call(this, CHECK, {nullptr, &keys});
+    bool result = false;
+    FORWARD(call, result = inner_->check(keys);)
+    call.returned();
+    return result;
+  }
+
+  int64_t getNumKeys() override {
+    Call call(this, NUM_KEYS, {});
+    int64_t result = 0;
+    FORWARD(call, result = inner_->getNumKeys();)
+    call.returned();
+    return result;
+  }
+
+  void wait(const Keys& keys) override {
+    Call call(this, WAIT, {nullptr, &keys});
+    FORWARD(call, inner_->wait(keys);)
+    call.returned();
+  }
+
+  void wait(const Keys& keys, const Milliseconds& timeout) override {
+    Call call(this, WAIT, {nullptr, &keys, -1, &timeout});
+    FORWARD(call, inner_->wait(keys, timeout);)
+    call.returned();
+  }
+
+  const Milliseconds& getTimeout() const noexcept override {
+    return inner_->getTimeout();
+  }
+
+  void setTimeout(const Milliseconds& timeout) override {
+    inner_->setTimeout(timeout);
+    // Store::barrier without a timeout reads this field, and is not virtual.
+    c10d::Store::setTimeout(timeout);
+  }
+
+#ifdef HAS_watchKey
+  void watchKey(const std::string& key, c10d::WatchKeyCallback callback) override {
+    inner_->watchKey(key, std::move(callback));
+  }
+#endif
+
+  void append(const std::string& key, const Bytes& value) override {
+    Call call(this, APPEND, {&key});
+    FORWARD(call, inner_->append(key, value);)
+    call.returned(static_cast<int64_t>(value.size()));
+  }
+
+  std::vector<Bytes> multiGet(const Keys& keys) override {
+    Call call(this, MULTI_GET, {nullptr, &keys});
+    std::vector<Bytes> result;
+    FORWARD(call, result = inner_->multiGet(keys);)
+    call.returned(total_size(result));
+    return result;
+  }
+
+  void multiSet(const Keys& keys, const std::vector<Bytes>& values) override {
+    Call call(this, MULTI_SET, {nullptr, &keys});
+    FORWARD(call, inner_->multiSet(keys, values);)
+    call.returned(total_size(values));
+  }
+
+  bool hasExtendedApi() const override {
+    return inner_->hasExtendedApi();
+  }
+
+#ifdef HAS_queuePush
+  void queuePush(const std::string& key, const Bytes& value) override {
+    Call call(this, QUEUE_PUSH, {&key});
+    FORWARD(call, inner_->queuePush(key, value);)
+    call.returned(static_cast<int64_t>(value.size()));
+  }
+
+  Bytes queuePop(const std::string& key, bool block) override {
+    Call call(this, QUEUE_POP, {&key});
+    Bytes result;
+    FORWARD(call, result = inner_->queuePop(key, block);)
+    call.returned(static_cast<int64_t>(result.size()));
+    return result;
+  }
+
+  int64_t queueLen(const std::string& key) override {
+    Call call(this, QUEUE_LEN, {&key});
+    int64_t result = 0;
+    FORWARD(call, result = inner_->queueLen(key);)
+    call.returned();
+    return result;
+  }
+#endif
+
+#ifdef HAS_listKeys
+  Keys listKeys() override {
+    Call call(this, LIST_KEYS, {});
+    Keys result;
+    FORWARD(call, result = inner_->listKeys();)
+    call.returned();
+    return result;
+  }
+#endif
+
+#ifdef HAS_barrier
+  void barrier(
+      const std::string& key,
+      int64_t world_size,
+      const Milliseconds& timeout) override {
+    Call call(this, BARRIER, {&key, nullptr, world_size, &timeout});
+    FORWARD(call, inner_->barrier(key, world_size, timeout);)
+    call.returned();
+  }
+#endif
+
+  // Whether this store's calls go through another one.
+  bool stands_on(const NativeStore* other) const {
+    const NativeStore* below = below_;
+    while (below != nullptr && below != other) {
+      below = below->below_;
+    }
+    return below == other;
+  }
+
+  // The Python state of this store; made when it is first needed. With the GIL.
+  py::object state() {
+    if (state_ == nullptr) {
+      py::object made = py::reinterpret_borrow<py::object>(make_state)(
+          py::reinterpret_borrow<py::object>(identity_->object), py::cast(inner_));
+      // Another thread may have run while Python made it.
+      if (state_ == nullptr) {
+        state_ = made.release().ptr();
+      }
+    }
+    return py::reinterpret_borrow<py::object>(state_);
+  }
+
+  void set_state(py::object state) {
+    state_ = state.release().ptr();
+  }
+
+  int kind() const {
+    return kind_;
+  }
+
+  const std::shared_ptr<Shared>& identity() const {
+    return identity_;
+  }
+
+  // Counts a compare-and-set; returns how many were lost since one was won.
+  int64_t count_swap(bool won) {
+    if (won) {
+      losses_.store(0, std::memory_order_relaxed);
+      return 0;
+    }
+    return losses_.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+
+  int64_t losses() const {
+    return losses_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  static const NativeStore* bottom_of(c10d::Store* store) {
+    if (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store)) {
+      // `inner_` keeps it alive.
+      store = prefix->getUnderlyingNonPrefixStore().get();
+    }
+    return dynamic_cast<const NativeStore*>(store);
+  }
+
+  c10::intrusive_ptr<c10d::Store> inner_;
+  const NativeStore* below_;
+  std::shared_ptr<Shared> identity_;
+  int kind_;
+  PyObject* state_ = nullptr;
+  std::atomic<int64_t> losses_{0};
+};
+
+// --------------------------------------------------------------- recording a call
+
+void stop_recording() {
+  rules.on.store(false, std::memory_order_relaxed);
+}
+
+Call::Call(NativeStore* of, Method called, Arguments given) noexcept
+    : store(of), method(called), args(given) {
+  if (!rules.on.load(std::memory_order_relaxed) || this_thread.unrecorded > 0) {
+    return;
+  }
+  try {
+    begin();
+  } catch (...) { // no memory
+    record = nullptr;
+    stop_recording();
+  }
+}
+
+void Call::begin() {
+  Registry* current = registry.load(std::memory_order_acquire);
+  Record* own = this_thread.record;
+  if (own == nullptr || own->registry != current) {
+    own = this_thread.record = take_record(current);
+    if (python_knows_this_thread()) {
+      py::gil_scoped_acquire gil;
+      py::error_scope errors;
+      try {
+        py::reinterpret_borrow<py::object>(on_thread)();
+      } catch (py::error_already_set&) {
+      }
+    }
+  }
+  if (own->depth > 0 && own->depth <= MAX_DEPTH) {
+    const NativeStore* outer = own->slots[own->depth - 1].store;
+    // A traced store above, with a PrefixStore between, records the call.
+    if (outer != nullptr && outer->stands_on(store)) {
+      return;
+    }
+  }
+  number = ++own->calls;
+  started = ticks();
+  if (own->depth < MAX_DEPTH) {
+    Slot& slot = own->slots[own->depth];
+    Locked lock(slot);
+    slot.shown.take(args, blocks(method) ? MAX_BLOCKED_KEYS : MAX_SHOWN_KEYS);
+    slot.store = store;
+    slot.method = method;
+    slot.started = started;
+    slot.number = number;
+  }
+  own->depth++;
+  record = own;
+}
+
+void Call::leave() {
+  record->depth--;
+  if (record->depth < MAX_DEPTH) {
+    Slot& slot = record->slots[record->depth];
+    Locked lock(slot);
+    slot.store = nullptr;
+  }
+}
+
+void Call::abandoned() noexcept {
+  if (record != nullptr) {
+    leave();
+  }
+}
+
+void Call::returned(int64_t bytes, int swapped) noexcept {
+  if (record == nullptr) {
+    return;
+  }
+  leave();
+  try {
+    int64_t now = ticks();
+    int64_t duration = now - started;
+    Cells& cells = record->cells_of(store->kind(), method);
+    count_call(cells, duration);
+    if (bytes != 0) {
+      cells[BYTES].add(bytes);
+    }
+    int64_t losses = 0;
+    if (swapped >= 0) {
+      cells[swapped > 0 ? SWAPS_WON : SWAPS_LOST].add(1);
+      losses = store->count_swap(swapped > 0);
+    }
+    // A cheap necessary condition; Recorder._reasons decides.
+    if (now >= rules.opens_at.load(std::memory_order_relaxed) ||
+        duration >= rules.slow_ns.load(std::memory_order_relaxed) ||
+        losses >= rules.contended_after.load(std::memory_order_relaxed)) {
+      note_return(now, bytes, swapped);
+    } else if (rules.counting.load(std::memory_order_relaxed)) {
+      record->over_budget.add(1);
+    }
+  } catch (...) {
+    stop_recording();
+  }
+}
+
+void Call::note_return(int64_t now, int64_t bytes, int swapped) {
+  if (python_knows_this_thread()) {
+    py::gil_scoped_acquire gil;
+    py::error_scope errors;
+    try {
+      Shown shown;
+      shown.take(args, MAX_BLOCKED_KEYS);
+      py::object noted = py::reinterpret_borrow<py::object>(on_return)(
+          store->state(), static_cast<int>(method), arguments_object(shown),
+          record->id, number, started, now, bytes, swapped_object(swapped),
+          store->losses());
+      if (!noted.cast<bool>() && rules.counting.load(std::memory_order_relaxed)) {
+        record->over_budget.add(1);
+      }
+    } catch (const std::exception&) {
+      stop_recording();
+    }
+    return;
+  }
+  Entry entry;
+  entry.bytes = bytes;
+  entry.swapped = swapped;
+  entry.ended = now;
+  push(std::move(entry));
+}
+
+void Call::failed() noexcept {
+  if (record == nullptr) {
+    return;
+  }
+  leave();
+  try {
+    note_failure(ticks(), std::current_exception());
+  } catch (...) {
+    stop_recording();
+  }
+}
+
+void Call::note_failure(int64_t now, const std::exception_ptr& error) {
+  if (!python_knows_this_thread()) {
+    Entry entry;
+    entry.ended = now;
+    entry.error = error;
+    push(std::move(entry));
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  py::error_scope errors;
+  try {
+    Shown shown;
+    shown.take(args, MAX_BLOCKED_KEYS);
+    py::object note = py::reinterpret_borrow<py::object>(on_fail)(
+        store->state(), static_cast<int>(method), arguments_object(shown), record->id,
+        number, started, now, store->losses(), exception_object(error));
+    Py_XDECREF(this_thread.note);
+    this_thread.note = note.is_none() ? nullptr : note.release().ptr();
+    this_thread.noted = this_thread.note == nullptr ? nullptr : error;
+  } catch (const std::exception&) {
+    stop_recording();
+  }
+}
+
+void Call::push(Entry&& entry) {
+  Registry* into = record->registry;
+  std::lock_guard<std::mutex> lock(into->ring_lock);
+  if (into->ring.size() >= RING_SIZE) {
+    into->dropped++;
+    if (entry.error) {
+      Cells& cells = into->dropped_failures[{store->kind(), method}];
+      count_call(cells, entry.ended - started);
+    }
+    return;
+  }
+  entry.identity = store->identity();
+  entry.method = method;
+  entry.started = started;
+  entry.record = record->id;
+  entry.number = number;
+  entry.thread_id = record->thread_id.load();
+  entry.losses = store->losses();
+  entry.shown.take(args, MAX_SHOWN_KEYS);
+  into->ring.push_back(std::move(entry));
+}
+
+// ------------------------------------------------------------------ for Python
+
+py::list counts_object(const Cells& cells) {
+  py::list counts;
+  for (size_t i = 0; i < BUCKETS + bounds.size() + 1; ++i) {
+    counts.append(cells[i].get());
+  }
+  return counts;
+}
+
+// [(kind, method, counts, whether they are failures without a type)]
+py::list sums() {
+  Registry* current = registry.load();
+  std::map<std::pair<int, int>, Cells> totals;
+  std::map<std::pair<int, int>, Cells> failures;
+  {
+    std::lock_guard<std::mutex> lock(current->lock);
+    for (Record* record : current->records) {
+      for (int kind = 0; kind < MAX_KINDS; ++kind) {
+        for (int method = 0; method < METHOD_COUNT; ++method) {
+          const Cells* cells = record->cells[kind * METHOD_COUNT + method].load(
+              std::memory_order_acquire);
+          if (cells == nullptr) {
+            continue;
+          }
+          Cells& total = totals[{kind, method}];
+          for (size_t i = 0; i < total.size(); ++i) {
+            total[i].add((*cells)[i].get());
+          }
+        }
+      }
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(current->ring_lock);
+    for (const auto& [labels, cells] : current->dropped_failures) {
+      Cells& total = failures[labels];
+      for (size_t i = 0; i < total.size(); ++i) {
+        total[i].add(cells[i].get());
+      }
+    }
+  }
+  py::list all;
+  for (const auto& [labels, cells] : totals) {
+    all.append(py::make_tuple(labels.first, labels.second, counts_object(cells), false));
+  }
+  for (const auto& [labels, cells] : failures) {
+    all.append(py::make_tuple(labels.first, labels.second, counts_object(cells), true));
+  }
+  return all;
+}
+
+int64_t over_budget() {
+  Registry* current = registry.load();
+  std::lock_guard<std::mutex> lock(current->lock);
+  int64_t total = 0;
+  for (const Record* record : current->records) {
+    total += record->over_budget.get();
+  }
+  return total;
+}
+
+// [(record, number, thread, method, state, arguments, started)], of each thread the
+// outer call first.
+py::list calls() {
+  struct Found {
+    c10::intrusive_ptr<NativeStore> store;
+    int64_t record;
+    uint64_t number;
+    unsigned long thread_id;
+    Method method;
+    int64_t started;
+    Shown shown;
+  };
+  std::vector<Found> found;
+  Registry* current = registry.load();
+  {
+    std::lock_guard<std::mutex> lock(current->lock);
+    for (Record* record : current->records) {
+      for (Slot& slot : record->slots) {
+        Locked locked(slot);
+        if (slot.store == nullptr) {
+          break;
+        }
+        found.push_back(
+            {c10::intrusive_ptr<NativeStore>::reclaim_copy(slot.store), record->id,
+             slot.number, record->thread_id.load(), slot.method, slot.started,
+             slot.shown});
+      }
+    }
+  }
+  py::list all;
+  for (const Found& each : found) {
+    all.append(py::make_tuple(
+        each.record, each.number, each.thread_id, static_cast<int>(each.method),
+        each.store->state(), arguments_object(each.shown), each.started));
+  }
+  return all;
+}
+
+// [(identity, record, number, thread, method, arguments, started, ended, bytes, swapped,
+//   losses, error)]
+py::list drain() {
+  std::vector<PyObject*> to_release;
+  {
+    std::lock_guard<std::mutex> lock(released_lock);
+    to_release.swap(released);
+  }
+  for (PyObject* object : to_release) {
+    Py_DECREF(object);
+  }
+  std::deque<Entry> entries;
+  Registry* current = registry.load();
+  {
+    std::lock_guard<std::mutex> lock(current->ring_lock);
+    entries.swap(current->ring);
+  }
+  py::list all;
+  for (const Entry& entry : entries) {
+    all.append(py::make_tuple(
+        py::reinterpret_borrow<py::object>(entry.identity->object),
+        entry.record, entry.number, entry.thread_id, static_cast<int>(entry.method),
+        arguments_object(entry.shown), entry.started, entry.ended, entry.bytes, swapped_object(entry.swapped),
+        entry.losses,
+        entry.error ? exception_object(entry.error) : py::object(py::none())));
+  }
+  return all;
+}
+
+int64_t dropped() {
+  Registry* current = registry.load();
+  std::lock_guard<std::mutex> lock(current->ring_lock);
+  return current->dropped;
+}
+
+// Makes the Python exception of a call whose failure has a note, as torch would, and
+// adds the note. Every other exception passes on to torch's own translation.
+void translate_with_note(std::exception_ptr error) {
+  if (!error) {
+    return;
+  }
+  if (this_thread.note == nullptr || this_thread.noted != error) {
+    std::rethrow_exception(error);
+  }
+  auto note = py::reinterpret_steal<py::object>(std::exchange(this_thread.note, nullptr));
+  this_thread.noted = nullptr;
+  py::object value = exception_object(error);
+  if (value.is_none()) {
+    std::rethrow_exception(error);
+  }
+  if (PyObject* done = PyObject_CallMethod(value.ptr(), "add_note", "O", note.ptr())) {
+    Py_DECREF(done);
+  } else {
+    PyErr_Clear();
+  }
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+}
+
+} // namespace
+
+PYBIND11_MODULE(tracedstore_native, module) {
+  py::module_::import("torch.distributed"); // registers c10d::Store
+  pthread_atfork(nullptr, nullptr, start_from_zero);
+  py::register_exception_translator(translate_with_note);
+
+  module.attr("KEY") = TRACEDSTORE_KEY;
+  module.attr("MAX_KINDS") = MAX_KINDS;
+  py::list names;
+  for (const char* name : METHOD_NAMES) {
+    names.append(name);
+  }
+  module.attr("METHODS") = py::tuple(names);
+
+  py::class_<NativeStore, c10::intrusive_ptr<NativeStore>, c10d::Store>(
+      module, "TracedStore")
+      .def_property_readonly("_traced", &NativeStore::state);
+
+  module.def("set_up", [](std::vector<int64_t> upper_bounds, py::object thread,
+                          py::object returned, py::object failed, py::object state) {
+    if (upper_bounds.size() + BUCKETS + 1 > MAX_COUNTS) {
+      throw py::value_error("too many buckets");
+    }
+    bounds = std::move(upper_bounds);
+    on_thread = thread.release().ptr();
+    on_return = returned.release().ptr();
+    on_fail = failed.release().ptr();
+    make_state = state.release().ptr();
+  });
+  module.def("set_rules", [](bool on, bool counting, int64_t opens_at, int64_t slow_ns,
+                             int64_t contended_after) {
+    rules.counting = counting;
+    rules.opens_at = opens_at;
+    rules.slow_ns = slow_ns;
+    rules.contended_after = contended_after;
+    rules.on = on;
+  });
+  module.def("wrap", [](c10::intrusive_ptr<c10d::Store> inner, int kind,
+                        py::object identity, py::object state) {
+    if (kind < 0 || kind >= MAX_KINDS) {
+      throw py::value_error("no such kind of store");
+    }
+    auto store = c10::make_intrusive<NativeStore>(
+        std::move(inner), std::make_shared<Shared>(std::move(identity)), kind);
+    store->set_state(std::move(state));
+    return store;
+  });
+  module.def("sums", &sums);
+  module.def("over_budget", &over_budget);
+  module.def("calls", &calls);
+  module.def("drain", &drain);
+  module.def("dropped", &dropped);
+  module.def("reset", &start_from_zero);
+  module.def("enter_unrecorded", [] { this_thread.unrecorded++; });
+  module.def("exit_unrecorded", [] { this_thread.unrecorded--; });
+}
