@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from contract.harness import Make
-from support.native import build_once
+from support.native import why_not_built
 from support.stores import KINDS, SHORT
 from tracedstore.testing import FlakyStore
 
@@ -32,7 +32,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if params.get("core") == "native":
-            build_once()
+            why_not_built()
             return
 
 
@@ -40,6 +40,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The recording base; tests run once for each base."""
     name: str = request.param
+    if name == "native" and (reason := why_not_built()):
+        pytest.skip(reason)
     monkeypatch.setenv("TRACEDSTORE_CORE", name)
     return name
 

@@ -8,6 +8,7 @@ import pytest
 import tracedstore
 from integration.conftest import StartChild
 from integration.harness import Child, forked, wait_until
+from support.native import why_not_built
 from support.versions import SPLIT_GROUP, TORCH
 from tracedstore.core.recorder import RECORDER
 
@@ -68,6 +69,7 @@ class TestGloo:
 
 
 LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
+LAZY_NATIVE = {**LAZY, "TRACEDSTORE_CORE": "native"}
 
 
 class TestNativeThreads:
@@ -113,6 +115,36 @@ class TestNativeThreads:
         statuses = {"bare": bare.exit_status(), "traced": traced.exit_status()}
 
         assert statuses == {"bare": 0, "traced": 0}, traced.errors()[-500:]
+
+
+@pytest.mark.timeout(600)  # the first use compiles it
+class TestNativeBase:
+    """The native base, called by threads that Python does not know."""
+
+    def test_calls_wait_in_the_ring(self, start_child: StartChild) -> None:
+        """A failed call is counted and observed when the ring is read."""
+        if reason := why_not_built():
+            pytest.skip(reason)
+        child = start_child("native_ring", "wait", env=LAZY_NATIVE)
+
+        report = child.next_report()
+
+        assert report.pop("thread").startswith("native-")
+        assert report == {
+            "caught": "DistStoreError",
+            "counted": 1,
+            "observed": [["wait", "timeout"]],
+        }
+        assert child.exit_status() == 0
+
+    def test_exit_during_a_call(self, start_child: StartChild) -> None:
+        """A process exits without waiting for Python, and without an abort."""
+        if reason := why_not_built():
+            pytest.skip(reason)
+        child = start_child("native_ring", "exit", env=LAZY_NATIVE)
+
+        assert child.next_report()["thread"].startswith("native-")
+        assert child.exit_status() == 0, child.errors()[-500:]
 
 
 def outside_a_group() -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""The builder and the loader of the native base: refusals, and what must match."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracedstore.core.errors import CommandError
+from tracedstore.native import build, load
+
+HEADER = Path(torch.__file__).parent / "include" / build._HEADER
+
+
+class TestVirtuals:
+    """The virtual methods in torch's header are compared with the known ones."""
+
+    def test_of_this_torch_are_known(self) -> None:
+        """The installed torch's Store can be built against."""
+        found = build.virtuals(HEADER.read_text("utf-8"))
+
+        assert set(found) >= build.KNOWN_VIRTUALS
+        assert "compareSet" not in build._features(HEADER.read_text("utf-8"))
+
+    @pytest.mark.parametrize(
+        ("before", "after", "named"),
+        [
+            # A new method, a new overload, and one that is gone.
+            (
+                "virtual bool deleteKey(",
+                (
+                    "virtual void renameKey(const std::string& from, int64_t to);\n"
+                    "virtual bool deleteKey("
+                ),
+                r"renameKey\(const std::string&,int64_t\)",
+            ),
+            (
+                "virtual bool deleteKey(",
+                (
+                    "virtual bool deleteKey(const std::string& key, bool all) = 0;\n"
+                    "virtual bool deleteKey("
+                ),
+                r"deleteKey\(const std::string&,bool\)",
+            ),
+            ("virtual int64_t getNumKeys()", "int64_t getNumKeys()", "getNumKeys"),
+        ],
+    )
+    def test_others_are_refused(self, before: str, after: str, named: str) -> None:
+        """The refusal names the method."""
+        header = HEADER.read_text("utf-8")
+        assert before in header
+
+        with pytest.raises(CommandError, match=named):
+            build._features(header.replace(before, after))
+
+    def test_comments_are_no_methods(self) -> None:
+        """A commented method does not count."""
+        header = HEADER.read_text("utf-8").replace(
+            "virtual bool deleteKey(",
+            "// virtual void old();\n/* virtual void older(); */\n"
+            "virtual bool deleteKey(",
+        )
+
+        assert build.virtuals(header) == build.virtuals(HEADER.read_text("utf-8"))
+
+
+class TestRefusals:
+    """One sentence says what is missing."""
+
+    def test_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """No compiler is on the path."""
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+        with pytest.raises(CommandError, match=r"a C\+\+ compiler .* not installed"):
+            build.build(tmp_path, print)
+
+    def test_given_compiler(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """CXX is one that does not exist."""
+        monkeypatch.setenv("CXX", "no-such-compiler -O0")
+
+        with pytest.raises(CommandError, match="CXX is 'no-such-compiler'"):
+            build.build(tmp_path, print)
+
+    def test_directory(self, tmp_path: Path) -> None:
+        """The directory cannot be created."""
+        file = tmp_path / "file"
+        file.touch()
+
+        with pytest.raises(CommandError, match=r"cannot be written: .*--dir"):
+            build.build(file, print)
+
+    def test_compiler_that_fails(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Its first error is in the sentence, and nothing stays behind."""
+        compiler = tmp_path / "compiler"
+        compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        directory = tmp_path / "builds"
+
+        with pytest.raises(CommandError, match=r"failed: x\.cpp:1: error: no"):
+            build.build(directory, lambda _line: None)
+
+        assert [path for path in directory.rglob("*") if path.is_file()] == []
+
+    # The child process imports torch, which takes long on a busy machine.
+    @pytest.mark.timeout(300)
+    def test_build_that_does_not_work(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A result that cannot be loaded is not installed."""
+        compiler = tmp_path / "compiler"
+        # The last argument but those of the libraries is the result.
+        compiler.write_text(
+            '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho no > "$2"\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        directory = tmp_path / "builds"
+
+        with pytest.raises(CommandError, match="was not installed"):
+            build.build(directory, lambda _line: None)
+
+        assert not load.file_in(directory).exists()
+
+
+class TestFind:
+    """Where a build is looked for."""
+
+    def test_order(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The variable's directory is before the user's cache."""
+        given, cache = tmp_path / "given", tmp_path / "cache"
+        monkeypatch.setenv(load.DIRECTORY_VARIABLE, str(given))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        with pytest.raises(load.NativeUnavailable, match="build-native"):
+            load.find()
+
+        found = []
+        for directory in (load.user_directory(), given):
+            file = load.file_in(directory)
+            file.parent.mkdir(parents=True)
+            file.touch()
+            found.append(load.find() == file)
+
+        assert load.user_directory() == cache / "tracedstore" / "native"
+        assert found == [True, True]
+
+    def test_other_file_is_not_loaded(self, tmp_path: Path) -> None:
+        """A file that is no extension is refused with its name."""
+        file = tmp_path / "tracedstore_native.so"
+        file.write_text("no extension")
+
+        with pytest.raises(load.NativeUnavailable, match="cannot be loaded"):
+            load.load_file(file)
+
+    def test_key_has_versions(self) -> None:
+        """A build for another torch is in another folder."""
+        assert torch.__version__ in load.build_key()
+        assert str(torch.version.git_version)[:12] in load.build_key()
