@@ -416,6 +416,43 @@ class TestAddress:
         assert f"also started as pid {second.pid}" in note
         assert stalled(second)["cause"] == "duplicate"
 
+    def test_two_servers(self, start_rank: StartRank) -> None:
+        """Two ranks 0 of one run serve at two ports: each names both processes.
+
+        Without a run id they may be two jobs: then only absent ranks are named.
+        """
+        ports = [free_port(), free_port()]
+        job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        run = {**job, "TRACEDSTORE_RUN_ID": "two-servers"}
+        ranks = [
+            start_rank("env://", 0, 2, env={**run, "MASTER_PORT": str(port)})
+            for port in ports
+        ]
+        unrelated = start_rank(
+            "env://", 0, 2, env={**job, "MASTER_PORT": str(free_port())}
+        )
+
+        def found() -> dict[str, Any] | None:
+            events = [*ranks[0].events("job.stalled"), *ranks[1].events("job.stalled")]
+            duplicates = [one for one in events if one["cause"] == "duplicate"]
+            return duplicates[0] if duplicates else None
+
+        event = wait_until(found, SECONDS)
+
+        own = 0 if event["pid"] == ranks[0].pid else 1
+        assert event["evidence"][0] == (
+            f"rank 0 of run 'two-servers' was started twice: pid {ranks[own].pid}"
+            f" serves 127.0.0.1:{ports[own]}, and pid {ranks[1 - own].pid} serves"
+            f" 127.0.0.1:{ports[1 - own]}"
+        )
+        assert event["awaited_ranks"] == [1]
+        assert stalled(unrelated)["cause"] == "not_started"
+        assert all(
+            "started twice" not in text
+            for one in unrelated.events("job.stalled")
+            for text in one["evidence"]
+        )
+
     def test_published_by_agent(self, start_command: StartCommand) -> None:
         """Torchrun's agent publishes a name that its workers cannot resolve."""
         train = Path(__file__).parent / "jobs" / "train.py"
@@ -470,6 +507,46 @@ class TestGloo:
         (note,) = failed["notes"]
         assert "rank 1 on other-host: publishes 127.0.0.1" in note
         assert "GLOO_SOCKET_IFNAME" in note
+
+
+class TestTwoJobs:
+    """Two jobs in one TCPStore, whose keys have no prefix of their own."""
+
+    def test_are_named(self, start_rank: StartRank, tcp_server: Child) -> None:
+        """At the start of the second one, while it hangs, and in its exception."""
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(tcp_server.next_report()["port"]),
+            # So that rank 0 does not serve.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        first = [
+            start_rank("env://", rank, 2, env={**env, "TRACEDSTORE_RUN_ID": "a"})
+            for rank in (0, 1)
+        ]
+        for rank in first:
+            assert rank.next_report()["state"] == "connected"
+        # It reads the address of rank 0 of the other job, which gloo may connect to.
+        # No job has a rank 2.
+        second = start_rank(
+            "env://", 1, 3, timeout=10, env={**env, "TRACEDSTORE_RUN_ID": "b"}
+        )
+
+        failed = second.next_report()
+
+        host = socket.gethostname()
+        (stale,) = second.events("store.stale_keys")
+        assert (stale["previous_run_id"], stale["previous_pid"]) == ("a", first[1].pid)
+        assert "two jobs share this store; this is run 'b'" in stale["message"]
+        event = stalled(second)
+        assert (event["cause"], event["awaited_ranks"]) == ("too_many", [])
+        assert event["awaited"] == "2 jobs share this store"
+        assert event["evidence"] == [
+            f"run 'a': ranks 1, pids {first[1].pid} on {host}",
+            f"run 'b': ranks 1, pids {second.pid} on {host}",
+        ]
+        (note,) = failed["notes"]
+        assert "2 jobs share this store [too_many: run 'a': ranks 1, pids" in note
 
 
 class TestFile:

@@ -257,6 +257,57 @@ class TestMissingAgent:
         assert "Error waiting on exit barrier" in waiting.errors()
 
 
+class TestReplacedNode:
+    """The agent of rank 0 is killed, and the others go on without it."""
+
+    def test_address_of_an_earlier_round(
+        self, start_agent: StartAgent, tcp_server: Child, tmp_path: Path
+    ) -> None:
+        """An agent that keeps the MASTER_ADDR of the dead node reports both."""
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        script, end = tmp_path / "fail_once.py", tmp_path / "end"
+        script.write_text(
+            "import os, pathlib, sys, time\n"
+            "names = 'TORCHELASTIC_RESTART_COUNT', 'MASTER_ADDR', 'MASTER_PORT'\n"
+            "print('started', *map(os.environ.get, names), flush=True)\n"
+            "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
+            "sys.exit(os.environ[names[0]] == '0')\n"
+        )
+        options = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "1"]
+        # A node counts as dead after two seconds without a heartbeat.
+        conf = "is_host=0,last_call_timeout=5,keep_alive_interval=1"
+        options += ["--rdzv-conf", f"{conf},keep_alive_max_attempt=2"]
+        run_id = new_run_id()
+        agents = [
+            start_agent(
+                *("traced-c10d", endpoint, run_id, *options),
+                *("--local-addr", addr, str(script), str(end)),
+            )
+            for addr in ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+        ]
+        wait_until(lambda: all("started 0" in agent.out() for agent in agents), 90)
+
+        # Agents have ranks in the order of their addresses.
+        agents[0].kill()
+        end.touch()
+
+        _, _, last = agents
+        found = wait_until(lambda: last.events("store.stale_keys"), 60)
+        check(found[0])
+        (before,) = re.findall(r"started 0 (\S+ \d+)", last.out())
+        (after,) = wait_until(
+            lambda: re.findall(r"started 1 (\S+ \d+)", agents[1].out()), 60
+        )
+        assert before.startswith("127.0.0.1 ")
+        assert after.startswith("127.0.0.2 ")
+        assert (
+            f"MASTER_ADDR of an earlier round: {before.replace(' ', ':')}; that of"
+            f" round 1 is {after.replace(' ', ':')}" in found[0]["message"]
+        )
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in found[0]["remedy"]
+        assert not agents[1].events("store.stale_keys")
+
+
 class TestTwoJobs:
     """Two torchruns with one endpoint: the second one uses the server of the first."""
 

@@ -136,7 +136,10 @@ class GroupCreation:
         if self.verdict is None and "connect" in error_message(error).lower():
             self._look_after_failure()
         if self.verdict is not None:
-            error.add_note(f"tracedstore: {self.verdict.describe()}")
+            note = f"tracedstore: {self.verdict.describe()}"
+            # The Store call that failed may have come to the same verdict.
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
         bottom = bare_store(self.store)
         if type(bottom).__name__ == "FileStore":
             text = file_store.describe_wait(bottom.path, self.size)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,8 @@ from tracedstore.diagnosis.blocked_record import (
 )
 from tracedstore.diagnosis.connect_target import ConnectTarget
 from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.local_client import local_processes
+from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.reach import PHASE, Reach
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import (
@@ -45,6 +48,11 @@ _ANSWER_TIMEOUT = 2.0
 # Entries that are read for the run ids of other jobs.
 _MAX_ENTRIES_READ = 256
 _MAX_HOSTS_SHOWN = 8
+_MAX_SERVERS_SHOWN = 4
+# Seconds for the processes of this host to answer who they are.
+_LOCAL_TIMEOUT = 1.0
+# torchrun's run id of jobs that were given none.
+_NO_RUN_ID = "none"
 
 
 class ServerSide:
@@ -135,6 +143,9 @@ class ServerSide:
         evidence = self._evidence(absent, joined, reach)
         awaited = self._awaited(ranks)
         cause = worst(one.cause for one in awaited)
+        others = self._other_servers()
+        if others:
+            cause, evidence = "duplicate", (*others, *evidence)
         return Verdict(
             phase=PHASE,
             cause=cause,
@@ -145,7 +156,7 @@ class ServerSide:
             waited_seconds=waited_seconds,
             evidence=evidence,
             # Without a name, ranks that never registered are all that is known.
-            remedy=REMEDIES[cause if ranks else "not_started"],
+            remedy=REMEDIES[cause if ranks or others else "not_started"],
             time=time.time(),
         )
 
@@ -182,6 +193,31 @@ class ServerSide:
                 " this store"
             )
         return tuple(evidence)
+
+    def _other_servers(self) -> tuple[str, ...]:
+        """Describe processes of this host that serve this job as the same rank.
+
+        Each waits for the clients of the job at an address of its own. The run id
+        identifies the job; without one, they may belong to two jobs.
+        """
+        own = LocalIdentity.own()
+        if own.run_id in (None, _NO_RUN_ID):
+            return ()
+        found = [
+            reply.identity
+            for pid, reply in sorted(local_processes(_LOCAL_TIMEOUT).items())
+            if reply is not None and pid != own.pid
+        ]
+        return tuple(
+            f"rank {self._rank} of run {own.run_id!r} was started twice: pid {own.pid}"
+            f" serves {self._target.server}, and pid {other.pid} serves {other.master}"
+            for other in found
+            # One that has registered has its clients.
+            if replace(other, pid=0, start_ticks=None, master="")
+            == replace(own, pid=0, start_ticks=None, master="")
+            and not other.registered
+            and other.master not in ("", own.master)
+        )[:_MAX_SERVERS_SHOWN]
 
     def _record(self, absent: Collection[int]) -> BlockedRecord:
         return BlockedRecord(

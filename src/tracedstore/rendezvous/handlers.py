@@ -33,6 +33,7 @@ from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
 from tracedstore.rendezvous.endpoint import host_and_port, host_hint
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
+from tracedstore.rendezvous.master_address import check_master_address
 from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
@@ -173,6 +174,10 @@ class TracedRendezvousHandler(RendezvousHandler):
             self._sharing = ""
             # It reads the store, and the workers must not wait for that.
             _guarded(start_bounded_thread, partial(_guarded, self._look_for_other_runs))
+        if RECORDER.on:
+            last = self._traced_backend.attendance.last
+            check = partial(_guarded, check_master_address, info, last)
+            _guarded(start_bounded_thread, check)
         joined: RendezvousInfo | None = _guarded(self._joined, info)
         return info if joined is None else joined
 
