@@ -31,7 +31,11 @@ from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.endpoint import host_and_port, host_hint
+from tracedstore.rendezvous.endpoint import (
+    connecting_attempt,
+    host_and_port,
+    seconds_of,
+)
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
@@ -68,13 +72,13 @@ def create(
         return untraced
     where = host_and_port(params, default_port)
     # From --rdzv-conf, where torch admits any parameter.
-    warn_after = _seconds(params, "warn_after", _WARN_AFTER)
+    warn_after = seconds_of(params, "warn_after", _WARN_AFTER)
     started = RECORDER.ticks()
     watch = Watch(
         names.RENDEZVOUS,
         lambda: _report_connecting(params, where, started),
         # Before torch gives up.
-        min(warn_after, _seconds(params, "read_timeout", _READ_TIMEOUT) / 2),
+        min(warn_after, seconds_of(params, "read_timeout", _READ_TIMEOUT) / 2),
     )
     if warn_after > 0:
         _guarded(WATCHER.add, watch)
@@ -82,7 +86,7 @@ def create(
         backend, store = create_backend(params)
     except RendezvousError as error:
         if RECORDER.on:
-            attempt = _connecting(params, where, started)
+            attempt = connecting_attempt(params, where, started)
             _guarded(emit_failure, error, attempt)
         raise
     finally:
@@ -99,35 +103,11 @@ def create(
     )
 
 
-def _seconds(params: RendezvousParameters, name: str, default: float) -> float:
-    with suppress(TypeError, ValueError):
-        return float(params.get(name))
-    return default
-
-
-def _connecting(
-    params: RendezvousParameters, where: tuple[str, int] | None, started: int
-) -> JoinAttempt:
-    """Return the attempt of an agent that has no backend yet."""
-    waited = (RECORDER.ticks() - started) / 1e9
-    return JoinAttempt(
-        backend=params.backend.removeprefix("traced-"),
-        run_id=params.run_id,
-        endpoint=params.endpoint,
-        during="create_backend",
-        waited_seconds=waited,
-        min_nodes=params.min_nodes,
-        max_nodes=params.max_nodes,
-        where=where,
-        hint=_guarded(host_hint, params, where) or "",
-    )
-
-
 def _report_connecting(
     params: RendezvousParameters, where: tuple[str, int] | None, started: int
 ) -> None:
     if RECORDER.on:
-        emit_waiting(_connecting(params, where, started))
+        emit_waiting(connecting_attempt(params, where, started))
 
 
 @final
