@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -355,6 +356,82 @@ class TestTwoJobs:
         (failed,) = other.events("rendezvous.failed")
         assert f"run '{first_id}' (agent " in failed["message"]
         assert f"{agent}) used this server too" in failed["message"]
+
+
+class TestKilledAgent:
+    """An agent is killed while the workers run."""
+
+    def test_silent(self, start_agent: StartAgent, tcp_server: Child) -> None:
+        """The other agent names it, once; nothing fails."""
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = new_run_id()
+        conf = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=12"
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-conf", conf]
+        survivor, killed = (
+            start_agent(
+                *("traced-c10d", endpoint, run_id, *options, "--local-addr", addr),
+                # torchrun replaces $$ by $.
+                *("--no-python", "sh", "-c", "echo started $$$$; exec sleep 100"),
+            )
+            for addr in ("127.0.0.1", "127.0.0.2")
+        )
+        wait_until(lambda: "started" in survivor.out(), 60)
+        started = wait_until(lambda: re.search(r"started (\d+)", killed.out()), 60)
+        assert survivor.events("rendezvous.waiting") == []
+        os.kill(killed.pid, signal.SIGKILL)  # and not its worker
+
+        try:
+            (event,) = wait_until(lambda: survivor.events("rendezvous.waiting"), 60)
+        finally:
+            os.kill(int(started[1]), signal.SIGKILL)
+
+        check(event)
+        assert (
+            f"silent: 127.0.0.2 (pid {killed.pid}), last heartbeat"
+            in (event["message"])
+        )
+        assert "their workers may still run" in event["message"]
+        assert event["complete"] is True
+
+
+class TestNoServer:
+    """No agent serves the c10d store."""
+
+    @pytest.mark.parametrize("conf", ["is_host=0,", ""])
+    def test_waiting_and_failed(self, start_agent: StartAgent, conf: str) -> None:
+        """Both events say why this agent does not serve it, and what to change."""
+        # Of a network for documentation: no machine has this address.
+        host = "127.0.0.1" if conf else "203.0.113.1"
+        endpoint, run_id = f"{host}:{free_port()}", new_run_id()
+        options = ["--nnodes", "2", "--nproc-per-node", "1"]
+        options += ["--rdzv-conf", f"{conf}read_timeout=4"]
+
+        agent = start_agent(
+            *("traced-c10d", endpoint, run_id, *options), "--no-python", "true"
+        )
+
+        assert agent.exit_status() == 1
+        (failed,) = agent.events("rendezvous.failed")
+        waiting = agent.events("rendezvous.waiting")[0]
+        reason = (
+            "is_host is false" if conf else f"no name or address of it matches '{host}'"
+        )
+        for event in (waiting, failed):
+            check(event)
+            assert (
+                f"this agent does not serve the endpoint, because {reason}"
+                in (event["message"])
+            )
+            assert f"{socket.gethostname()}" in event["message"]
+            assert "pass --rdzv-conf is_host=1" in event["message"]
+        assert (
+            f"'{run_id}' at {endpoint} through c10d is not connected after"
+            in (waiting["message"])
+        )
+        assert failed["during"] == "create_backend"
+        assert failed["cause"] in ("refused", "unreachable", "no_answer")
+        # The note of torch's exception.
+        assert agent.errors().count(failed["message"]) == 2
 
 
 class TestClockSkew:

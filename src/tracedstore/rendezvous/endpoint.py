@@ -5,7 +5,10 @@ from contextlib import suppress
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from tracedstore import names
+from tracedstore.core.recorder import RECORDER
 from tracedstore.diagnosis.addresses import describe_own
+from tracedstore.rendezvous.rendezvous_telemetry import JoinAttempt
 
 
 def host_hint(params: RendezvousParameters, where: tuple[str, int] | None) -> str:
@@ -41,3 +44,29 @@ def host_and_port(params: RendezvousParameters, port: int) -> tuple[str, int] | 
     with suppress(ValueError):  # torch raises for it
         return parse_rendezvous_endpoint(params.endpoint, default_port=port)
     return None
+
+
+def seconds_of(params: RendezvousParameters, name: str, default: float) -> float:
+    """Return a parameter in seconds."""
+    with suppress(TypeError, ValueError):
+        return float(params.get(name))
+    return default
+
+
+def connecting_attempt(
+    params: RendezvousParameters, where: tuple[str, int] | None, started: int
+) -> JoinAttempt:
+    """Return the attempt of an agent that has no backend yet."""
+    waited = (RECORDER.ticks() - started) / 1e9
+    hint = RECORDER.failures.guarded(names.RENDEZVOUS, host_hint, params, where)
+    return JoinAttempt(
+        backend=params.backend.removeprefix("traced-"),
+        run_id=params.run_id,
+        endpoint=params.endpoint,
+        during="create_backend",
+        waited_seconds=waited,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        where=where,
+        hint=hint or "",
+    )

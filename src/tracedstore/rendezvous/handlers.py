@@ -1,5 +1,6 @@
 """The rendezvous handler that torchrun's agent calls, with telemetry."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +32,11 @@ from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.endpoint import host_and_port, host_hint
+from tracedstore.rendezvous.endpoint import (
+    connecting_attempt,
+    host_and_port,
+    seconds_of,
+)
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.master_address import check_master_address
 from tracedstore.rendezvous.other_runs import report_other_runs
@@ -39,12 +44,15 @@ from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
     emit_failure,
+    emit_silence,
     emit_waiting,
 )
 from tracedstore.rendezvous.state import Node
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
+# Seconds: how long a node waits before it reports, and torch for the c10d store.
+_WARN_AFTER, _READ_TIMEOUT = 30.0, 60.0
 # Runs an optional step of a rendezvous; on failure counts it and returns None.
 _guarded = partial(RECORDER.failures.guarded, names.RENDEZVOUS)
 CreateBackend = Callable[[RendezvousParameters], tuple[RendezvousBackend, Store]]
@@ -66,38 +74,43 @@ def create(
         untraced: RendezvousHandler = create_untraced(params, create_backend)
         return untraced
     where = host_and_port(params, default_port)
+    # From --rdzv-conf, where torch admits any parameter.
+    warn_after = seconds_of(params, "warn_after", _WARN_AFTER)
     started = RECORDER.ticks()
+    watch = Watch(
+        names.RENDEZVOUS,
+        lambda: _report_connecting(params, where, started),
+        # Before torch gives up.
+        min(warn_after, seconds_of(params, "read_timeout", _READ_TIMEOUT) / 2),
+    )
+    if warn_after > 0:
+        _guarded(WATCHER.add, watch)
     try:
         backend, store = create_backend(params)
     except RendezvousError as error:
-        attempt = JoinAttempt(
-            backend=params.backend.removeprefix("traced-"),
-            run_id=params.run_id,
-            endpoint=params.endpoint,
-            during="create_backend",
-            waited_seconds=(RECORDER.ticks() - started) / 1e9,
-            min_nodes=params.min_nodes,
-            max_nodes=params.max_nodes,
-            where=where,
-            hint=_guarded(host_hint, params, where) or "",
-        )
         if RECORDER.on:
+            attempt = connecting_attempt(params, where, started)
             _guarded(emit_failure, error, attempt)
         raise
+    finally:
+        WATCHER.remove(watch)
     traced = TracedRendezvousBackend(backend)
     handler = create_handler(store, traced, params)
-    # From --rdzv-conf, where torch admits any parameter.
-    options = {}
-    with suppress(TypeError, ValueError):
-        options["warn_after"] = float(params.get("warn_after"))
     return TracedRendezvousHandler(
         handler,
         traced,
         name=params.backend,
         endpoint=params.endpoint,
         where=where,
-        **options,
+        warn_after=warn_after,
     )
+
+
+def _report_connecting(
+    params: RendezvousParameters, where: tuple[str, int] | None, started: int
+) -> None:
+    if RECORDER.on:
+        emit_waiting(connecting_attempt(params, where, started))
 
 
 @final
@@ -126,7 +139,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         name: str | None = None,
         endpoint: str = "",
         where: tuple[str, int] | None = None,
-        warn_after: float = 30.0,
+        warn_after: float = _WARN_AFTER,
     ) -> None:
         self._warn_after = warn_after
         self._inner: Any = handler
@@ -137,6 +150,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._failure_reported = False
         # That other jobs use the server, "" before they were looked for.
         self._sharing: str | None = None
+        self._silent_reported: set[Node] = set()
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
             _guarded(barrier_patch.replace)
@@ -155,6 +169,7 @@ class TracedRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
         self._failure_reported = False
+        self._silent_reported.clear()
         self._traced_backend.attendance.reset()
         started = RECORDER.ticks()
         watch = Watch(
@@ -191,7 +206,11 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes on the wait list."""
+        started = RECORDER.ticks()
         count: int = self._call("num_nodes_waiting", self._inner.num_nodes_waiting)
+        # The agent calls this once an interval, as long as its workers run.
+        if RECORDER.on:
+            _guarded(self._report_silence, started)
         return count
 
     def get_run_id(self) -> str:
@@ -255,6 +274,20 @@ class TracedRendezvousHandler(RendezvousHandler):
     def _report_waiting(self, started: int) -> None:
         if RECORDER.on:
             emit_waiting(self._attempt("next_rendezvous", started))
+
+    def _report_silence(self, started: int) -> None:
+        """Report the nodes of this round that are silent, each of them once."""
+        settings = getattr(self._inner, "settings", None)
+        attempts = getattr(settings, "keep_alive_max_attempt", None)
+        if not isinstance(attempts, int) or self._warn_after <= 0:
+            return
+        # torch takes them for dead then.
+        after = attempts * _heartbeat_interval(settings)
+        attendance, own = self._traced_backend.attendance, _own_node(self._inner)
+        silent = attendance.silent(own, after, time.time())
+        if not set(silent) <= self._silent_reported:
+            self._silent_reported.update(silent)
+            emit_silence(self._attempt("num_nodes_waiting", started), silent)
 
     def _attempt(self, during: str, started: int) -> JoinAttempt:
         settings = getattr(self._inner, "settings", None)

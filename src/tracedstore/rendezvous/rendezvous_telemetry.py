@@ -88,10 +88,25 @@ class MissingNode(NamedTuple):
 def emit_waiting(attempt: JoinAttempt) -> None:
     """Emit `rendezvous.waiting`: the nodes that joined while this one waits."""
     fields, joined = _attendance(attempt)
+    hint = f"; {attempt.hint}" if attempt.hint else ""
     TELEMETRY.emit(
         names.RENDEZVOUS_WAITING,
         message=f"{_title(attempt)} {_progress(attempt)} after"
-        f" {attempt.waited_seconds:.1f} s{joined}{_admission(attempt)}",
+        f" {attempt.waited_seconds:.1f} s{hint}{joined}{_admission(attempt)}",
+        **fields,
+    )
+
+
+def emit_silence(attempt: JoinAttempt, silent: Sequence[Node]) -> None:
+    """Emit `rendezvous.waiting` for silent nodes of a round that is complete."""
+    fields, _ = _attendance(attempt)
+    attendance = attempt.attendance or Attendance()
+    seconds = attendance.silent_seconds(silent, time.time())
+    TELEMETRY.emit(
+        names.RENDEZVOUS_WAITING,
+        message=f"{_title(attempt)} is complete, but these nodes are silent:"
+        f" {_named(silent, seconds)}; their agents have ended, are stopped or have lost"
+        " the store, and their workers may still run",
         **fields,
     )
 
@@ -194,7 +209,9 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
 
 
 def _progress(attempt: JoinAttempt) -> str:
-    last = None if attempt.attendance is None else attempt.attendance.last
+    if attempt.attendance is None:
+        return "is not connected"
+    last = attempt.attendance.last
     if last is None or not last.complete:
         return "is not complete"
     if attempt.own in last.participants:

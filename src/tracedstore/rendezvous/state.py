@@ -16,6 +16,8 @@ from tracedstore.rendezvous import state_pickle
 from tracedstore.rendezvous.heartbeats import Heartbeats
 
 T = TypeVar("T")
+# Number of nodes that report a silent one.
+_SILENCE_REPORTERS = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -222,6 +224,29 @@ class Attendance:
             for node in first - {own}
             if self.heartbeats.is_unchanged(node, seconds)
         )
+
+    def silent(self, own: Node | None, seconds: float, now: float) -> list[Node]:
+        """List the silent nodes of the last complete round, if this node reports them.
+
+        The first two of the other nodes do: one may have lost the store. A closed
+        rendezvous has no heartbeats, so none is silent there.
+
+        Args:
+            own: This node.
+            seconds: For how long a node must have sent no heartbeat.
+            now: The time, in seconds since the epoch.
+        """
+        nodes = sorted(self._complete[1])
+        if self.last is None or self.last.closed or own not in nodes:
+            return []
+        ages = self.silent_seconds(nodes, now)
+        silent = {
+            node
+            for node, age in zip(nodes, ages, strict=True)
+            if node != own and age is not None and age > seconds
+        }
+        reporters = [node for node in nodes if node not in silent][:_SILENCE_REPORTERS]
+        return sorted(silent) if own in reporters else []
 
     def skewed(self, own: Node | None) -> dict[Node, float]:
         """Return the nodes with another time than this one, and their skew.
