@@ -116,7 +116,7 @@ demo: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	@# All benchmarks run, even if one misses a bar.
-	@missed=0; for name in overhead barriers exposition report; do \
+	@missed=0; for name in overhead barriers exposition report stall_traffic; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
 

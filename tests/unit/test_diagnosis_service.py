@@ -11,16 +11,17 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from torch.distributed import DistStoreError, HashStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.stores import KINDS
 from tracedstore.coordination import rank_registry
 from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import read_blocked
 from tracedstore.diagnosis.service import Diagnosis
-from tracedstore.diagnosis.session import Sessions
+from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
 
@@ -138,6 +139,22 @@ def test_call_without_a_rank_is_not_diagnosed(
     with pytest.raises(DistStoreError):
         tracedstore.wrap(bare).wait(["go"], timedelta(seconds=1.5))
     assert bare.num_keys() == 0
+
+
+def test_server_that_has_ended_is_no_failure() -> None:
+    """At the end of a job its server may end first: questions are read later."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False)
+    member = Member(rank=0, world_size=2, host_of=lambda _rank: "")
+    session = Session(client, member, answers=True)
+    session.poll()
+    del server
+    gc.collect()
+
+    session._poll_at = 0.0
+    session.poll()
+
+    assert session._poll_at > time.monotonic() + 10
 
 
 class HangingStore(HashStore):
