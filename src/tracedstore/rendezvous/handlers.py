@@ -24,13 +24,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import barrier_patch, names
-from tracedstore.coordination import membership
 from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
 from tracedstore.rendezvous import agent_patch
+from tracedstore.rendezvous.agent_membership import record_membership
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
 from tracedstore.rendezvous.endpoint import (
     connecting_attempt,
@@ -241,7 +241,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        _record_membership(store, info.rank, info.world_size, self._traced_backend)
+        record_membership(store, info.rank, info.world_size, self._traced_backend)
         if store is info.store:
             return info
         return RendezvousInfo(
@@ -361,30 +361,7 @@ def _record_own_membership(
     last, own = backend.attendance.last, _own_node(handler)
     if last is not None and own is not None and own in last.participants:
         size = len(last.participants)
-        _record_membership(store, last.participants[own], size, backend)
-
-
-def _record_membership(
-    store: TracedStore, rank: int, world_size: int, backend: TracedRendezvousBackend
-) -> None:
-    last = backend.attendance.last
-    nodes = {} if last is None else {r: n for n, r in last.participants.items()}
-    membership.record(
-        store,
-        membership.Membership(
-            rank,
-            world_size,
-            _decoder(backend),
-            {rank: (node.addr, node.pid) for rank, node in nodes.items()},
-        ),
-    )
-
-
-def _decoder(backend: TracedRendezvousBackend) -> Callable[[int], str]:
-    """Return a decoder for the agents of the last completed round."""
-    last = backend.attendance.last
-    nodes = {} if last is None else {r: str(n) for n, r in last.participants.items()}
-    return lambda rank: nodes.get(rank) or f"agent {rank}"
+        record_membership(store, last.participants[own], size, backend)
 
 
 def _heartbeat_interval(settings: Any) -> float:
