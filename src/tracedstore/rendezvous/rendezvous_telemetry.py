@@ -12,6 +12,7 @@ from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.error_causes import (
     CLOSED,
+    CONNECTION_LOST,
     NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
@@ -29,7 +30,9 @@ from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
-_NOT_CONNECTED = frozenset({NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE})
+_NOT_CONNECTED = frozenset(
+    {NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE, CONNECTION_LOST}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
