@@ -429,7 +429,9 @@ class TestNoServer:
             in (waiting["message"])
         )
         assert failed["during"] == "create_backend"
-        assert failed["cause"] in ("refused", "unreachable", "no_answer")
+        # What an address without a machine does depends on the network.
+        lost = ("refused", "unreachable", "no_answer", "connection_lost")
+        assert failed["cause"] in lost
         # The note of torch's exception.
         assert agent.errors().count(failed["message"]) == 2
 

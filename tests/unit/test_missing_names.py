@@ -335,8 +335,10 @@ class TestRendezvousHandler:
     ) -> None:
         """If a name cannot be imported, the handler is torch's own."""
         monkeypatch.delattr(rendezvous_utils, "parse_rendezvous_endpoint")
-        monkeypatch.delitem(sys.modules, "tracedstore.rendezvous.handlers")
-        monkeypatch.delattr("tracedstore.rendezvous.handlers", raising=False)
+        for module in ("handlers", "endpoint"):
+            name = f"tracedstore.rendezvous.{module}"
+            monkeypatch.delitem(sys.modules, name, raising=False)
+            monkeypatch.delattr(name, raising=False)
         tracedstore.configure()
 
         created = handler(
