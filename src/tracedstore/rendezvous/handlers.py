@@ -281,8 +281,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         attempts = getattr(settings, "keep_alive_max_attempt", None)
         if not isinstance(attempts, int) or self._warn_after <= 0:
             return
-        # torch takes them for dead then.
-        after = attempts * _heartbeat_interval(settings)
+        # One heartbeat later torch removes them from the state.
+        after = max(1, attempts - 1) * _heartbeat_interval(settings)
         attendance, own = self._traced_backend.attendance, _own_node(self._inner)
         silent = attendance.silent(own, after, time.time())
         if not set(silent) <= self._silent_reported:
