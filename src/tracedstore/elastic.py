@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.missing_ranks import find_causes
 from tracedstore.export.setup import ensure_configured
 
@@ -44,7 +45,8 @@ def barrier(
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
-    ensure_configured()
+    if TELEMETRY.is_null:
+        ensure_configured()
     BarrierCall(
         store,
         world_size,
@@ -54,4 +56,5 @@ def barrier(
         rank_tracing_decoder,
         trace_timeout,
         find_causes,
-    ).run(warn_after)
+        warn_after,
+    ).run()

@@ -24,8 +24,9 @@ _StoreType: Any = type(Store)
 # torch's C++ holds only the C++ half of a Python store. When the last Python reference
 # is dropped, the Python methods go with it, and the next call from C++ fails an
 # INTERNAL ASSERT; init_process_group(store=wrap(...)) is all it takes. So every wrapper
-# is kept here until it is closed. Keyed by identity: pybind objects are hashable, but
-# an inner store might define __eq__.
+# of the Python base is kept here until it is closed. A native store has no methods in
+# Python, and is not kept. Keyed by identity: pybind objects are hashable, but an inner
+# store might define __eq__.
 _kept_alive: dict[int, "TracedStore"] = {}
 
 
@@ -36,12 +37,13 @@ def wrap(store: Store) -> "TracedStore":
     same results, exceptions, timeouts and blocking. Wrapping a TracedStore returns it
     unchanged.
 
-    It stays alive until `TracedStore.close`: torch's C++ may still use it after the
-    last Python reference is dropped.
+    It may be passed to torch's C++ and dropped in Python. On the native base it is
+    freed when neither refers to it any more, like the bare store. On the Python base it
+    stays alive until `TracedStore.close`.
 
     Args:
-        store: The store: TCPStore, FileStore, HashStore, PrefixStore, EtcdStore or any
-            other subclass of ``torch.distributed.Store``.
+        store: The store: TCPStore, FileStore, HashStore, PrefixStore, EtcdStore,
+            EtcdV3Store or any other subclass of ``torch.distributed.Store``.
 
     Raises:
         TypeError: The argument is no Store.
@@ -56,7 +58,10 @@ def wrap(store: Store) -> "TracedStore":
             " subclass Store, which torch's own functions require too"
         )
     ensure_configured()
-    traced: TracedStore = _wrap_natively(store) or TracedStore(store)
+    native: TracedStore | None = _wrap_natively(store)
+    if native is not None:
+        return native
+    traced = TracedStore(store)
     _kept_alive[id(traced)] = traced
     return traced
 
@@ -114,8 +119,9 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
     def close(self) -> None:
         """Release the store and its clones: they are no longer kept alive.
 
-        From now on they live as long as Python code refers to them, like any store. Do
-        not close a store that a process group still uses.
+        From now on they live as long as Python code refers to them. Do not close a
+        store that a process group still uses. A store of the native base is not kept
+        alive, so there is nothing to release: closing one has no effect.
         """
         _kept_alive.pop(id(self), None)
         for clone in list(self._traced.clones):
@@ -184,7 +190,7 @@ def _wrap_natively(store: Store) -> Any:
     """Return a native TracedStore; None if the Python base has to be used.
 
     Raises:
-        ConfigurationError: The settings require the native base, and there is none.
+        ConfigurationError: The settings require the native base, and it cannot be used.
     """
     bottom = bottom_of(store)
     if _is_native(bottom):
@@ -192,7 +198,7 @@ def _wrap_natively(store: Store) -> Any:
         return _native().wrap(store, bottom._traced.identity)  # type: ignore[attr-defined] # noqa: SLF001
     # A Python class is called through Python anyway, and another clock is Python's.
     if (
-        RECORDER.core != "native"
+        RECORDER.core == "python"
         or RECORDER.clock is not SYSTEM_CLOCK
         or type(bottom).__module__ != _CPP_STORES
     ):
@@ -200,6 +206,8 @@ def _wrap_natively(store: Store) -> Any:
     try:
         return _native().wrap(store, identify(bottom))
     except NativeUnavailable as error:
+        if RECORDER.core == "auto":
+            return None
         raise ConfigurationError(f"core is 'native', but {error}") from error
 
 
@@ -215,7 +223,11 @@ def _native() -> NativeRecording:
 
 
 def _probe(store: Store) -> Probe | None:
-    """Return the probe of an EtcdStore; None, without importing etcd, for others."""
+    """Return the probe of a store in etcd; None, without importing etcd, for others."""
+    v3 = sys.modules.get("tracedstore.etcd.store")
+    if v3 is not None and isinstance(store, v3.EtcdV3Store):
+        probe: Probe = store.probe
+        return probe
     module = sys.modules.get("torch.distributed.elastic.rendezvous.etcd_store")
     if module is None or not isinstance(store, module.EtcdStore):
         return None

@@ -17,17 +17,13 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
-from tracedstore.coordination import decoders, rank_registry
+from tracedstore.coordination import decoders, steps
 from tracedstore.coordination.arrivals import (
     bare_store,
     confirm_arrival,
     has_duplicates,
-    publish_traceparent,
     read_arrivals,
     read_key,
-    read_ledger,
-    read_traceparent,
-    record_arrival,
     side_connection,
 )
 from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
@@ -35,13 +31,27 @@ from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.missing_report import Examine, MissingReport
-from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
+from tracedstore.coordination.protocol import (
+    LAST_MEMBER,
+    LEDGER,
+    BarrierKeys,
+    LastArrival,
+    Ledger,
+    is_complete,
+)
+from tracedstore.coordination.ranges import MAX_RANKS
+from tracedstore.coordination.rank_registry import (
+    is_registered,
+    register,
+    registry_decoder,
+)
+from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
-from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.core.watcher import WATCHER
 
 # How many of the first ranks to arrive read who is missing. One of them may die; with
 # ten thousand the store would be overloaded.
@@ -53,10 +63,8 @@ _READ_INTERVAL = 0.1
 _READ_TIMEOUT = 4.0
 # Seconds that the other ranks wait for the readers' report.
 _REPORT_TIMEOUT = 1.0
-
-
-# The barrier calls of this process that wait, for the diagnosis of a stall.
-_waiting: set["BarrierCall"] = set()
+# Seconds until a warning that never comes.
+_NEVER = 1e9
 
 
 def waiting_barrier(key: str) -> int | None:
@@ -65,15 +73,19 @@ def waiting_barrier(key: str) -> int | None:
     Args:
         key: The key, which may have the prefixes of PrefixStores.
     """
-    for call in list(_waiting):
-        own_key = call.last_member_key
-        if key == own_key or key.endswith(f"/{own_key}"):
-            return call.world_size
+    for call in list(WATCHER.watches):
+        if isinstance(call, BarrierCall):
+            own_key = call.last_member_key
+            if key == own_key or key.endswith(f"/{own_key}"):
+                return call.world_size
     return None
 
 
-class BarrierCall:
-    """One rank's call of one barrier.
+class BarrierCall(BarrierTelemetry):
+    """One rank's call of one barrier; a `core.watcher.Watched`.
+
+    A completed call is all that a healthy job makes, and its caches are cold: the way
+    through it has few objects and few functions.
 
     Args:
         store: The store through which the ranks meet.
@@ -84,7 +96,22 @@ class BarrierCall:
         decoder: Returns the name of a rank.
         trace_timeout: Seconds for ranks that arrived without a name to write it.
         examine: Finds out why ranks do not arrive.
+        warn_after: Seconds until the first warning; 0 for none.
     """
+
+    __slots__ = (
+        "_decoder",
+        "_examine",
+        "_store",
+        "_timeout",
+        "_trace_timeout",
+        "_warning",
+        "due",
+        "in_ledger",
+        "started",
+    )
+
+    observer = names.BARRIERS
 
     def __init__(
         self,
@@ -96,185 +123,187 @@ class BarrierCall:
         decoder: Callable[[int], str] | None,
         trace_timeout: float,
         examine: Examine,
+        warn_after: float,
     ) -> None:
+        self.began = RECORDER.ticks()
+        self.started = time.monotonic()
+        self.due = self.started + (warn_after if warn_after > 0 else _NEVER)
+        self.telemetry = TELEMETRY
+        self.prefix = key_prefix
+        self.rank = rank
+        self.world_size = world_size
+        self.arrived = self.order = 0
+        self.is_last = self.ended = False
         self._store = store
-        self._world_size = world_size
-        self._keys = BarrierKeys(key_prefix)
         self._timeout = timeout
-        self._rank = rank
         self._decoder = decoder
         self._trace_timeout = trace_timeout
         self._examine = examine
-        self._in_ledger = False
-        # The position of this rank's arrival, 0 before it.
-        self._order = 0
+        self.in_ledger = False
+        self.last: bytes | None = None
         # A thread reads who is missing.
         self._warning = False
-        self._telemetry = BarrierTelemetry(TELEMETRY, key_prefix, rank, world_size)
+        self.span = NO_SPAN
+        self.observed = TELEMETRY.emits_debug_events()
+        if TELEMETRY.tracing_enabled():
+            self.span = BarrierSpan(TELEMETRY, key_prefix, rank, world_size)
+            self.observed = True
+
+    @property
+    def _keys(self) -> BarrierKeys:
+        return BarrierKeys(self.prefix)
 
     @property
     def last_member_key(self) -> str:
         """The key that the last rank sets."""
         return self._keys.last_member
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._world_size
-
-    def run(self, warn_after: float) -> None:
+    def run(self) -> None:
         """Arrive, and wait for the other ranks.
 
         Raises:
             BarrierTimeout: A rank did not arrive in time.
         """
-        with self._telemetry.span.suppress_call_spans():
+        # The span covers the calls. Theirs would be in other traces: their parent is
+        # not known yet.
+        with_call_spans = self.span.enabled and RECORDER.stop_call_spans()
+        store = self._store
+        try:
             # Before the arrival: between arrival and wait there must be no delay. The
             # last rank may serve the store, and exit as soon as it has returned.
-            watch = self._watch(warn_after)
+            WATCHER.watches.add(self)
+            if self.due < WATCHER.looks_at:
+                guarded(WATCHER.wake)
             try:
+                rank, size = self.rank, self.world_size
+                timeout = timedelta(seconds=self._timeout)
+                first = self.span.enabled or not hasattr(store, "list_keys")
                 try:
-                    self._order = self._arrive()
-                    if watch is not None and self._order > _READERS:
-                        WATCHER.remove(watch)
-                    last = self._wait()
-                finally:
-                    if watch is not None:
-                        WATCHER.remove(watch)
-            except Exception as error:
-                if error_type(error) != TIMEOUT:
-                    from_torch = is_from_torch(bare_store(self._store))
-                    self._telemetry.failed(error, from_torch=from_torch)
-                    raise
-                timeout = self._timed_out()
-                raise timeout from None
-            except BaseException:
-                self._telemetry.interrupted()
+                    if rank is not None and not is_registered(store, rank):
+                        register(store, rank, size)
+                except Exception as error:
+                    RECORDER.failures.add(names.BARRIERS, error)
+                native = RECORDER.native
+                if not (
+                    native is not None
+                    and type(store) is native.store_class
+                    # What C++ takes.
+                    and type(rank) is type(size) is int
+                    and 0 <= rank < size < MAX_RANKS
+                    and store._meet(  # noqa: SLF001
+                        self, self.prefix, rank, size, timeout, self.observed, first
+                    )
+                ):
+                    self._meet(timeout)
+            finally:
+                WATCHER.watches.discard(self)
+        except Exception as error:
+            if error_type(error) != TIMEOUT:
+                from_torch = is_from_torch(bare_store(self._store))
+                self.emit_failed(error, from_torch=from_torch)
                 raise
-            self._telemetry.completed(last)
-
-    def _watch(self, warn_after: float) -> Watch | None:
-        """Let the watcher warn while this call waits."""
-        if warn_after <= 0 or self._world_size == 1:
-            return None
-        watch = Watch(names.BARRIERS, self._warn, warn_after)
-        guarded(WATCHER.add, watch)
-        return watch
-
-    def _arrive(self) -> int:
-        """Record the arrival; return its position, from 1."""
-        if self._rank is not None:
-            guarded(rank_registry.register, self._store, self._rank, self._world_size)
-            self._in_ledger = bool(
-                guarded(record_arrival, self._store, self._keys, self._rank)
-            )
-        order: int = self._store.add(self._keys.num_members, 1)
-        self._telemetry.arrived(order)
-        if order == 1:
-            guarded(record_keys, self._store, self._keys.num_members)
-        if order > self._world_size:
-            guarded(self._report_stale, order)
-        elif order == 1 < self._world_size and self._telemetry.span.enabled:
-            guarded(self._publish_traceparent)
-        return order
-
-    def _wait(self) -> LastArrival:
-        """Wait for the last rank; return what it wrote."""
-        if self._order == self._world_size:
-            return self._complete()
-        _waiting.add(self)
-        try:
-            self._store.wait([self.last_member_key], timedelta(seconds=self._timeout))
+            timed_out = self._timed_out()
+            raise timed_out from None
+        except BaseException:
+            self.end_interrupted()
+            raise
         finally:
-            _waiting.discard(self)
-        if not (TELEMETRY.emits_debug_events() or self._telemetry.span.enabled):
-            return LastArrival()
-        written = guarded(read_key, self._store, self._keys.last_member)
-        return LastArrival() if written is None else LastArrival.from_bytes(written)
+            if self.span.enabled:
+                RECORDER.resume_call_spans(with_call_spans)
+        duration = RECORDER.ticks() - self.began
+        self.ended = True
+        RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
+        if self.observed:
+            self._store = None  # must not be kept until then
+            self.defer_completed(duration)
 
-    def _complete(self) -> LastArrival:
+    def _meet(self, timeout: timedelta) -> None:
+        """Arrive and wait, or go on where C++ has stopped."""
+        store = self._store
+        if not self.order:
+            self.order, self.in_ledger = steps.arrive(store, self._keys, self.rank)
+            self.arrived = RECORDER.ticks()
+        if self.order == 1:
+            guarded(record_keys, store, self._keys.num_members)
+        if self.order == self.world_size:
+            self._complete()
+            return
+        if self.order > self.world_size:
+            guarded(self._report_stale, self.order)
+        elif self.order == 1 and self.span.enabled:
+            guarded(steps.publish_trace, store, self._keys, self.span)
+        self.last = steps.wait_for(store, self.last_member_key, timeout, self.observed)
+
+    def _complete(self) -> None:
         """Complete the barrier, as the last rank."""
-        shared, ledger = "", None
-        if self._telemetry.span.enabled:
+        store, shared, ledger = self._store, "", None
+        if self.span.enabled:
             # Before the barrier completes: the others read the shared trace from here.
-            shared, ledger = guarded(self._shared_trace) or ("", None)
-        last = LastArrival(self._rank, shared)
-        self._store.set(self._keys.last_member, last.to_json())
-        self._telemetry.arrived_last()
-        if ledger is not None or not self._in_ledger:
-            # A TCPStore does not acknowledge a set. If this process serves the store
-            # and ends now, the others get a network error instead of their wake-up.
-            # After one round trip the server has answered their waits. torch's barrier
-            # does the same; the audit below makes one if it has to read the ledger.
-            self._store.check([self._keys.last_member])
-        if self._rank is not None:
-            guarded(self._audit, ledger)
-        return last
+            shared, ledger = guarded(
+                steps.shared_trace, store, self._keys, self.span, self.in_ledger
+            ) or ("", None)
+        # A TCPStore does not acknowledge a set. If this process serves the store and
+        # ends now, the others get a network error instead of their wake-up. After one
+        # round trip the server has answered their waits. torch's barrier does the same.
+        # Here it reads the ledger, if that is to be read.
+        to_read = self.prefix + LEDGER if self.in_ledger and ledger is None else ""
+        last = LastArrival(self.rank, shared).to_json()
+        native = RECORDER.native
+        complete = (
+            store._complete  # noqa: SLF001
+            if native is not None and type(store) is native.store_class
+            else partial(steps.complete, store)
+        )
+        entries: bytes | None = complete(self.prefix + LAST_MEMBER, last, to_read)
+        self.is_last, self.last = True, last.encode()
+        if entries is None and to_read:
+            return  # it could not be read
+        if entries is None or not is_complete(entries, self.world_size):
+            guarded(self._audit, ledger or Ledger(entries or b""))
 
     # The rest is optional and must not fail the barrier.
 
-    def _publish_traceparent(self) -> None:
-        """Publish the trace that the other ranks join, as the first rank."""
-        self._telemetry.span.begin()
-        traceparent = self._telemetry.span.traceparent()
-        if traceparent:
-            publish_traceparent(self._store, self._keys, traceparent)
-
-    def _shared_trace(self) -> tuple[str, Ledger]:
-        """Return the trace that all ranks join: the first rank's, else this one's."""
-        ledger = read_ledger(self._store, self._keys, exists=self._in_ledger)
-        shared = read_traceparent(self._store, self._keys, ledger)
-        if not shared:
-            # The first rank runs plain torch, or has not published its trace yet.
-            self._telemetry.span.begin()
-            shared = self._telemetry.span.traceparent()
-        return shared, ledger
-
-    def _audit(self, ledger: Ledger | None) -> None:
+    def _audit(self, ledger: Ledger) -> None:
         """Report a rank that was counted twice: the barrier completed too early."""
-        if ledger is None and self._in_ledger:
-            ledger = read_ledger(self._store, self._keys, exists=True)
-        if has_duplicates(self._store, self._keys, ledger or Ledger()):
-            self._report_stale(self._world_size)
+        if self.rank is not None and has_duplicates(self._store, self._keys, ledger):
+            self._report_stale(self.world_size)
 
     def _report_stale(self, arrived: int) -> None:
-        arrivals = read_arrivals(self._store, self._keys, self._world_size)
-        self._telemetry.stale(arrived, arrivals.duplicate_ranks)
+        arrivals = read_arrivals(self._store, self._keys, self.world_size)
+        self.emit_stale(arrived, arrivals.duplicate_ranks)
 
-    def _warn(self) -> None:
+    def report(self) -> None:
         """Start to read who is missing, unless that is under way."""
-        if 0 < self._order <= _READERS and not self._warning:
+        store = self._store
+        if 0 < self.order <= _READERS and not self._warning and store is not None:
             # Not waited for: a store that hangs must not hold up the watcher.
-            start_bounded_thread(partial(guarded, self._read_and_warn))
+            start_bounded_thread(partial(guarded, self._read_and_warn, store))
 
-    def _read_and_warn(self) -> None:
+    def _read_and_warn(self, store: AnyStore) -> None:
         self._warning = True
         try:
-            report = self._read_while_waiting()
+            report = self._read_while_waiting(store)
             if report.unseen_ranks:
-                self._telemetry.waiting(report)
+                self.emit_waiting(report)
         finally:
             self._warning = False
 
-    def _read_while_waiting(self) -> MissingReport:
-        with (
-            self._telemetry.span.suppress_call_spans(),
-            side_connection(self._store) as store,
-        ):
+    def _read_while_waiting(self, own: AnyStore) -> MissingReport:
+        with RECORDER.no_call_spans(), side_connection(own) as store:
             report = self._with_findings(store, self._read_missing(store))
             if report.unseen_ranks:
                 store.set(self._keys.missing_report, report.to_bytes())
             return report
 
     def _timed_out(self) -> BarrierTimeout:
-        report = MissingReport.unknown(self._world_size)
+        report = MissingReport.unknown(self.world_size)
         try:
             report = run_with_timeout(_READ_TIMEOUT, self._read_after_timeout)
             report = self._wait_for_names(report)
             run_with_timeout(_READ_TIMEOUT, lambda: self._publish(report))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
-        return self._telemetry.timed_out(
+        return self.emit_timed_out(
             report, self._timeout, own_names=self._decoder is not None
         )
 
@@ -284,13 +313,13 @@ class BarrierCall:
     def _read_after_timeout(self) -> MissingReport:
         """Return who is missing, from another rank's report or by reading."""
         store = self._store
-        with self._telemetry.span.suppress_call_spans():
-            if self._rank is not None:
-                confirm_arrival(store, self._keys, self._rank)
+        with RECORDER.no_call_spans():
+            if self.rank is not None:
+                confirm_arrival(store, self._keys, self.rank)
                 if store.has_extended_api():
                     # Plain torch's rank 0 reads this key. Other stores have it already.
-                    store.set(self._keys.trace(self._rank), "here")
-            if self._order > _READERS and self._name_timeout:
+                    store.set(self._keys.trace(self.rank), "here")
+            if self.order > _READERS and self._name_timeout:
                 # The first ranks to arrive time out first, or at about the same time.
                 report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)
                 with suppress(Exception):
@@ -309,7 +338,7 @@ class BarrierCall:
         Where this rank has no name either, torch's barrier does not wait, nor does
         this one.
         """
-        return 0.0 if self._rank is None else self._trace_timeout
+        return 0.0 if self.rank is None else self._trace_timeout
 
     def _wait_for_names(self, report: MissingReport) -> MissingReport:
         deadline = time.monotonic() + self._name_timeout
@@ -321,9 +350,9 @@ class BarrierCall:
         return report
 
     def _publish(self, report: MissingReport) -> None:
-        with self._telemetry.span.suppress_call_spans():
+        with RECORDER.no_call_spans():
             self._store.set(self._keys.missing_report, report.to_bytes())
-            if self._rank == 0:
+            if self.rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
                 self._store.set(self._keys.tracing_gate, "<val_ignored>")
 
@@ -332,10 +361,10 @@ class BarrierCall:
         if not store.check([self._keys.missing_report]):
             return None
         written = read_key(store, self._keys.missing_report)
-        report = MissingReport.from_bytes(written, self._world_size)
+        report = MissingReport.from_bytes(written, self.world_size)
         if report is None or report.unidentified_count:
             return None
-        if self._rank in report.missing_ranks:
+        if self.rank in report.missing_ranks:
             return None
         if report.arrived_count != store.add(self._keys.num_members, 0):
             return None
@@ -347,22 +376,22 @@ class BarrierCall:
             return report
         with RECORDER.unrecorded():
             findings = guarded(
-                self._examine, store, report.missing_ranks, self._world_size
+                self._examine, store, report.missing_ranks, self.world_size
             )
         return report.with_findings(findings or {})
 
     def _read_missing(self, store: Any) -> MissingReport:
-        arrivals = read_arrivals(store, self._keys, self._world_size)
-        if arrivals.arrived_count < self._order:
+        arrivals = read_arrivals(store, self._keys, self.world_size)
+        if arrivals.arrived_count < self.order:
             # The server restarted without its data, or the file was truncated. Ranks
             # whose arrival is gone must not be named: this one is among them.
-            return MissingReport.unknown(self._world_size)
+            return MissingReport.unknown(self.world_size)
         decoder = self._decoder_for(store, arrivals.unseen_ranks)
-        return MissingReport.from_arrivals(arrivals, self._world_size, decoder)
+        return MissingReport.from_arrivals(arrivals, self.world_size, decoder)
 
     def _decoder_for(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
         if self._decoder is not None:
             return self._decoder
-        registered = guarded(rank_registry.registry_decoder, store, missing)
+        registered = guarded(registry_decoder, store, missing)
         roster = decoders.auto()
         return roster if registered is None else decoders.chain(registered, roster)

@@ -1,6 +1,11 @@
-"""Gauges, span, events and exception of one rank's barrier call."""
+"""Gauges, span, events and exception of one rank's barrier call.
+
+The span and the event of a completed barrier are made after the call has returned
+(`Telemetry.defer`): they take longer than the barrier. All others are made at once.
+"""
 
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -29,43 +34,60 @@ guarded = partial(RECORDER.failures.guarded, names.BARRIERS)
 class BarrierTelemetry:
     """Emits the telemetry of one barrier call. Failures are counted, never raised.
 
+    The call itself is of a subclass, so that it is one object. It sets the attributes.
+
     Attributes:
+        telemetry: What it emits through.
+        prefix: Prefix of the barrier's keys.
+        rank: The rank of this process, where it is known.
+        world_size: Number of ranks.
         span: The span of the call.
+        observed: A span or an event is made of the call when it has completed.
+        began: When the call began, in ticks.
+        arrived: When the store had counted this rank, in ticks.
+        order: The position of this rank's arrival, 0 before it.
+        is_last: This rank arrived last.
+        last: What the last rank wrote, if it was read.
+        ended: The call has ended.
     """
 
-    def __init__(
-        self, telemetry: Telemetry, prefix: str, rank: int | None, world_size: int
-    ) -> None:
-        self._telemetry = telemetry
-        self._prefix = prefix
-        self._shown = printable(prefix)
-        self._rank = rank
-        self._world_size = world_size
-        self._started = RECORDER.ticks()
-        self._order = 0
-        self._arrival = 0.0
-        self._family = RECORDER.families.of(self._shown)
-        self._call = RECORDER.barriers.begin()
-        self.span = BarrierSpan(
-            telemetry,
-            self._family,
-            {
-                names.BARRIER_PREFIX: self._shown,
-                names.WORLD_SIZE: world_size,
-                **({} if rank is None else {names.RANK: rank}),
-            },
-        )
+    __slots__ = (
+        "arrived",
+        "began",
+        "ended",
+        "is_last",
+        "last",
+        "observed",
+        "order",
+        "prefix",
+        "rank",
+        "span",
+        "telemetry",
+        "world_size",
+    )
 
-    def arrived(self, order: int) -> None:
-        """Record that the store counted this rank, and its position."""
-        self._order = order
-        self._arrival = self._waited()
+    telemetry: Telemetry
+    prefix: str
+    rank: int | None
+    world_size: int
+    span: BarrierSpan
+    observed: bool
+    began: int
+    arrived: int
+    order: int
+    is_last: bool
+    last: bytes | None
+    ended: bool
 
-    def arrived_last(self) -> None:
-        """Count that this rank arrived last."""
-        RECORDER.barriers.record_last_arrival(self._family)
+    @property
+    def _shown(self) -> str:
+        return printable(self.prefix)
 
-    def stale(self, arrived: int, duplicate_ranks: Sequence[int]) -> None:
+    @property
+    def _family(self) -> str:
+        return RECORDER.families.of(self._shown)
+
+    def emit_stale(self, arrived: int, duplicate_ranks: Sequence[int]) -> None:
         """Emit `barrier.stale_key`: the prefix was used before."""
         self._emit(
             names.BARRIER_STALE_KEY,
@@ -73,7 +95,7 @@ class BarrierTelemetry:
             duplicate_ranks=list(duplicate_ranks),
         )
 
-    def waiting(self, report: MissingReport) -> None:
+    def emit_waiting(self, report: MissingReport) -> None:
         """Set the gauges and emit `barrier.waiting`, unless the call has ended."""
         stalled = StalledBarrier(
             family=self._family,
@@ -81,28 +103,43 @@ class BarrierTelemetry:
             missing=dict(zip(report.missing_ranks, report.missing_names, strict=True)),
             possible=report.missing_count if report.possibly_missing_ranks else 0,
         )
-        if not RECORDER.barriers.record_stall(self._call, stalled):
+        if not RECORDER.barriers.record_stall(self, stalled):
             return
         self.span.begin(report.traceparent)
         self._emit(names.BARRIER_WAITING, **report.event_fields())
 
-    def completed(self, last: LastArrival) -> None:
-        """End the call as completed."""
-        if self.span.enabled:
-            guarded(self.span.begin, last.traceparent)
-            guarded(self.span.join, last.traceparent)
-        self._end(
+    def defer_completed(self, duration: int) -> None:
+        """Make the span and the event of a completed call, a moment later.
+
+        Args:
+            duration: The duration of the call, in ticks.
+        """
+        emit, ended_ns = self._emit_completed, RECORDER.clock.wall()
+        # In the caller's context, which has its trace and its structlog variables.
+        work = partial(copy_context().run, emit, duration, ended_ns)
+        try:
+            self.telemetry.defer(work)
+        except Exception as error:
+            RECORDER.failures.add(names.BARRIERS, error)
+
+    def _emit_completed(self, duration: int, ended_ns: int) -> None:
+        last = LastArrival.from_bytes(self.last or b"")
+        self._end_span(
             "completed",
+            duration,
             {} if last.rank is None else {names.BARRIER_LAST_RANK: last.rank},
+            shared=last.traceparent,
         )
-        if self._telemetry.emits_debug_events():
+        if self.telemetry.emits_debug_events():
             self._emit(
                 names.BARRIER_COMPLETED,
                 last_rank=last.rank,
-                arrival_order=self._order,
+                arrival_order=self.order,
+                completed_at=ended_ns / 1e9,
+                waited_seconds=round(duration / 1e9, 6),
             )
 
-    def failed(self, error: Exception, *, from_torch: bool) -> None:
+    def emit_failed(self, error: Exception, *, from_torch: bool) -> None:
         """Emit `barrier.failed` and end the call; the caller raises the error.
 
         Args:
@@ -114,11 +151,11 @@ class BarrierTelemetry:
         self._emit(names.BARRIER_FAILED, error_type=kind, error=message)
         self._end("failed", {error_attributes.ERROR_TYPE: kind}, message)
 
-    def interrupted(self) -> None:
+    def end_interrupted(self) -> None:
         """End a call that an interrupt ended, such as KeyboardInterrupt."""
         self._end("failed", {})
 
-    def timed_out(
+    def emit_timed_out(
         self, report: MissingReport, timeout: float, *, own_names: bool
     ) -> BarrierTimeout:
         """Emit `barrier.timeout`, end the call and return the exception to raise.
@@ -145,7 +182,7 @@ class BarrierTelemetry:
             error_message(error),
         )
         if self.span.enabled:
-            guarded(self._telemetry.flush, _FLUSH_TIMEOUT)
+            guarded(self.telemetry.flush, _FLUSH_TIMEOUT)
         return error
 
     def _exception(
@@ -160,12 +197,12 @@ class BarrierTelemetry:
                 else f"{rank} on {name}"
                 for rank, name in zip(report.missing_ranks, shown, strict=True)
             ]
-        text = torch_message(self._prefix, self._rank, self._world_size, shown, timeout)
+        text = torch_message(self.prefix, self.rank, self.world_size, shown, timeout)
         return BarrierTimeout(
             f"{text}: {report.describe()}",
-            key_prefix=self._prefix,
-            rank=self._rank,
-            world_size=self._world_size,
+            key_prefix=self.prefix,
+            rank=self.rank,
+            world_size=self.world_size,
             timeout=timeout,
             waited=self._waited(),
             arrived_ranks=report.arrived_ranks,
@@ -173,6 +210,7 @@ class BarrierTelemetry:
             missing_names=report.missing_names,
             missing_causes=report.missing_causes,
             missing_doing=report.missing_doing,
+            missing_evidence=report.missing_evidence,
             possibly_missing_ranks=report.possibly_missing_ranks,
             unidentified_count=report.unidentified_count,
             duplicate_ranks=report.duplicate_ranks,
@@ -181,36 +219,51 @@ class BarrierTelemetry:
     def _end(
         self, result: Result, attributes: Mapping[str, Any], error: str | None = None
     ) -> None:
-        duration = RECORDER.ticks() - self._started
-        RECORDER.barriers.end(self._call, self._family, result, duration)
+        duration = RECORDER.ticks() - self.began
+        self.ended = True
+        RECORDER.barriers.end(self, self.prefix, result, duration, self.is_last)
+        self._end_span(result, duration, attributes, error)
+
+    def _end_span(
+        self,
+        result: Result,
+        duration: int,
+        attributes: Mapping[str, Any],
+        error: str | None = None,
+        *,
+        shared: str | None = None,
+    ) -> None:
+        if not self.span.enabled:
+            return
         arrival = {
-            names.BARRIER_ARRIVAL_ORDER: self._order,
-            names.BARRIER_ARRIVAL: self._arrival,
+            names.BARRIER_ARRIVAL_ORDER: self.order,
+            names.BARRIER_ARRIVAL: (self.arrived - self.began) / 1e9,
         }
         guarded(
             self.span.end,
             duration,
             {
                 names.BARRIER_RESULT: result,
-                **(arrival if self._order else {}),
+                **(arrival if self.order else {}),
                 **attributes,
             },
             error,
+            shared=shared,
         )
 
     def _waited(self) -> float:
-        return (RECORDER.ticks() - self._started) / 1e9
+        return (RECORDER.ticks() - self.began) / 1e9
 
     def _emit(self, event: str, **fields: Any) -> None:
+        fields.setdefault("waited_seconds", round(self._waited(), 6))
         guarded(
-            self._telemetry.emit,
+            self.telemetry.emit,
             event,
             # In reading order: which barrier, who is missing, how long, the rest.
             barrier=self._shown,
             **fields,
-            waited_seconds=round(self._waited(), 6),
-            **({} if self._rank is None else {"rank": self._rank}),
-            world_size=self._world_size,
+            **({} if self.rank is None else {"rank": self.rank}),
+            world_size=self.world_size,
             barrier_family=self._family,
             **self.span.ids(),
         )

@@ -27,6 +27,7 @@ class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public
             ``stopped``, ``not_started``; "" where it is unknown.
         missing_doing: What their processes do instead, in the same order; "" where it
             is unknown.
+        missing_evidence: How that is known, in the same order; "" where nothing is.
         possibly_missing_ranks: If there were unidentified arrivals: the ranks that are
             either missing or among these arrivals. `missing_ranks` is empty then, so
             that a rank that arrived is never reported missing.
@@ -45,6 +46,7 @@ class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public
     missing_names: tuple[str, ...]
     missing_causes: tuple[str, ...]
     missing_doing: tuple[str, ...]
+    missing_evidence: tuple[str, ...]
     possibly_missing_ranks: tuple[int, ...]
     unidentified_count: int
     duplicate_ranks: tuple[int, ...]

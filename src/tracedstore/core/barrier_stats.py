@@ -5,13 +5,16 @@ Barriers are rare and slow next to Store calls, so these counts take a lock.
 
 import threading
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Literal
+from typing import Literal, Protocol
 
-from tracedstore.core.counters import WAIT_BOUNDS
+from tracedstore.core.counters import BOUNDS
+from tracedstore.core.keys import KeyFamilies, printable
+
+# Calls that ended and are not counted yet, at most.
+_MAX_UNCOUNTED = 256
 
 Result = Literal["completed", "timeout", "failed"]
 RESULTS: tuple[Result, ...] = ("completed", "timeout", "failed")
@@ -19,14 +22,14 @@ RESULTS: tuple[Result, ...] = ("completed", "timeout", "failed")
 
 @dataclass(slots=True)
 class Durations:
-    """A histogram over `WAIT_BOUNDS`."""
+    """A histogram over `BOUNDS`."""
 
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS) + 1))
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     nanoseconds: int = 0
 
     def add(self, nanoseconds: int) -> None:
         """Count one duration."""
-        self.buckets[bisect_left(WAIT_BOUNDS, nanoseconds)] += 1
+        self.buckets[bisect_left(BOUNDS, nanoseconds)] += 1
         self.nanoseconds += nanoseconds
 
     def copy(self) -> "Durations":
@@ -52,10 +55,27 @@ class StalledBarrier:
     possible: int
 
 
-class BarrierStats:
-    """Counts barrier calls, and keeps the stalled ones."""
+class Ending(Protocol):
+    """A barrier call.
 
-    def __init__(self) -> None:
+    Attributes:
+        ended: The call has ended.
+    """
+
+    ended: bool
+
+
+class BarrierStats:
+    """Counts barrier calls, and keeps the stalled ones.
+
+    A call that ended is counted when the counts are read: other work waits for it.
+
+    Args:
+        families: Returns the family of a key prefix.
+    """
+
+    def __init__(self, families: KeyFamilies) -> None:
+        self._families = families
         self.reset()
 
     def reset(self) -> None:
@@ -65,43 +85,55 @@ class BarrierStats:
             Durations
         )
         self._last_arrivals: Counter[str] = Counter()
-        # None until the call is reported as stalled.
-        self._calls: dict[int, StalledBarrier | None] = {}
-        self._ids = count()
+        # The key prefix, result, duration and whether this process arrived last.
+        self._uncounted: deque[tuple[str, Result, int, bool]] = deque()
+        # By the identity of calls that have not ended.
+        self._stalled: dict[int, StalledBarrier] = {}
 
-    def begin(self) -> int:
-        """Note that a barrier call began; return its id."""
-        with self._lock:
-            call = next(self._ids)
-            self._calls[call] = None
-            return call
-
-    def record_stall(self, call: int, stalled: StalledBarrier) -> bool:
+    def record_stall(self, call: Ending, stalled: StalledBarrier) -> bool:
         """Keep a barrier as stalled; return False if its call has ended.
 
         The watcher reads the missing ranks in its own thread. The barrier may complete
         meanwhile, and its gauges must not stay set then.
         """
         with self._lock:
-            if call not in self._calls:
-                return False
-            self._calls[call] = stalled
-            return True
+            self._stalled[id(call)] = stalled
+            # After it is kept: a call that ends looks whether any is, once it is ended.
+            if call.ended:
+                del self._stalled[id(call)]
+            return not call.ended
 
-    def end(self, call: int, family: str, result: Result, nanoseconds: int) -> None:
-        """Count a barrier call that ended."""
-        with self._lock:
-            self._calls.pop(call, None)
+    def end(
+        self, call: Ending, prefix: str, result: Result, nanoseconds: int, last: bool
+    ) -> None:
+        """Count a barrier call that ended.
+
+        Args:
+            call: The call. It is ended already.
+            prefix: The key prefix of the barrier.
+            result: How it ended.
+            nanoseconds: Its duration.
+            last: This process arrived last.
+        """
+        # Atomic, so without the lock.
+        self._uncounted.append((prefix, result, nanoseconds, last))
+        if self._stalled or len(self._uncounted) >= _MAX_UNCOUNTED:
+            with self._lock:
+                self._stalled.pop(id(call), None)
+                self._count()
+
+    def _count(self) -> None:
+        while self._uncounted:
+            prefix, result, nanoseconds, last = self._uncounted.popleft()
+            family = self._families.of(printable(prefix))
             self._durations[family, result].add(nanoseconds)
-
-    def record_last_arrival(self, family: str) -> None:
-        """Count that this process arrived last."""
-        with self._lock:
-            self._last_arrivals[family] += 1
+            if last:
+                self._last_arrivals[family] += 1
 
     def durations(self) -> dict[tuple[str, Result], Durations]:
         """Return the histograms; a family that has one has one for every result."""
         with self._lock:
+            self._count()
             for family in {family for family, _ in self._durations}:
                 for result in RESULTS:
                     self._durations[family, result]
@@ -110,10 +142,11 @@ class BarrierStats:
     def last_arrivals(self) -> dict[str, int]:
         """Return how often this process arrived last, by family."""
         with self._lock:
+            self._count()
             families = {family for family, _ in self._durations}
             return {family: self._last_arrivals[family] for family in families}
 
     def stalled(self) -> list[StalledBarrier]:
         """Return the barriers that are stalled now."""
         with self._lock:
-            return [stalled for stalled in self._calls.values() if stalled is not None]
+            return list(self._stalled.values())

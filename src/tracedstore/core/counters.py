@@ -12,7 +12,7 @@ The counts of a series are a flat list of integers, which the native base fills 
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,20 +26,40 @@ from tracedstore.core.telemetry import Telemetry
 if TYPE_CHECKING:
     from tracedstore.core.recorder import Recorder
 
-# The bounds, in nanoseconds, of tracedstore_operation_duration_seconds and
-# tracedstore_wait_duration_seconds. A call is sorted once, into the union of both;
-# each histogram is a coarser view of that.
+# Bounds of histograms, in nanoseconds. A call is sorted once, into the union of all;
+# each exported histogram is a coarser view of that. The native base gets the union from
+# here.
 _US, _MS, _S = 1_000, 1_000_000, 1_000_000_000
-OPERATION_BOUNDS: tuple[int, ...] = (
+# `compact`: what dashboards and alerts ask for, because every bound is a series of
+# every operation of every rank. Calls that do not block: a round trip on one host, one
+# on a network, `slow_after`, the slow traces of the dashboards.
+OPERATION_BOUNDS: tuple[int, ...] = (100 * _US, *(n * _MS for n in (1, 10, 100)))
+# Waits: the key was there, it was not, the wait of the alert on stragglers, the slow
+# barriers of the dashboards, `stall_after`, the alert on stalled calls.
+WAIT_BOUNDS: tuple[int, ...] = (
+    *(n * _MS for n in (1, 100)),
+    *(n * _S for n in (1, 10, 30, 300)),
+)
+# `full`.
+FULL_OPERATION_BOUNDS: tuple[int, ...] = (
     *(n * _US for n in (5, 10, 25, 50, 100, 250, 1_000, 2_500)),
     *(n * _MS for n in (10, 50, 250)),
     *(n * _S for n in (1, 10)),
 )
-WAIT_BOUNDS: tuple[int, ...] = (
+FULL_WAIT_BOUNDS: tuple[int, ...] = (
     *(n * _MS for n in (1, 10, 50, 250)),
     *(n * _S for n in (1, 10, 30, 60, 300, 600, 1800, 3600)),
 )
-BOUNDS: tuple[int, ...] = tuple(sorted({*OPERATION_BOUNDS, *WAIT_BOUNDS}))
+BOUNDS: tuple[int, ...] = tuple(
+    sorted(
+        {
+            *OPERATION_BOUNDS,
+            *WAIT_BOUNDS,
+            *FULL_OPERATION_BOUNDS,
+            *FULL_WAIT_BOUNDS,
+        }
+    )
+)
 
 # The counts of a series: five sums, then one count per bucket; the last bucket is
 # beyond all bounds.
@@ -105,6 +125,10 @@ class Probe(Protocol):
         """Return what was counted since `start`."""
 
 
+def _freed() -> None:
+    return None
+
+
 class StoreState:
     """The state of one wrapper.
 
@@ -123,9 +147,11 @@ class StoreState:
         probe: Counts the requests inside a call.
         timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
+        wrapper: Returns the wrapper; None once that is freed.
     """
 
     __slots__ = (
+        "__weakref__",
         "below",
         "clones",
         "identity",
@@ -135,6 +161,7 @@ class StoreState:
         "recorder",
         "series",
         "timeout",
+        "wrapper",
     )
 
     def __init__(
@@ -149,6 +176,7 @@ class StoreState:
         self.probe: Probe | None = None
         self.timeout = timedelta()
         self.losses_in_a_row = 0
+        self.wrapper: Callable[[], Any] = _freed
 
     def stands_on(self, other: "StoreState") -> bool:
         """Return whether this store's calls go through the other one."""
@@ -156,6 +184,23 @@ class StoreState:
         while below is not None and below is not other:
             below = below.below
         return below is other
+
+
+def handle_of(store: Any) -> Any:
+    """Return what lives as long as a store, to refer to it weakly.
+
+    It is the state of a traced store, and any other store itself. The Python object of
+    a native store may be freed while C++ goes on using the store.
+    """
+    return getattr(store, "_traced", store)
+
+
+def store_of(handle: Any) -> Any:
+    """Return the store to use for a handle: below the wrapper, if there is one.
+
+    None once a native store is freed.
+    """
+    return handle.inner if isinstance(handle, StoreState) else handle
 
 
 # A call in flight: method, state of its store, arguments, start (ticks), and the call
@@ -201,13 +246,27 @@ class ActiveCall(NamedTuple):
 
 
 class NativeCalls(Protocol):
-    """The calls that the native base records, outside of Python."""
+    """The calls that the native base records, outside of Python.
+
+    Attributes:
+        enter_unsampled: Gives no span to ordinary calls that this thread makes from
+            now on.
+        exit_unsampled: Undoes that.
+        store_class: The class of its stores.
+    """
+
+    store_class: type[Any]
+    enter_unsampled: Callable[[], None]
+    exit_unsampled: Callable[[], None]
 
     def sums(self) -> Iterable[tuple[Series, SeriesCounts]]:
         """Return the sums over all threads."""
 
     def over_budget(self) -> int:
         """Return how many ordinary calls got no span because the budget was spent."""
+
+    def dropped(self) -> int:
+        """Return how many notable calls were counted, but not observed."""
 
     def calls(self) -> list[ActiveCall]:
         """Return the calls in flight."""
@@ -280,6 +339,10 @@ class CountersByThread(dict[int, ThreadCounters]):
         """Return how many ordinary calls got no span because the budget was spent."""
         native = self.native.over_budget() if self.native else 0
         return native + sum(counters.over_budget for counters in list(self.values()))
+
+    def dropped(self) -> int:
+        """Return how many notable calls were counted, but not observed."""
+        return self.native.dropped() if self.native else 0
 
     def in_flight_on(self, state: StoreState) -> int:
         """Return how many threads are in a call of a store."""

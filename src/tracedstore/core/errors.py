@@ -6,6 +6,7 @@ Exceptions of torch and etcd pass through the wrapper unchanged. The package's o
     ├── ConfigurationError (also a ValueError)
     ├── BarrierTimeout (also a DistStoreError; coordination/barrier_timeout.py)
     ├── CommandError
+    ├── EtcdError (also a DistStoreError; etcd/errors.py)
     └── DecoderError (coordination/environment.py)
 """
 

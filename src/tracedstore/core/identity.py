@@ -8,9 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tracedstore.core.keys import printable
+
 if TYPE_CHECKING:
     # Processes that have not finished importing torch load this module too.
     from torch.distributed import Store
+
+_ETCD = "etcd"
+# EtcdStore, EtcdV3Store, and the backends of torchrun's rendezvous in etcd.
+_ETCD_KINDS = frozenset(
+    {"etcd_store", "etcd_v3_store", "rendezvous_etcd", "rendezvous_etcd_v2"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,8 @@ class StoreIdentity:
         port: Port of its server, where it has one.
         namespace: The prefix of every key, where it can be read.
         in_process: Its content is visible to this process only (HashStore).
-        from_torch: Its class is torch's. Texts of its exceptions hold no values.
+        from_torch: Its class is torch's, or EtcdV3Store. Texts of its exceptions hold
+            no values.
     """
 
     kind: str
@@ -63,25 +72,30 @@ def identify(bottom: "Store") -> StoreIdentity:
     The prefix of a PrefixStore cannot be read from Python and is not part of it.
     """
     kind = _snake_case(type(bottom).__name__)
-    is_etcd = kind == "etcd_store"
+    is_etcd = system_of(kind) == _ETCD
     client = getattr(bottom, "client", None) if is_etcd else None
     port = getattr(client or bottom, "port", None)
     address = getattr(client or bottom, "host", None) or getattr(bottom, "path", "")
-    namespace = getattr(bottom, "prefix", "") if is_etcd else ""
+    namespace = getattr(bottom, "prefix", getattr(bottom, "namespace", ""))
     return StoreIdentity(
         kind=kind,
-        system="etcd" if is_etcd else f"pytorch.{kind}",
+        system=system_of(kind),
         address=address if isinstance(address, str) else "",
         port=port if isinstance(port, int) else None,
-        namespace=namespace,
+        namespace=namespace if is_etcd and isinstance(namespace, str) else "",
         in_process=kind == "hash_store",
         from_torch=is_from_torch(bottom),
     )
 
 
+def system_of(kind: str) -> str:
+    """Return OpenTelemetry's ``db.system.name`` of a kind of store."""
+    return _ETCD if kind in _ETCD_KINDS else f"pytorch.{kind}"
+
+
 def is_from_torch(instance: object) -> bool:
-    """Return whether an object's class is one of torch's."""
-    return type(instance).__module__.partition(".")[0] == "torch"
+    """Return whether an object's class is one of torch's, or EtcdV3Store."""
+    return type(instance).__module__.startswith(("torch.", "tracedstore.etcd."))
 
 
 def _snake_case(name: str) -> str:
@@ -120,14 +134,29 @@ class ProcessIdentity:
 
     @cached_property
     def host(self) -> str:
-        """The name of this machine."""
-        return socket.gethostname()
+        """The name of this host, as in `host_name`."""
+        return host_name()
 
     def fields(self) -> dict[str, Any]:
         """Return what is known, as the fields of every event."""
+        # The pid is read each time: a forked child has another one.
+        return self._known | {"pid": os.getpid()}
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
         known = {key: value for key, value in asdict(self).items() if value is not None}
-        # Read each time: a forked child has another pid.
-        return known | {"host": self.host, "pid": os.getpid()}
+        return known | {"host": self.host}
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this host: in a pod, ``pod@node``.
+
+    A pod's manifest passes both names (docs/deployment.md). Without them it is the
+    host name, which in a pod is neither the pod's full name nor that of a machine.
+    """
+    pod = environ.get("TRACEDSTORE_POD_NAME") or socket.gethostname()
+    node = environ.get("TRACEDSTORE_NODE_NAME")
+    return printable(f"{pod}@{node}" if node else pod)
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

@@ -141,21 +141,44 @@ METHODS: tuple[Method, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EtcdRequest:
+    """One request of an EtcdV3Store.
+
+    Attributes:
+        method: The method: ``range``, ``txn``, ``watch``, ...
+        server: The member of the cluster.
+        result: ``ok``, ``failed``, or ``unknown`` if its answer was lost.
+        started_ns: When it was sent, in nanoseconds since the epoch.
+        duration_ns: How long it took.
+    """
+
+    method: str
+    server: str
+    result: str
+    started_ns: int
+    duration_ns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """The requests that a store made inside one call (EtcdStore).
+    """The requests that a store made inside one call (EtcdStore, EtcdV3Store).
 
     Attributes:
         requests: Requests made to the store's server.
         swaps_won: Compare-and-sets won.
         swaps_lost: Compare-and-sets lost to another writer; each is one retry.
         watch_timeouts: Watches that ended without a change.
+        recoveries: EtcdV3Store: retries, failovers, log-ins and watches opened again.
+        shown: EtcdV3Store: the first requests.
     """
 
     requests: int = 0
     swaps_won: int = 0
     swaps_lost: int = 0
     watch_timeouts: int = 0
+    recoveries: int = 0
+    shown: tuple[EtcdRequest, ...] = ()
 
 
 class Reason(Flag):

@@ -138,6 +138,9 @@ def describe_exit(returncode: int) -> str:
     return f"killed by {name}"
 
 
+EXITED_WELL: Final = describe_exit(0)
+
+
 def zombie_exit(pid: int) -> int | None:
     """Return the exit code of a process that its parent has not waited for yet."""
     stat = read_stat(pid)

@@ -32,11 +32,8 @@ from tracedstore.core.counters import (
     StoreState,
     ThreadCounters,
 )
-from tracedstore.core.errors import (
-    error_message,
-    error_type,
-    is_ordinary_answer,
-)
+from tracedstore.core.errors import error_message, error_type, is_ordinary_answer
+from tracedstore.core.etcd_stats import EtcdStats
 from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Attempts, Operation, Reason
@@ -58,6 +55,7 @@ class Recorder:
         overdue_ns: Duration from which a call that may block is overdue.
         contended_after: Lost compare-and-sets in a row that are contention.
         budget: Which ordinary calls get a span.
+        began_ns: When counting began, in nanoseconds since the epoch.
         counters: The counts, by thread.
         series: The label sets that exist.
         families: The key families that exist.
@@ -65,9 +63,11 @@ class Recorder:
         observers: What notable calls go to.
         barriers: Counts of barriers.
         rendezvous: Counts of rendezvous.
+        etcd: Counts of requests to etcd's v3 API.
         stalls: The stalls that this process has reported.
         core: The base that new stores get, by the settings.
         native: The calls of the native base, where it is loaded.
+        without_call_spans: The threads whose calls get no spans.
     """
 
     # After a round trip to a server the caches are cold, and the cost of a call is the
@@ -79,9 +79,11 @@ class Recorder:
         "budget",
         "slow_ns",
         "clock",
+        "began_ns",
         "barriers",
         "contended_after",
         "core",
+        "etcd",
         "families",
         "failures",
         "native",
@@ -90,6 +92,7 @@ class Recorder:
         "rendezvous",
         "series",
         "stalls",
+        "without_call_spans",
         "_telemetry",
     )
 
@@ -98,11 +101,12 @@ class Recorder:
         self.native: NativeCalls | None = None
         self.core = "auto"
         self.on = True
-        self.barriers = BarrierStats()
         self.rendezvous = RendezvousStats()
+        self.etcd = EtcdStats()
         self.stalls = StallStats()
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
+        self.began_ns = SYSTEM_CLOCK.wall()
         self.slow_ns = 10_000_000
         self.overdue_ns = 30e9
         self.contended_after = 5
@@ -110,8 +114,10 @@ class Recorder:
         self.counters = CountersByThread(telemetry)
         self.series = SeriesTable()
         self.families = KeyFamilies()
+        self.barriers = BarrierStats(self.families)
         self.failures = Failures(telemetry)
         self.observers = Observers(self.failures)
+        self.without_call_spans: set[int] = set()
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -135,9 +141,12 @@ class Recorder:
         """
         if self.native is not None:
             self.native.reset()
+        self.began_ns = self.clock.wall()
         self.counters = CountersByThread(self._telemetry, self.native)
+        self.without_call_spans = set()
         self.barriers.reset()
         self.rendezvous.reset()
+        self.etcd.reset()
         self.stalls.reset()
         self.families.reset()
         self.failures.reset()
@@ -294,6 +303,32 @@ class Recorder:
                 yield
         finally:
             counters.call = outer
+
+    @contextmanager
+    def no_call_spans(self) -> Iterator[None]:
+        """Create no spans for calls that this thread makes."""
+        before = self.stop_call_spans()
+        try:
+            yield
+        finally:
+            self.resume_call_spans(before)
+
+    def stop_call_spans(self) -> bool:
+        """Create no spans for calls of this thread; return whether it did before."""
+        if self.native is not None:
+            # It would call Python for each call within the span budget, for no span.
+            self.native.enter_unsampled()
+        thread_id = get_ident()
+        before = thread_id not in self.without_call_spans
+        self.without_call_spans.add(thread_id)
+        return before
+
+    def resume_call_spans(self, before: bool) -> None:
+        """Undo `stop_call_spans`, with what it returned."""
+        if self.native is not None:
+            self.native.exit_unsampled()
+        if before:
+            self.without_call_spans.discard(get_ident())
 
     def _reasons(
         self,

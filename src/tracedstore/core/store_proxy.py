@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch.distributed import Store
 
@@ -73,7 +74,9 @@ class StoreProxy(Store):
         self, inner: Store, identity: StoreIdentity, recorder: Recorder
     ) -> None:
         super().__init__()
-        state = new_state(inner, identity, recorder)
+        state = StoreState(inner, identity, recorder)
+        state.wrapper = ref(self)
+        create_series(state)
         object.__setattr__(self, "_traced", state)
         if _HAS_TIMEOUT:
             _take_timeout(self, state.inner.timeout)
@@ -120,17 +123,14 @@ class StoreProxy(Store):
         def clone(self, *args: Any, **kwargs: Any) -> Store: ...
 
 
-def new_state(inner: Any, identity: StoreIdentity, recorder: Recorder) -> StoreState:
-    """Return the state of a new wrapper."""
-    state = StoreState(inner, identity, recorder)
+def create_series(state: StoreState) -> None:
+    """Create the label sets of a new wrapper."""
+    kind, series = state.identity.kind, state.recorder.series
     # Creating a label set exports it, as zero until the first call.
-    state.series = tuple(
-        recorder.series.of(identity.kind, method) for method in RECORDED.values()
-    )
+    state.series = tuple(series.of(kind, method) for method in RECORDED.values())
     for method in RECORDED.values():
         if method.blocks:
-            recorder.series.of(identity.kind, method, TIMEOUT)
-    return state
+            series.of(kind, method, TIMEOUT)
 
 
 def _take_timeout(store: StoreProxy, timeout: timedelta) -> None:

@@ -6,7 +6,7 @@ installs it in `TELEMETRY`; until then `TELEMETRY` emits nothing.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tracedstore import names
@@ -45,6 +45,13 @@ class Telemetry(Protocol):
         links: "Sequence[Link]" = (),
     ) -> "Span | None":
         """Start a span; return None where there is no tracer provider."""
+
+    def defer(self, work: Callable[[], object]) -> None:
+        """Make a span or an event a moment later, in a thread.
+
+        Raises:
+            TracedStoreError: Too much of that is waiting.
+        """
 
     def flush(self, timeout: float) -> None:
         """Export finished spans; return after the timeout at the latest."""
@@ -98,6 +105,9 @@ class NullTelemetry:
     ) -> "Span | None":
         """Return None."""
 
+    def defer(self, work: Callable[[], object]) -> None:
+        """Drop it."""
+
     def flush(self, timeout: float) -> None:
         """Return at once."""
 
@@ -124,30 +134,32 @@ class ProxyTelemetry:
 
     `configure` replaces the telemetry of a process at any time. Code that holds this
     proxy follows.
+
+    Attributes:
+        emits_debug_events: That of the telemetry, as it is: every barrier asks.
+        tracing_enabled: The same.
+        defer: The same.
+        is_null: No telemetry is installed.
     """
 
     def __init__(self) -> None:
-        self._installed: Telemetry = NULL_TELEMETRY
+        self.install(NULL_TELEMETRY)
 
     def install(self, telemetry: Telemetry) -> None:
         """Forward to this telemetry from now on."""
         self._installed = telemetry
+        self.emits_debug_events = telemetry.emits_debug_events
+        self.tracing_enabled = telemetry.tracing_enabled
+        self.defer = telemetry.defer
+        self.is_null = telemetry is NULL_TELEMETRY
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Forward."""
         self._installed.emit(event, level=level, **fields)
 
-    def emits_debug_events(self) -> bool:
-        """Forward."""
-        return self._installed.emits_debug_events()
-
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Forward."""
         self._installed.report_failure(observer, error)
-
-    def tracing_enabled(self) -> bool:
-        """Forward."""
-        return self._installed.tracing_enabled()
 
     def start_span(
         self,

@@ -1,5 +1,6 @@
 """Bounds in time for work that has none."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +11,8 @@ T = TypeVar("T")
 
 # Threads that run bounded work, abandoned ones included.
 _threads: set[DaemonThread] = set()
+# Set when the process ends, which must not wait for a pause.
+_ending = threading.Event()
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
@@ -45,6 +48,12 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     return results[0]
 
 
+def countdown(seconds: float) -> Callable[[], float]:
+    """Return a function that returns how many of these seconds are left, at least 0."""
+    deadline = time.monotonic() + seconds
+    return lambda: max(0.0, deadline - time.monotonic())
+
+
 def track(thread: DaemonThread) -> None:
     """Join a thread at exit that uses a native store, and ends when it is asked to."""
     _threads.add(thread)
@@ -75,6 +84,16 @@ def start_bounded_thread(work: Callable[[], None]) -> DaemonThread:
     return thread
 
 
+def pause(seconds: float) -> bool:
+    """Sleep in bounded work; return False, at once, if the process ends."""
+    return not _ending.wait(seconds)
+
+
+def end_pauses() -> None:
+    """End all pauses, because the process ends."""
+    _ending.set()
+
+
 def join_bounded_threads(timeout: float) -> bool:
     """Wait until no bounded work runs; return False after the timeout.
 
@@ -91,4 +110,6 @@ def join_bounded_threads(timeout: float) -> bool:
 
 def reset() -> None:
     """Forget the parent's threads, as a forked child must."""
+    global _ending  # noqa: PLW0603 - another thread of the parent may hold its lock
+    _ending = threading.Event()
     _threads.clear()

@@ -104,7 +104,7 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
         CommandError: It cannot be built here; the text is one sentence.
     """
     features = _features((_include() / _HEADER).read_text("utf-8"))
-    compiler = _compiler()
+    compiler = _compiler()[0]
     try:
         place = file_in((directory or user_directory()).absolute())
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -120,10 +120,15 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
         made = file_in(Path(folder))
         made.parent.mkdir()
         progress(
-            f"compiling for torch {torch.__version__} with {compiler[0]}; this takes"
+            f"compiling for torch {torch.__version__} with {compiler}; this takes"
             " half a minute of an idle core"
         )
-        _compile([*compiler, *_options(features), "-o", str(made)])
+        compile_extension(
+            SOURCE,
+            made,
+            f'-DTRACEDSTORE_KEY="{build_key()}"',
+            *(f"-DHAS_{name}" for name in sorted(features)),
+        )
         progress("testing the build in a process of its own")
         _test(Path(folder))
         made.replace(place)
@@ -194,23 +199,38 @@ def _compiler() -> list[str]:
     raise CommandError(f"{wanted} is not installed; calls are recorded by Python")
 
 
-def _options(features: set[str]) -> list[str]:
+def _pybind_abi() -> list[str]:
+    """Return the options by which pybind11 takes this build for one of torch's.
+
+    That of torch 2.8 compares the ABI numbers of the compilers, too, and does not know
+    torch's classes in a build by another g++. The ABIs themselves are compatible.
+    """
+    parts = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+    values = {part: getattr(torch._C, f"_PYBIND11_{part}", "") for part in parts}  # noqa: SLF001
+    return [f'-DPYBIND11_{part}="{value}"' for part, value in values.items() if value]
+
+
+def compile_extension(source: Path, result: Path, *options: str) -> None:
+    """Compile one C++ source against the installed torch.
+
+    Raises:
+        CommandError: That failed; the text is one sentence.
+    """
     libraries = Path(torch.__file__).parent / "lib"
-    return [
+    command = [
+        *_compiler(),
         *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",  # noqa: SLF001
-        f'-DTRACEDSTORE_KEY="{build_key()}"',
-        *(f"-DHAS_{name}" for name in sorted(features)),
+        *_pybind_abi(),
+        *options,
         # torch's own copy of pybind11: another one would not know torch's classes.
         *("-isystem", str(_include()), "-isystem", sysconfig.get_path("include")),
         # Libraries after what needs them: some linkers drop them otherwise.
-        str(SOURCE),
+        str(source),
         f"-L{libraries}",
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
+        *("-o", str(result)),
     ]
-
-
-def _compile(command: list[str]) -> None:
     done = _run(command, _COMPILE_TIMEOUT, dict(os.environ))
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line]

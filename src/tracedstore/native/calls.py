@@ -6,7 +6,7 @@ are read.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,12 +27,18 @@ from tracedstore.core.counters import (
 from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import Arguments, Method
 from tracedstore.core.recorder import Recorder
-from tracedstore.core.store_proxy import RECORDED, new_state
+from tracedstore.core.store_proxy import RECORDED, create_series
 
 # What C++ compares with ticks.
 _MIN, _MAX = -(2**63), 2**63 - 1
 # Identifies a call: the record of its thread, and its number there.
 _CallKey = tuple[int, int]
+# A call as C++ passes it: both parts of its key, the index of its method, its arguments
+# and its start, in ticks.
+_NativeCall = tuple[int, int, int, tuple[Any, ...], int]
+# A call that ended: the call, its end in ticks, the compare-and-sets that its store has
+# lost in a row, the bytes of values, and whether it swapped one.
+_EndedCall = tuple[_NativeCall, int, int, int, bool | None]
 
 
 class _FirstKeys(Sequence[Any]):
@@ -47,6 +53,34 @@ class _FirstKeys(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._keys[index]
+
+
+class NativeState(StoreState):
+    """The state of a native store, which C++ keeps as long as the store.
+
+    It refers to the store weakly: a reader that still has the state of a call must not
+    keep the store.
+
+    Args:
+        weak: The store, as a ``WeakStore`` of the extension.
+        identity: What it is called in every signal.
+        recorder: What its calls are recorded into.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, weak: Any, identity: StoreIdentity, recorder: Recorder) -> None:
+        super().__init__(None, identity, recorder)
+        self.wrapper = weak
+
+    @property
+    def inner(self) -> Any:
+        """The wrapped store; None once it is freed."""
+        return self.wrapper.inner  # type: ignore[attr-defined] # of a WeakStore
+
+    @inner.setter
+    def inner(self, inner: None) -> None:
+        """Ignore what the base class sets."""
 
 
 class NativeRecording:
@@ -65,15 +99,13 @@ class NativeRecording:
             RECORDED.get(name) or Method(name=name) for name in module.METHODS
         ]
         self._kinds: list[str] = []
+        self.store_class: type[Any] = module.TracedStore
+        self.enter_unsampled: Callable[[], None] = module.enter_unsampled
+        self.exit_unsampled: Callable[[], None] = module.exit_unsampled
         self.reset()
         module.set_up(
             BOUNDS, self._new_thread, self._returned, self._failed, self._new_state
         )
-
-    @property
-    def store_class(self) -> Any:
-        """The class of the native stores."""
-        return self._module.TracedStore
 
     def wrap(self, inner: Store, identity: StoreIdentity) -> Any:
         """Return a native store that forwards to another one; None for one too many.
@@ -84,9 +116,13 @@ class NativeRecording:
             if len(self._kinds) == self._module.MAX_KINDS:
                 return None
             self._kinds.append(identity.kind)
-        state = self._new_state(identity, inner)
         kind = self._kinds.index(identity.kind)
-        return self._module.wrap(inner, kind, identity, state)
+        # Later calls may all come from threads that Python does not know, which cannot
+        # start the watch.
+        self._new_thread()
+        store = self._module.wrap(inner, kind, identity)
+        _ = store._traced  # noqa: SLF001 - its label sets are exported from now on
+        return store
 
     # What `core.counters.NativeCalls` asks for.
 
@@ -152,34 +188,15 @@ class NativeRecording:
         # The telemetry watches calls from the first one on.
         _ = self._recorder.counters[threading.get_ident()]
 
-    def _new_state(self, identity: StoreIdentity, inner: Store) -> StoreState:
-        state = new_state(inner, identity, self._recorder)
-        state.timeout = _timeout(inner)
+    def _new_state(self, identity: StoreIdentity, weak: Any) -> StoreState:
+        state = NativeState(weak, identity, self._recorder)
+        create_series(state)
+        state.timeout = _timeout(state.inner)
         return state
 
-    def _returned(
-        self,
-        state: StoreState,
-        method: int,
-        arguments: tuple[Any, ...],
-        record: int,
-        number: int,
-        started: int,
-        now: int,
-        value_bytes: int,
-        swapped: bool | None,
-        losses: int,
-    ) -> bool:
+    def _returned(self, state: StoreState, ended: _EndedCall) -> bool:
         try:
-            state.losses_in_a_row = losses
-            call = self._call((record, number), method, state, arguments, started)
-            return self._recorder.returned_natively(
-                threading.get_ident(),
-                call,
-                now,
-                value_bytes=value_bytes,
-                swapped=swapped,
-            )
+            return self._notify(threading.get_ident(), state, ended)
         except Exception as error:
             self._recorder.stop_recording(error)
             return False
@@ -188,53 +205,48 @@ class NativeRecording:
             self.take_rules()
 
     def _failed(
-        self,
-        state: StoreState,
-        method: int,
-        arguments: tuple[Any, ...],
-        record: int,
-        number: int,
-        started: int,
-        now: int,
-        losses: int,
-        error: BaseException | None,
+        self, state: StoreState, ended: _EndedCall, error: BaseException | None
     ) -> str | None:
         """Record a failed call; return the note on its exception."""
-        state.losses_in_a_row = losses
+        native, now, state.losses_in_a_row, _, _ = ended
         state.timeout = _timeout(state.inner)
-        call = self._call((record, number), method, state, arguments, started)
         counters = self._recorder.counters[threading.get_ident()]
         error = RuntimeError() if error is None else error
-        self._recorder.failed(counters, call, error, now)
+        self._recorder.failed(counters, self._call(native, state), error, now)
         self.take_rules()
         return "\n".join(getattr(error, "__notes__", ())) or None
 
+    def _notify(self, thread_id: int, state: StoreState, ended: _EndedCall) -> bool:
+        """Tell of a call that returned; return whether it is notable."""
+        native, now, state.losses_in_a_row, value_bytes, swapped = ended
+        return self._recorder.returned_natively(
+            thread_id,
+            self._call(native, state),
+            now,
+            value_bytes=value_bytes,
+            swapped=swapped,
+        )
+
     def _call(
-        self,
-        key: _CallKey,
-        method: int,
-        state: StoreState,
-        arguments: tuple[Any, ...],
-        started: int,
-        outer: Call | None = None,
+        self, native: _NativeCall, state: StoreState, outer: Call | None = None
     ) -> Call:
+        record, number, method, arguments, started = native
+        key = (record, number)
         known = self._seen.get(key) or self._seen_before.get(key)
         if known is not None:
             return known
-        args = _positional(*arguments)
-        return (self._methods[method], state, args, started, outer)
+        return (self._methods[method], state, _positional(*arguments), started, outer)
 
     def _read_calls(self) -> list[ActiveCall]:
         found: list[ActiveCall] = []
         seen: dict[_CallKey, Call] = {}
         outers: dict[int, Call] = {}
-        for entry in self._module.calls():
-            record, number, thread_id, method, state, arguments, started = entry
+        for thread_id, state, native in self._module.calls():
+            record, number, _, _, started = native
             state.timeout = _timeout(state.inner)
             outer = outers.get(thread_id) or self._python_call(thread_id, started)
-            key = (record, number)
-            call = self._call(key, method, state, arguments, started, outer)
-            seen[key] = outers[thread_id] = call
+            call = self._call(native, state, outer)
+            seen[record, number] = outers[thread_id] = call
             found.append(ActiveCall(*call, thread_id, call))
         self._seen_before, self._seen = self._seen, seen
         return found
@@ -260,33 +272,24 @@ class NativeRecording:
 
     def _record(
         self,
-        identity: StoreIdentity,
-        record: int,
-        number: int,
         thread_id: int,
-        method: int,
-        arguments: tuple[Any, ...],
-        started: int,
-        ended: int,
-        value_bytes: int,
-        swapped: bool | None,
-        losses: int,
+        identity: StoreIdentity,
+        ended: _EndedCall,
         error: BaseException | None,
     ) -> None:
         # The store itself may be gone.
         state = StoreState(None, identity, self._recorder)
-        state.losses_in_a_row = losses
-        call = self._call((record, number), method, state, arguments, started)
         if error is None:
-            self._recorder.returned_natively(
-                thread_id, call, ended, value_bytes=value_bytes, swapped=swapped
-            )
+            self._notify(thread_id, state, ended)
             return
+        native, now, state.losses_in_a_row, _, _ = ended
         # Counted by this thread, which alone may write its counts.
         counters = ThreadCounters(thread_id)
         own = self._recorder.counters[threading.get_ident()]
         counters.by_series = own.by_series
-        self._recorder.failed(counters, call, error, ended, explain=False)
+        self._recorder.failed(
+            counters, self._call(native, state), error, now, explain=False
+        )
 
 
 def _positional(

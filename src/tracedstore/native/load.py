@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -18,6 +19,8 @@ from tracedstore.core.errors import TracedStoreError
 SOURCE: Final = Path(__file__).with_name("store.cpp")
 MODULE: Final = "tracedstore_native"
 DIRECTORY_VARIABLE: Final = "TRACEDSTORE_NATIVE_DIR"
+# Builds of an image, or of a checkout.
+PACKAGE_DIRECTORY: Final = Path(__file__).with_name("builds")
 
 
 class NativeUnavailable(TracedStoreError):  # noqa: N818 - a state and no mistake
@@ -74,7 +77,7 @@ def find(directory: Path | None = None) -> Path:
     """
     given = directory or os.environ.get(DIRECTORY_VARIABLE)
     directories = [Path(given)] if given else []
-    directories.append(Path(__file__).parent / "builds")
+    directories.append(PACKAGE_DIRECTORY)
     try:
         directories.append(user_directory())
     except NativeUnavailable:
@@ -82,8 +85,10 @@ def find(directory: Path | None = None) -> Path:
             raise
     for each in directories:
         file = file_in(each)
-        if file.is_file():
-            return file
+        # A directory that must not be read has none.
+        with suppress(OSError):
+            if file.is_file():
+                return file
     looked = ", ".join(map(str, directories))
     raise NativeUnavailable(
         f"no build for torch {torch.__version__} and Python {sys.version.split()[0]}"
@@ -112,23 +117,37 @@ def load_file(file: Path) -> Any:
     return module
 
 
-@cache
 def load() -> Any:
-    """Find and load the build that matches this process.
+    """Find and load the build that matches this process; look for it once only.
 
     Raises:
         NativeUnavailable: There is none that can be used.
     """
-    return load_file(find())
+    found = _load_once()
+    if isinstance(found, str):
+        raise NativeUnavailable(found)
+    return found
+
+
+@cache
+def _load_once() -> Any:
+    """Return the extension, or the reason why there is none.
+
+    The exception itself would keep the stores of all callers, in its traceback.
+    """
+    try:
+        return load_file(find())
+    except NativeUnavailable as error:
+        return str(error)
 
 
 def describe() -> str:
     """Return which base records here, and why not the other, as one line."""
-    core = os.environ.get("TRACEDSTORE_CORE", "auto")
     try:
         file = find()
+        load()
     except NativeUnavailable as error:
         return f"core: python; native is not available: {error}"
-    if core == "native":
-        return f"core: native, {file}"
-    return f"core: python; native is built but needs TRACEDSTORE_CORE=native: {file}"
+    if os.environ.get("TRACEDSTORE_CORE", "").strip().lower() == "python":
+        return f"core: python, by TRACEDSTORE_CORE; native is built: {file}"
+    return f"core: native, {file}"

@@ -11,6 +11,7 @@
 // Nothing global is ever destroyed and no thread's record is ever freed: threads of
 // torch may be in a call while the process ends, and a reader may hold a record.
 
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -24,6 +25,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <map>
@@ -136,10 +138,75 @@ bool python_knows_this_thread() {
       PyGILState_GetThisThreadState() != nullptr;
 }
 
+// ------------------------------------------------------ telling Python of a call
+
+int raise_now(void* exception) {
+  auto value = py::reinterpret_steal<py::object>(static_cast<PyObject*>(exception));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+  return -1;
+}
+
+// Takes the exception that is set.
+py::object take_exception() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (value != nullptr && traceback != nullptr) {
+    PyException_SetTraceback(value, traceback);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return value == nullptr ? py::object(py::none())
+                          : py::reinterpret_steal<py::object>(value);
+}
+
+// Runs telemetry in Python, inside a call; returns whether it succeeded.
+//
+// If a signal arrived during the call, its handler runs first: the telemetry would take
+// what the handler raises for a failure of its own. That is raised when the call has
+// returned to Python, as with a bare store.
+template <typename Function>
+bool tell(Function function) {
+  py::gil_scoped_acquire gil;
+  py::error_scope errors;
+  py::object raised = py::none();
+  if (PyErr_CheckSignals() != 0) {
+    raised = take_exception();
+  }
+  bool succeeded = true;
+  try {
+    function();
+  } catch (py::error_already_set& error) {
+    succeeded = !error.matches(PyExc_Exception);
+    if (succeeded) { // a handler's, such as KeyboardInterrupt
+      error.restore();
+      raised = take_exception();
+    }
+  } catch (const std::exception&) {
+    succeeded = false;
+  }
+  // Only now: telemetry is the next Python code that would run it.
+  if (!raised.is_none() && Py_AddPendingCall(raise_now, raised.ptr()) == 0) {
+    raised.release();
+  }
+  return succeeded;
+}
+
 // -------------------------------------------------- Python references from C++
 
-std::mutex& released_lock = *new std::mutex;
-std::vector<PyObject*>& released = *new std::vector<PyObject*>;
+// References that wait to be released. A forked child gets a new list: a thread that
+// the child has not may hold the lock.
+struct Released {
+  std::mutex lock;
+  std::vector<PyObject*> objects;
+};
+std::atomic<Released*> released{new Released};
+
+void release_later(PyObject* object) {
+  Released* into = released.load(std::memory_order_acquire);
+  std::lock_guard<std::mutex> lock(into->lock);
+  into->objects.push_back(object);
+}
 
 // Releases a Python reference, now or, on a thread that may not take the GIL, when
 // Python drains the ring.
@@ -153,8 +220,7 @@ void release(PyObject* object) {
     Py_DECREF(object);
     return;
   }
-  std::lock_guard<std::mutex> lock(released_lock);
-  released.push_back(object);
+  release_later(object);
 }
 
 // A Python object that C++ shares.
@@ -319,12 +385,16 @@ void start_from_zero() {
 struct ThreadState {
   Record* record = nullptr;
   int unrecorded = 0;
+  int unsampled = 0;
   // The note on the exception that this thread's last failed call threw.
   std::exception_ptr noted;
   PyObject* note = nullptr;
   ~ThreadState() {
     if (record != nullptr) {
       record->in_use.store(false, std::memory_order_release);
+    }
+    if (note != nullptr) {
+      release_later(note);
     }
   }
 };
@@ -379,8 +449,23 @@ py::tuple arguments_object(const Shown& shown) {
       shown.timeout_ms < 0 ? py::object(py::none()) : py::cast(shown.timeout_ms));
 }
 
-py::object swapped_object(int swapped) {
-  return swapped < 0 ? py::object(py::none()) : py::cast(swapped > 0);
+// What Python knows a call by: (record, number, method, arguments, started).
+py::tuple call_object(
+    int64_t record,
+    uint64_t number,
+    Method method,
+    const Shown& shown,
+    int64_t started) {
+  return py::make_tuple(
+      record, number, static_cast<int>(method), arguments_object(shown), started);
+}
+
+// A call that ended: (call, ended, losses, bytes, swapped).
+py::tuple ended_object(
+    const py::tuple& call, int64_t ended, int64_t losses, int64_t bytes, int swapped) {
+  return py::make_tuple(
+      call, ended, losses, bytes,
+      swapped < 0 ? py::object(py::none()) : py::cast(swapped > 0));
 }
 
 // The exception that torch makes of a C++ one; None where it makes none.
@@ -390,13 +475,7 @@ py::object exception_object(const std::exception_ptr& error) {
   } catch (...) {
     return py::none();
   }
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  return value == nullptr ? py::object(py::none())
-                          : py::reinterpret_steal<py::object>(value);
+  return take_exception();
 }
 
 // ------------------------------------------------------------------- the store
@@ -420,6 +499,7 @@ struct Call {
   void leave();
   void note_return(int64_t now, int64_t bytes, int swapped);
   void note_failure(int64_t now, const std::exception_ptr& error);
+  py::tuple for_python(int64_t now, int64_t bytes = 0, int swapped = -1) const;
   void push(Entry&& entry);
 };
 
@@ -457,7 +537,14 @@ class NativeStore : public c10d::Store {
         kind_(kind) {}
 
   ~NativeStore() override {
-    release(state_);
+    release(std::exchange(state_, nullptr));
+  }
+
+  // Runs when the last reference is dropped. The state refers to this store weakly, so
+  // the destructor runs after the state is freed, which may be later.
+  void release_resources() override {
+    release(std::exchange(state_, nullptr));
+    inner_.reset();
   }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
@@ -627,6 +714,26 @@ class NativeStore : public c10d::Store {
   }
 #endif
 
+  // The steps of a barrier, each as one call from Python: most of what a barrier takes
+  // is Python code in cold caches. Their calls are recorded like any other. None gets a
+  // span within the budget, because the span of the barrier covers it.
+
+  // Records and counts the arrival of a rank, and waits for the last one. The position
+  // of the arrival is put on the Python object of the call before the wait, and the
+  // value that the last rank has written after it, if it is to be read. Returns false
+  // before the wait if Python has to go on: for the last rank and ranks beyond it, for
+  // the first one if that is asked for, and, with no position, if the store has no
+  // append.
+  bool meet(
+      const py::object& call, const std::string& prefix, int64_t rank,
+      int64_t world_size, const Milliseconds& timeout, bool to_be_read,
+      bool stops_if_first);
+
+  // Sets a key, and makes a round trip: a TCPStore does not reply to a set. That reads
+  // the ledger, if its key is not empty. Returns None if it is, or cannot be read.
+  py::object complete(
+      const std::string& key, const std::string& value, const std::string& ledger);
+
   // Whether this store's calls go through another one.
   bool stands_on(const NativeStore* other) const {
     const NativeStore* below = below_;
@@ -637,20 +744,10 @@ class NativeStore : public c10d::Store {
   }
 
   // The Python state of this store; made when it is first needed. With the GIL.
-  py::object state() {
-    if (state_ == nullptr) {
-      py::object made = py::reinterpret_borrow<py::object>(make_state)(
-          py::reinterpret_borrow<py::object>(identity_->object), py::cast(inner_));
-      // Another thread may have run while Python made it.
-      if (state_ == nullptr) {
-        state_ = made.release().ptr();
-      }
-    }
-    return py::reinterpret_borrow<py::object>(state_);
-  }
+  py::object state();
 
-  void set_state(py::object state) {
-    state_ = state.release().ptr();
+  const c10::intrusive_ptr<c10d::Store>& inner() const {
+    return inner_;
   }
 
   int kind() const {
@@ -675,6 +772,9 @@ class NativeStore : public c10d::Store {
   }
 
  private:
+  // Reads a key that exists, in one round trip; false if that fails.
+  bool try_to_read(const std::string& key, Bytes& value);
+
   static const NativeStore* bottom_of(c10d::Store* store) {
     if (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store)) {
       // `inner_` keeps it alive.
@@ -690,6 +790,152 @@ class NativeStore : public c10d::Store {
   PyObject* state_ = nullptr;
   std::atomic<int64_t> losses_{0};
 };
+
+// Gives no span within the budget to calls of this thread.
+class Unsampled {
+ public:
+  Unsampled() {
+    this_thread.unsampled++;
+  }
+  Unsampled(const Unsampled&) = delete;
+  Unsampled& operator=(const Unsampled&) = delete;
+  ~Unsampled() {
+    this_thread.unsampled--;
+  }
+};
+
+Bytes bytes_of(const std::string& text) {
+  return Bytes(text.begin(), text.end());
+}
+
+py::object bytes_object(const Bytes& value) {
+  return py::bytes(
+      reinterpret_cast<const char*>(value.data()), static_cast<Py_ssize_t>(value.size()));
+}
+
+// The entry of a rank in the ledger, as `coordination.protocol.encode_arrival` makes
+// it: the rank and the time, in seconds since the epoch, with the highest byte first.
+Bytes arrival(int64_t rank) {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  double seconds = static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &seconds, sizeof bits);
+  Bytes entry;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    entry.push_back(static_cast<uint8_t>(rank >> shift));
+  }
+  for (int shift = 56; shift >= 0; shift -= 8) {
+    entry.push_back(static_cast<uint8_t>(bits >> shift));
+  }
+  return entry;
+}
+
+bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
+  try {
+    // Equal values change nothing. A TCPStore's get takes two round trips.
+    value = hasExtendedApi() ? compareSet(key, Bytes(), Bytes()) : get(key);
+    return true;
+  } catch (const abi::__forced_unwind&) {
+    throw;
+  } catch (...) { // it is recorded
+    return false;
+  }
+}
+
+bool NativeStore::meet(
+    const py::object& call, const std::string& prefix, int64_t rank,
+    int64_t world_size, const Milliseconds& timeout, bool to_be_read,
+    bool stops_if_first) {
+  if (!hasExtendedApi()) {
+    return false;
+  }
+  int64_t order = 0;
+  bool in_ledger = true;
+  {
+    py::gil_scoped_release no_gil;
+    Unsampled unsampled;
+    try {
+      append(prefix + "/ARRIVALS", arrival(rank));
+    } catch (const abi::__forced_unwind&) {
+      throw;
+    } catch (...) { // it is recorded, and does not fail a barrier
+      in_ledger = false;
+    }
+    order = add(prefix + "/num_members", 1);
+  }
+  call.attr("arrived") = ticks();
+  call.attr("in_ledger") = in_ledger;
+  call.attr("order") = order;
+  if (order >= world_size || (order == 1 && stops_if_first)) {
+    return false;
+  }
+  if (PyErr_CheckSignals() != 0) { // else a Ctrl-C would have to wait for the last rank
+    throw py::error_already_set();
+  }
+  Bytes value;
+  {
+    py::gil_scoped_release no_gil;
+    Unsampled unsampled;
+    const std::string last = prefix + "/last_member";
+    wait({last}, timeout);
+    to_be_read = to_be_read && try_to_read(last, value);
+  }
+  if (to_be_read) {
+    call.attr("last") = bytes_object(value);
+  }
+  return true;
+}
+
+py::object NativeStore::complete(
+    const std::string& key, const std::string& value, const std::string& ledger) {
+  Bytes entries;
+  bool has_entries = false;
+  {
+    py::gil_scoped_release no_gil;
+    Unsampled unsampled;
+    set(key, bytes_of(value));
+    if (ledger.empty()) {
+      check({key});
+    } else {
+      has_entries = try_to_read(ledger, entries);
+    }
+  }
+  return has_entries ? bytes_object(entries) : py::none();
+}
+
+// What Python refers to a store by without keeping it: a store that is kept keeps its
+// server and its port.
+class WeakStore {
+ public:
+  explicit WeakStore(NativeStore* store)
+      : store_(c10::intrusive_ptr<NativeStore>::reclaim_copy(store)) {}
+
+  // Null, which is None, once the store is freed.
+  c10::intrusive_ptr<NativeStore> store() const {
+    return store_.lock();
+  }
+
+  c10::intrusive_ptr<c10d::Store> inner() const {
+    auto store = store_.lock();
+    return store ? store->inner() : nullptr;
+  }
+
+ private:
+  c10::weak_intrusive_ptr<NativeStore> store_;
+};
+
+py::object NativeStore::state() {
+  if (state_ == nullptr) {
+    py::object made = py::reinterpret_borrow<py::object>(make_state)(
+        py::reinterpret_borrow<py::object>(identity_->object), WeakStore(this));
+    // Another thread may have run while Python made it.
+    if (state_ == nullptr) {
+      state_ = made.release().ptr();
+    }
+  }
+  return py::reinterpret_borrow<py::object>(state_);
+}
 
 // --------------------------------------------------------------- recording a call
 
@@ -716,12 +962,7 @@ void Call::begin() {
   if (own == nullptr || own->registry != current) {
     own = this_thread.record = take_record(current);
     if (python_knows_this_thread()) {
-      py::gil_scoped_acquire gil;
-      py::error_scope errors;
-      try {
-        py::reinterpret_borrow<py::object>(on_thread)();
-      } catch (py::error_already_set&) {
-      }
+      tell([] { py::reinterpret_borrow<py::object>(on_thread)(); });
     }
   }
   if (own->depth > 0 && own->depth <= MAX_DEPTH) {
@@ -780,11 +1021,12 @@ void Call::returned(int64_t bytes, int swapped) noexcept {
       losses = store->count_swap(swapped > 0);
     }
     // A cheap necessary condition; Recorder._reasons decides.
-    if (now >= rules.opens_at.load(std::memory_order_relaxed) ||
+    bool sampling = this_thread.unsampled == 0;
+    if ((sampling && now >= rules.opens_at.load(std::memory_order_relaxed)) ||
         duration >= rules.slow_ns.load(std::memory_order_relaxed) ||
         losses >= rules.contended_after.load(std::memory_order_relaxed)) {
       note_return(now, bytes, swapped);
-    } else if (rules.counting.load(std::memory_order_relaxed)) {
+    } else if (sampling && rules.counting.load(std::memory_order_relaxed)) {
       record->over_budget.add(1);
     }
   } catch (...) {
@@ -794,19 +1036,14 @@ void Call::returned(int64_t bytes, int swapped) noexcept {
 
 void Call::note_return(int64_t now, int64_t bytes, int swapped) {
   if (python_knows_this_thread()) {
-    py::gil_scoped_acquire gil;
-    py::error_scope errors;
-    try {
-      Shown shown;
-      shown.take(args, MAX_BLOCKED_KEYS);
+    bool told = tell([&] {
       py::object noted = py::reinterpret_borrow<py::object>(on_return)(
-          store->state(), static_cast<int>(method), arguments_object(shown),
-          record->id, number, started, now, bytes, swapped_object(swapped),
-          store->losses());
+          store->state(), for_python(now, bytes, swapped));
       if (!noted.cast<bool>() && rules.counting.load(std::memory_order_relaxed)) {
         record->over_budget.add(1);
       }
-    } catch (const std::exception&) {
+    });
+    if (!told) {
       stop_recording();
     }
     return;
@@ -816,6 +1053,14 @@ void Call::note_return(int64_t now, int64_t bytes, int swapped) {
   entry.swapped = swapped;
   entry.ended = now;
   push(std::move(entry));
+}
+
+py::tuple Call::for_python(int64_t now, int64_t bytes, int swapped) const {
+  Shown shown;
+  shown.take(args, MAX_BLOCKED_KEYS);
+  return ended_object(
+      call_object(record->id, number, method, shown, started), now, store->losses(),
+      bytes, swapped);
 }
 
 void Call::failed() noexcept {
@@ -838,18 +1083,14 @@ void Call::note_failure(int64_t now, const std::exception_ptr& error) {
     push(std::move(entry));
     return;
   }
-  py::gil_scoped_acquire gil;
-  py::error_scope errors;
-  try {
-    Shown shown;
-    shown.take(args, MAX_BLOCKED_KEYS);
+  bool told = tell([&] {
     py::object note = py::reinterpret_borrow<py::object>(on_fail)(
-        store->state(), static_cast<int>(method), arguments_object(shown), record->id,
-        number, started, now, store->losses(), exception_object(error));
+        store->state(), for_python(now), exception_object(error));
     Py_XDECREF(this_thread.note);
     this_thread.note = note.is_none() ? nullptr : note.release().ptr();
     this_thread.noted = this_thread.note == nullptr ? nullptr : error;
-  } catch (const std::exception&) {
+  });
+  if (!told) {
     stop_recording();
   }
 }
@@ -938,8 +1179,7 @@ int64_t over_budget() {
   return total;
 }
 
-// [(record, number, thread, method, state, arguments, started)], of each thread the
-// outer call first.
+// [(thread, state, call)], of each thread the outer call first.
 py::list calls() {
   struct Found {
     c10::intrusive_ptr<NativeStore> store;
@@ -970,19 +1210,19 @@ py::list calls() {
   py::list all;
   for (const Found& each : found) {
     all.append(py::make_tuple(
-        each.record, each.number, each.thread_id, static_cast<int>(each.method),
-        each.store->state(), arguments_object(each.shown), each.started));
+        each.thread_id, each.store->state(),
+        call_object(each.record, each.number, each.method, each.shown, each.started)));
   }
   return all;
 }
 
-// [(identity, record, number, thread, method, arguments, started, ended, bytes, swapped,
-//   losses, error)]
+// [(thread, identity, ended call, error)]
 py::list drain() {
   std::vector<PyObject*> to_release;
   {
-    std::lock_guard<std::mutex> lock(released_lock);
-    to_release.swap(released);
+    Released* from = released.load();
+    std::lock_guard<std::mutex> lock(from->lock);
+    to_release.swap(from->objects);
   }
   for (PyObject* object : to_release) {
     Py_DECREF(object);
@@ -996,10 +1236,12 @@ py::list drain() {
   py::list all;
   for (const Entry& entry : entries) {
     all.append(py::make_tuple(
+        entry.thread_id,
         py::reinterpret_borrow<py::object>(entry.identity->object),
-        entry.record, entry.number, entry.thread_id, static_cast<int>(entry.method),
-        arguments_object(entry.shown), entry.started, entry.ended, entry.bytes, swapped_object(entry.swapped),
-        entry.losses,
+        ended_object(
+            call_object(
+                entry.record, entry.number, entry.method, entry.shown, entry.started),
+            entry.ended, entry.losses, entry.bytes, entry.swapped),
         entry.error ? exception_object(entry.error) : py::object(py::none())));
   }
   return all;
@@ -1038,7 +1280,10 @@ void translate_with_note(std::exception_ptr error) {
 
 PYBIND11_MODULE(tracedstore_native, module) {
   py::module_::import("torch.distributed"); // registers c10d::Store
-  pthread_atfork(nullptr, nullptr, start_from_zero);
+  pthread_atfork(nullptr, nullptr, [] {
+    released.store(new Released, std::memory_order_release);
+    start_from_zero();
+  });
   py::register_exception_translator(translate_with_note);
 
   module.attr("KEY") = TRACEDSTORE_KEY;
@@ -1051,7 +1296,12 @@ PYBIND11_MODULE(tracedstore_native, module) {
 
   py::class_<NativeStore, c10::intrusive_ptr<NativeStore>, c10d::Store>(
       module, "TracedStore")
-      .def_property_readonly("_traced", &NativeStore::state);
+      .def_property_readonly("_traced", &NativeStore::state)
+      .def("_meet", &NativeStore::meet)
+      .def("_complete", &NativeStore::complete);
+  py::class_<WeakStore>(module, "WeakStore")
+      .def("__call__", &WeakStore::store)
+      .def_property_readonly("inner", &WeakStore::inner);
 
   module.def("set_up", [](std::vector<int64_t> upper_bounds, py::object thread,
                           py::object returned, py::object failed, py::object state) {
@@ -1073,15 +1323,14 @@ PYBIND11_MODULE(tracedstore_native, module) {
     rules.on = on;
   });
   module.def("wrap", [](c10::intrusive_ptr<c10d::Store> inner, int kind,
-                        py::object identity, py::object state) {
+                        py::object identity) {
     if (kind < 0 || kind >= MAX_KINDS) {
       throw py::value_error("no such kind of store");
     }
-    auto store = c10::make_intrusive<NativeStore>(
+    return c10::make_intrusive<NativeStore>(
         std::move(inner), std::make_shared<Shared>(std::move(identity)), kind);
-    store->set_state(std::move(state));
-    return store;
-  });
+    // The Python object of the inner store stays the same as long as ours does.
+  }, py::keep_alive<0, 1>());
   module.def("sums", &sums);
   module.def("over_budget", &over_budget);
   module.def("calls", &calls);
@@ -1090,4 +1339,6 @@ PYBIND11_MODULE(tracedstore_native, module) {
   module.def("reset", &start_from_zero);
   module.def("enter_unrecorded", [] { this_thread.unrecorded++; });
   module.def("exit_unrecorded", [] { this_thread.unrecorded--; });
+  module.def("enter_unsampled", [] { this_thread.unsampled++; });
+  module.def("exit_unsampled", [] { this_thread.unsampled--; });
 }

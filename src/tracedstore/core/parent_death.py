@@ -1,11 +1,11 @@
-"""Ends the processes of the demo with it, even after SIGKILL."""
+"""Ends a process with its parent, even after SIGKILL."""
 
 import ctypes
 import os
 import signal
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-# Loaded before any fork. On a system without prctl, ranks end with their channel.
+# Loaded before any fork. On a system without prctl, nothing ends with its parent.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
