@@ -7,12 +7,12 @@ that it was created with, so a wrapper of that client counts them.
 
 from collections.abc import Callable
 from functools import wraps
-from threading import get_ident
 from typing import Any
 
 import etcd
 
 from tracedstore.core.operation import Attempts
+from tracedstore.etcd.attempt_counts import AttemptCounter, AttemptCounts
 
 _REQUESTS = frozenset(
     {"delete", "get", "read", "set", "test_and_set", "update", "watch", "write"}
@@ -27,37 +27,21 @@ def count_requests_of(store: Any) -> "CountingClient":
     return client
 
 
-class _Counts:
-    __slots__ = ("requests", "swaps_lost", "swaps_won", "watch_timeouts")
-
-    def __init__(self) -> None:
-        self.requests = self.swaps_won = self.swaps_lost = self.watch_timeouts = 0
-
-
 class CountingClient:
-    """Behaves like the client that it wraps, and counts its requests.
-
-    Requests from a thread without a traced call are not counted: a rendezvous backend
-    may share the client.
-    """
+    """Behaves like the client that it wraps, and counts its requests."""
 
     def __init__(self, client: Any) -> None:
         object.__setattr__(self, "_client", client)
-        object.__setattr__(self, "_counts", {})
+        object.__setattr__(self, "_counter", AttemptCounter())
 
     def start(self) -> None:
         """Start to count the requests of this thread."""
-        self._counts[get_ident()] = _Counts()
+        self._counter.start()
 
     def stop(self) -> Attempts:
         """Stop counting for this thread, and return the counts."""
-        counts = self._counts.pop(get_ident())
-        return Attempts(
-            requests=counts.requests,
-            swaps_won=counts.swaps_won,
-            swaps_lost=counts.swaps_lost,
-            watch_timeouts=counts.watch_timeouts,
-        )
+        attempts: Attempts = self._counter.stop()
+        return attempts
 
     @property  # type: ignore[misc]  # passes isinstance() checks for the client
     def __class__(self) -> type:
@@ -65,7 +49,7 @@ class CountingClient:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._client, name)
-        counts = self._counts.get(get_ident())
+        counts = self._counter.current()
         if counts is None or name not in _REQUESTS:
             return attribute
         return _counted(name, attribute, counts)
@@ -84,7 +68,7 @@ class CountingClient:
 
 
 def _counted(
-    name: str, request: Callable[..., Any], counts: _Counts
+    name: str, request: Callable[..., Any], counts: AttemptCounts
 ) -> Callable[..., Any]:
     is_swap = name == "test_and_set"
 

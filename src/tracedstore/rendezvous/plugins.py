@@ -17,6 +17,11 @@ def traced_etcd_v2() -> Any:
     return _create_etcd_v2
 
 
+def traced_etcd() -> Any:
+    """Return the factory for ``--rdzv-backend traced-etcd``, over etcd's v3 API."""
+    return _create_etcd
+
+
 def _create_c10d(params: Any) -> Any:
     from torch.distributed.elastic.rendezvous import (  # noqa: PLC0415
         c10d_rendezvous_backend as c10d,
@@ -31,6 +36,12 @@ def _create_etcd_v2(params: Any) -> Any:
     )
 
     return _create(params, etcd_v2.create_backend, 2379)
+
+
+def _create_etcd(params: Any) -> Any:
+    from tracedstore.rendezvous.etcd_v3 import create_backend  # noqa: PLC0415
+
+    return _create(params, create_backend, 2379)
 
 
 def _create(params: Any, create_backend: Any, default_port: int) -> Any:
