@@ -7,7 +7,9 @@ they have something to print.
 import os
 import re
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self, TextIO
@@ -35,6 +37,19 @@ def escape(text: str) -> str:
     keys and host names become Python escapes such as ``\x1b``.
     """
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as ``41.5 s``, ``1 min 2 s`` or ``2 h 1 min``.
+
+    A negative one is 0, because the clocks of two hosts differ.
+    """
+    seconds = max(0.0, seconds)
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +129,41 @@ class _Console(Console):
         raise BrokenPipeError
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until a redraw is complete. It would leave half a view."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield  # the handler cannot be replaced
+        return
+    interrupted = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+
 class Screen:
     """Prints lines that stay, and on a terminal redraws a view below them.
 
     Where the stream is no terminal, NO_COLOR is set or TERM is dumb, lines are plain,
-    80 columns wide, and there is no view. Use it in a ``with`` block, whose end
-    removes the view, or with `keep_view` leaves all of it. With `quiet` it prints
-    nothing.
+    80 columns wide, and there is no view. Use it in a ``with`` block, whose end leaves
+    all of the view. With `quiet` it prints nothing.
 
     Attributes:
         interactive: Whether there are colours and a view.
         console: The rich console, with the width and height of the terminal.
     """
 
-    def __init__(
-        self, stream: TextIO, *, keep_view: bool = False, quiet: bool = False
-    ) -> None:
+    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
         self.interactive = is_interactive(stream) and not quiet
         self.console = _Console(
             file=stream,
@@ -141,7 +175,6 @@ class Screen:
             markup=False,
             emoji=False,
         )
-        self._keep_view = keep_view
         self._printed: list[RenderableType] = []
         self._live: Live | None = None
         self._view: RenderableType = ""
@@ -163,37 +196,38 @@ class Screen:
 
     def print(self, *lines: RenderableType) -> None:
         """Print lines above the view."""
-        self._adapt()
-        if self.interactive:
-            self._printed += lines
-        for line in lines:
-            self.console.print(line, crop=False)
+        with _uninterrupted():
+            self._adapt()
+            if self.interactive:
+                self._printed += lines
+            for line in lines:
+                self.console.print(line, crop=False)
 
     def show(self, view: RenderableType) -> None:
         """Draw the view, as much of it as fits the terminal."""
         if not self.interactive:
             return
-        self._adapt()
-        self._view = view
-        if self._live is None:
-            # Without a thread that refreshes: commands fork while the view is live.
-            self._live = Live(
-                console=self.console,
-                auto_refresh=False,
-                transient=not self._keep_view,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
-        self._live.update(_Cropped(view), refresh=True)
+        with _uninterrupted():
+            self._adapt()
+            self._view = view
+            if self._live is None:
+                # Without a thread that refreshes: commands fork while the view is live.
+                self._live = Live(
+                    console=self.console,
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
+            self._live.update(_Cropped(view), refresh=True)
 
     def clear(self) -> None:
         """End the view."""
         if self._live is not None:
-            live, self._live = self._live, None
-            if self._keep_view:
+            with _uninterrupted():
+                live, self._live = self._live, None
                 live.update(self._view)
-            live.stop()
+                live.stop()
 
     def _adapt(self) -> None:
         """Redraw after a stop, and print all lines again on a narrower terminal.

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from tracedstore.coordination.ranges import fold
 from tracedstore.core.errors import CommandError
+from tracedstore.core.parent_death import die_with_parent
 from tracedstore.demo.output_folder import OutputFolder
-from tracedstore.demo.parent_death import die_with_parent
 from tracedstore.demo.rank import run_rank
 
 

@@ -20,14 +20,15 @@ from tracedstore.demo.fetch import fetch
 from tracedstore.demo.output_folder import OutputFolder
 from tracedstore.export.process_status import ProcessStatus
 
-_CALLS = f"{names.OPERATION_DURATION.name}_count"
+_WAITS, _CALLS = (f"{metric.name}_count" for metric in names.CALL_DURATIONS)
 _BARRIER_CALLS = f"{names.BARRIER_DURATION.name}_count"
 _CAS = names.CAS_ATTEMPTS.name
 _LAST_ARRIVALS = names.BARRIER_LAST_ARRIVALS.name
 _MISSING = names.BARRIER_RANK_MISSING.name
-# A scrape has a thousand lines; only these are parsed.
+# A scrape has a hundred lines and more; only these are parsed.
 _PARSED = tuple(
-    f"{name}{{" for name in (_CALLS, _BARRIER_CALLS, _CAS, _LAST_ARRIVALS, _MISSING)
+    f"{name}{{"
+    for name in (_WAITS, _CALLS, _BARRIER_CALLS, _CAS, _LAST_ARRIVALS, _MISSING)
 )
 # Ranks scraped per poll: a scrape costs a rank ten milliseconds.
 _SCRAPES_PER_POLL = 16
@@ -89,7 +90,8 @@ class ScrapedMetrics:
     """
 
     def __init__(self, page: bytes = b"") -> None:
-        self.calls = 0
+        # By error type, operation and store.
+        self._ended: dict[tuple[str, str, str], int] = {}
         self.failed: Counter[str] = Counter()
         self.cas: Counter[str] = Counter()
         self.barriers: Counter[str] = Counter()
@@ -100,12 +102,16 @@ class ScrapedMetrics:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 self._add(sample.name, sample.labels, int(sample.value))
+        self.calls = sum(self._ended.values())
+        for (error_type, _, _), number in self._ended.items():
+            if error_type and number:
+                self.failed[error_type] += number
 
     def _add(self, name: str, labels: dict[str, str], value: int) -> None:
-        if name == _CALLS:
-            self.calls += value
-            if labels["error_type"] and value:
-                self.failed[labels["error_type"]] += value
+        if name in (_WAITS, _CALLS):
+            call = (labels["error_type"], labels["operation"], labels["store"])
+            if name == _WAITS or call not in self._ended:
+                self._ended[call] = value
         elif name == _CAS:
             self.cas[labels["result"]] += value
         elif name == _BARRIER_CALLS:
@@ -161,10 +167,6 @@ class RankOutputs:
         for rank, url in self._urls.items():
             self._query(rank, url, scrape=scrape_all or rank in turn)
         return new
-
-    def has_started(self, rank: int) -> bool:
-        """Return whether a rank has logged the address of its endpoint."""
-        return rank in self._urls
 
     def url_of(self, rank: int, page: str) -> str:
         """Return the URL of one of a rank's pages."""

@@ -2,13 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tracedstore import names
 from tracedstore.coordination.ranges import fold
 from tracedstore.demo import summary as findings
-from tracedstore.demo.outputs import Event, RankOutputs
-from tracedstore.demo.rank_table import Progress, live_view
+from tracedstore.demo.outputs import Event
 from tracedstore.terminal import Line, Screen
 
 _HEADING, _RESULT, _WARNING, _ERROR = "bold", "green", "yellow", "red"
@@ -16,14 +16,16 @@ _TIME_WIDTH = len("  0.0 s  ")
 
 
 class Printer:
-    """Prints the course of the demo, with its live view on a terminal.
+    """Prints the course of the demo.
 
     Args:
+        announce: Is called with the scenario, and with each note.
         quiet: Print nothing.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, announce: Callable[..., None], *, quiet: bool) -> None:
         self.screen = Screen(sys.stdout, quiet=quiet)
+        self._announce = announce
         self._started = time.monotonic()
         # Events of the current scenario that are printed, with their barrier or phase.
         self._printed: set[tuple[str, str]] = set()
@@ -40,20 +42,20 @@ class Printer:
         """Print the heading of a scenario."""
         self._printed.clear()
         self.screen.print(Line(""), Line(heading, _HEADING), Line(question))
+        self._announce(scenario=heading, question=question)
 
-    def note(self, text: str, style: str = "") -> None:
-        """Print text with the time."""
-        line = f"{self.seconds():5.1f} s  {text}"
-        self.screen.print(Line(line, style, indent=_TIME_WIDTH))
+    def note(self, text: str, style: str = "", more: str = "") -> None:
+        """Print text with the time, and more text in the next line."""
+        lines = [f"{self.seconds():5.1f} s  {text}"]
+        if more:
+            lines.append(f"{'':{_TIME_WIDTH}}{more}")
+        for line in lines:
+            self.screen.print(Line(line, style, indent=_TIME_WIDTH))
+        self._announce(note=f"{text} {more}".strip(), style=style)
 
     def result(self, text: str) -> None:
         """Print the result of a scenario, with the time."""
         self.note(text, _RESULT)
-
-    def view(self, progress: Progress, outputs: RankOutputs) -> None:
-        """Draw the live view."""
-        size = self.screen.console.size
-        self.screen.show(live_view(progress, outputs, size.width, size.height))
 
     def events(self, events: list[Event], *, ranks_wait: bool) -> None:
         """Print the warnings of ranks, the first of each kind per barrier or phase.
@@ -79,9 +81,8 @@ class Printer:
                     f" {event['barrier']}"
                     + (f", while {waiting} ranks wait:" if waiting else ":"),
                     _WARNING,
+                    event["missing"],
                 )
-                text = f"{'':{_TIME_WIDTH}}{event['missing']}"
-                self.screen.print(Line(text, _WARNING, indent=_TIME_WIDTH))
             elif event["event"] == names.CAS_CONTENDED:
                 self.note(
                     f"rank {rank} warns: {event['losses_in_a_row']} lost in a row on"
@@ -93,9 +94,8 @@ class Printer:
                     f"rank {rank} reports, {event['waited_seconds']:.1f} s into"
                     f" {event['phase']}, while {event['waiting_count']} ranks wait:",
                     _WARNING,
+                    f"{event['event']}: {event['awaited']}",
                 )
-                text = f"{'':{_TIME_WIDTH}}{event['event']}: {event['awaited']}"
-                self.screen.print(Line(text, _WARNING, indent=_TIME_WIDTH))
             elif event["event"] == names.JOB_RESUMED:
                 self.note(f"rank {rank} reports {event['event']}")
             elif event["event"] == names.BARRIER_TIMEOUT:
@@ -106,9 +106,10 @@ class Printer:
                 )
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """End the live view; print the summary, the files and further commands."""
+        """Print the summary, the files and further commands."""
+        text = "the demo has ended: look around; q prints its lines and summary"
+        self._announce(note=text, style=_RESULT)
         files = summary["files"]
-        self.screen.clear()
         self._table(
             f"Summary of {summary['seconds']:.0f} seconds", 13, findings.table(summary)
         )
@@ -137,6 +138,7 @@ class Printer:
                 ),
                 ("tracedstore-run torchrun ... train.py", "your own job, unchanged"),
                 ("tracedstore dashboards export monitoring/", "dashboards and alerts"),
+                ("tracedstore demo --top", "the demo on the screen of top"),
                 ("tracedstore demo --serve", "endpoints for a Prometheus"),
                 ("tracedstore demo --store etcd", "another store; also file"),
             ],

@@ -162,7 +162,7 @@ class _Rank:
         until, held = time.monotonic() + seconds, ""
         while time.monotonic() < until:
             time.sleep(self._random.uniform(0.0, 0.004))
-            if self._kind == "etcd":
+            if self._kind == "etcd-v2":
                 # EtcdStore has no compare_set; its add is a compare-and-set loop.
                 self._store.add("ticket", 1)
             else:

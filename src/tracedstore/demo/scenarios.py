@@ -21,12 +21,9 @@ from tracedstore.demo.output_folder import OutputFolder
 from tracedstore.demo.outputs import RankOutputs
 from tracedstore.demo.printer import Printer
 from tracedstore.demo.rank import simulated_host
-from tracedstore.demo.rank_table import Progress
 from tracedstore.demo.store_servers import serve_store, store_url
 
-# About how many seconds the start and each scenario take.
-_EXPECTED_SECONDS = (1.0, 3.0, 3.0, 6.5, 4.5, 8.0)
-SCENARIOS = len(_EXPECTED_SECONDS) - 1
+SCENARIOS = 5
 # Seconds between two polls of the ranks, whose pages change twice a second.
 _POLL_INTERVAL = 0.5
 # Seconds that a scenario may take.
@@ -36,17 +33,28 @@ _RESUME_TIMEOUT = 5.0
 _HEALTHY_STEPS = range(1, 13)
 _LATE_STEPS = range(13, 16)
 _LATE_SECONDS = 1.8
-_STORES = {"tcp": "a TCPStore", "file": "a FileStore", "etcd": "an EtcdStore"}
+_STORES = {
+    "tcp": "a TCPStore",
+    "file": "a FileStore",
+    "etcd": "an EtcdV3Store",
+    "etcd-v2": "an EtcdStore",
+}
 
 
-def run_demo(arguments: argparse.Namespace) -> int:
+def run_demo(
+    arguments: argparse.Namespace, announce: Callable[..., None] = lambda **_: None
+) -> int:
     """Run all scenarios and return the exit code.
+
+    Args:
+        arguments: The command line.
+        announce: Is called with the store's URL, and with what is printed.
 
     Raises:
         CommandError: The demo cannot run here, or its ranks disagree.
     """
     folder = _make_folder(arguments.output)
-    printer = Printer(quiet=arguments.json)
+    printer = Printer(announce, quiet=arguments.json)
     # The ranks are forked before the store has threads, and end before it does.
     fleet = Fleet(arguments.ranks, arguments.seed, folder)
     with (
@@ -56,12 +64,10 @@ def run_demo(arguments: argparse.Namespace) -> int:
         printer.screen,
     ):
         demo = _Demo(arguments, folder, fleet, printer)
-        summary = demo.run(location)
+        url = store_url(arguments.store, location)
+        summary = demo.run(location, lambda: announce(store=url))
         if arguments.serve:
-            summary["serving"] = {
-                "sd": demo.sd_url,
-                "store": store_url(arguments.store, location),
-            }
+            summary["serving"] = {"sd": demo.sd_url, "store": url}
         (folder.path / "summary.json").write_text(
             json.dumps(summary, indent=2) + "\n", "utf-8"
         )
@@ -71,6 +77,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         if arguments.serve:
             printer.serving(len(fleet.living), **summary["serving"])
+        if arguments.serve or arguments.top:
             _pause_until_interrupt(printer)
     return 0
 
@@ -115,15 +122,19 @@ class _Demo:
         self._printer = printer
         self._outputs = RankOutputs(folder, fleet.living)
         self._next_poll = 0.0
-        # Number, title and start of the scenario.
-        self._scenario = (0, "starting", 0.0)
+        self._title = "starting"
         chosen = random.Random(arguments.seed)  # noqa: S311 - no secret
         others = chosen.sample(range(1, arguments.ranks), 2)
         self._straggler, self._victims = others[0], sorted([0, others[1]])
         self._busy = chosen.randrange(arguments.ranks)
 
-    def run(self, location: str) -> dict[str, Any]:
-        """Run all scenarios and return the summary."""
+    def run(self, location: str, joined: Callable[[], None]) -> dict[str, Any]:
+        """Run all scenarios and return the summary.
+
+        Args:
+            location: The location of the store.
+            joined: Is called when all ranks use the store.
+        """
         given = self._arguments
         self._printer.paragraph(
             f"{given.ranks} ranks, real processes on"
@@ -134,6 +145,7 @@ class _Demo:
         )
         self._fleet.send("join", kind=given.store, location=location)
         self._wait()
+        joined()
         self._healthy_steps()
         self._contention()
         straggler = self._late_rank()
@@ -279,14 +291,12 @@ class _Demo:
         return missing
 
     def _begin(self, number: int, title: str, question: str) -> None:
-        self._scenario = (number, title, self._printer.seconds())
+        self._title = title
         self._printer.scenario(f"Scenario {number} of {SCENARIOS}: {title}", question)
-        self._draw()
 
     def _wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until the ranks have finished, and their pages are current."""
-        _, title, _ = self._scenario
-        self._fleet.wait(title, _SCENARIO_TIMEOUT, meanwhile or self._tick)
+        self._fleet.wait(self._title, _SCENARIO_TIMEOUT, meanwhile or self._tick)
         until = time.monotonic() + _POLL_INTERVAL + 0.1
         while time.monotonic() < until:
             self._tick()
@@ -303,21 +313,12 @@ class _Demo:
     def _poll(self, *, scrape_all: bool = False) -> None:
         events = self._outputs.poll(scrape_all=scrape_all)
         self._printer.events(events, ranks_wait=self._ranks_wait())
-        self._draw()
 
     def _ranks_wait(self) -> bool:
         statuses = [status for status in self._outputs.statuses.values() if status]
         return any(
             call.operation == "wait" for status in statuses for call in status.calls
         )
-
-    def _draw(self) -> None:
-        number, title, began = self._scenario
-        seconds = self._printer.seconds()
-        # An estimate, so that the bar moves.
-        fraction = min(1.0, (seconds - began) / _EXPECTED_SECONDS[number])
-        progress = Progress(number, SCENARIOS, title, fraction, seconds)
-        self._printer.view(progress, self._outputs)
 
     @property
     def sd_url(self) -> str:

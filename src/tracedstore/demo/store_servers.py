@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from tracedstore.core.errors import CommandError
+from tracedstore.core.parent_death import die_with_parent
 from tracedstore.demo.fetch import fetch
-from tracedstore.demo.parent_death import die_with_parent
 
-_PREFIX = "/tracedstore-demo"
+_NAMESPACE = "tracedstore-demo"
 # Seconds for etcd to answer.
 _ETCD_TIMEOUT = 20.0
 # Another process may take a free port before etcd does.
@@ -41,7 +41,7 @@ def serve_store(kind: str, folder: Path) -> Iterator[str]:
         finally:
             path.unlink(missing_ok=True)
     else:
-        with _serve_etcd(folder) as port:
+        with _serve_etcd(folder, v2=kind == "etcd-v2") as port:
             yield str(port)
 
 
@@ -51,25 +51,33 @@ def connect_store(kind: str, location: str) -> Any:
         return dist.TCPStore("127.0.0.1", int(location), None, is_master=False)
     if kind == "file":
         return dist.FileStore(location, -1)
-    import etcd  # noqa: PLC0415 - only for --store etcd
+    if kind == "etcd":
+        from tracedstore.etcd import EtcdV3Store  # noqa: PLC0415 - only for it
+
+        return EtcdV3Store(f"127.0.0.1:{location}", _NAMESPACE)
+    import etcd  # noqa: PLC0415 - only for --store etcd-v2
     from torch.distributed.elastic.rendezvous.etcd_store import (  # noqa: PLC0415
         EtcdStore,
     )
 
-    return EtcdStore(etcd.Client(host="127.0.0.1", port=int(location)), _PREFIX)
+    client = etcd.Client(host="127.0.0.1", port=int(location))
+    return EtcdStore(client, f"/{_NAMESPACE}")
 
 
 def store_url(kind: str, location: str) -> str:
     """Return the URL of the store, for ``--store`` of other commands."""
     if kind == "file":
         return f"file://{location}"
-    path = _PREFIX if kind == "etcd" else ""
-    return f"{kind}://127.0.0.1:{location}{path}"
+    if kind == "tcp":
+        return f"tcp://127.0.0.1:{location}"
+    return f"etcd://127.0.0.1:{location}/{_NAMESPACE}"
 
 
 @contextmanager
-def _serve_etcd(folder: Path) -> Iterator[int]:
+def _serve_etcd(folder: Path, *, v2: bool) -> Iterator[int]:
     program = _find_etcd()
+    # etcd 3.6 does not have this option.
+    options = ["--enable-v2"] if v2 else []
     log = folder / "etcd.log"
     for _ in range(_ATTEMPTS):
         port, peer = _free_port(), _free_port()
@@ -78,7 +86,7 @@ def _serve_etcd(folder: Path) -> Iterator[int]:
             process = subprocess.Popen(  # noqa: S603 - etcd itself
                 [
                     program,
-                    "--enable-v2",
+                    *options,
                     f"--data-dir={folder / 'etcd'}",
                     f"--listen-client-urls={client_url}",
                     f"--advertise-client-urls={client_url}",
@@ -97,7 +105,7 @@ def _serve_etcd(folder: Path) -> Iterator[int]:
                 ),
             )
         try:
-            if _answers(process, client_url):
+            if _answers(process, f"{client_url}/{'v2/keys/' if v2 else 'version'}"):
                 yield port
                 return
         finally:
@@ -120,11 +128,10 @@ def _find_etcd() -> str:
 
 
 def _answers(process: "subprocess.Popen[bytes]", url: str) -> bool:
-    # torch's EtcdStore needs the v2 API, which etcd 3.6 no longer has.
     deadline = time.monotonic() + _ETCD_TIMEOUT
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            fetch(f"{url}/v2/keys/", 1.0)
+            fetch(url, 1.0)
         except OSError:
             time.sleep(0.05)
         else:

@@ -1,0 +1,135 @@
+"""``tracedstore top --replay``: a finished job at any time, and its keys."""
+
+import asyncio
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from support.log_events import (
+    completed_event,
+    missing_event,
+    stall_event,
+    timestamp,
+)
+from tracedstore import names
+from tracedstore.report.analysis import analyse
+from tracedstore.report.reader import ReadStats
+from tracedstore.report.records import Records
+from tracedstore.top.model import GLYPHS, Model
+from tracedstore.top.replay import Replay
+from tracedstore.top.replay_app import ReplayApp
+
+START = datetime.fromisoformat(timestamp(0)).timestamp()
+
+
+@pytest.fixture
+def replay() -> Replay:
+    """Return a job: a barrier with a straggler, a stall, and one that times out."""
+    records = Records()
+    events = [
+        *(completed_event(rank, 20, 10 - 9 * (rank == 3)) for rank in range(4)),
+        stall_event(0, 40, 8),
+        stall_event(0, 45, 13, names.JOB_RESUMED),
+        *(
+            missing_event(rank, 70, 2, name=names.BARRIER_WAITING, waited=5.0)
+            for rank in (0, 1, 3)
+        ),
+        *(missing_event(rank, 80, 2, waited=15.0) for rank in (0, 1, 3)),
+        completed_event(0, 100, 0, "b/2", None),
+    ]
+    assert all([records.add(event) for event in events])  # noqa: C419 - adds all
+    return Replay("logs", analyse(records))
+
+
+def states(model: Model) -> str:
+    """Return the state of each rank, a character each."""
+    return "".join(GLYPHS[rank.state] for rank in model.ranks)
+
+
+class TestReplay:
+    """The job at a time."""
+
+    @pytest.mark.parametrize(
+        ("second", "expected", "headline"),
+        [
+            (10.5, "www.", "the logs report no long wait"),
+            (16, "wwwA", "barrier b/0 waits for 6.0 s: missing 1 of 4: node1 (rank 3)"),
+            (30, "....", "the logs report no long wait"),
+            (41, "wwAw", "stalled in new_group 1 for 9.0 s: waiting for rank 2"),
+            (50, "....", "the logs report no long wait"),
+            (67, "ww.w", "the logs report no long wait"),
+            (71, "wwAw", "barrier b/1 waits for 6.0 s: missing 1 of 4: node1 (rank 2)"),
+            (85, "....", "first failure 5.0 s ago, rank 0 on node0: b/1: missing 1"),
+        ],
+    )
+    def test_states(
+        self, replay: Replay, second: float, expected: str, headline: str
+    ) -> None:
+        """Ranks wait, are awaited and go on as the logs have it."""
+        model = replay.model(START + second)
+
+        assert states(model) == expected
+        assert model.headline.startswith(headline)
+
+    def test_barriers(self, replay: Replay) -> None:
+        """A barrier is in progress, then finished, or given up."""
+        early, late = replay.model(START + 16), replay.model(START + 90)
+
+        assert [(one.prefix, one.arrived) for one in early.in_progress] == [("b/0", 3)]
+        assert early.finished == ()
+        assert [one.prefix for one in late.finished] == ["b/0"]
+        assert late.finished[0].last_rank == 3
+        assert [(one.prefix, one.abandoned) for one in late.in_progress] == [
+            ("b/1", True)
+        ]
+
+    def test_stall_without_end(self) -> None:
+        """A stall whose end was not logged ends when a later barrier completes."""
+        records = Records()
+        records.add(stall_event(0, 40, 8))
+        for rank in range(4):
+            records.add(completed_event(rank, 61, 1, "b/5"))
+        replay = Replay("logs", analyse(records))
+
+        assert states(replay.model(START + 59)) == "wwAw"
+        assert states(replay.model(START + 60.5)) == "wwww"
+
+    def test_bounds(self, replay: Replay) -> None:
+        """The time bar is the time of the logs, with what went wrong in it."""
+        assert (replay.start, replay.end) == (START + 10, START + 100)
+        assert replay.incidents == [START + 40, START + 80]
+
+
+class TestKeys:
+    """Pause, steps, and the time bar."""
+
+    def test_keys(self, replay: Replay, tmp_path: Path) -> None:
+        """Keys move through the time; `r` writes the report of the logs."""
+
+        async def scenario() -> None:
+            app = ReplayApp(replay, ReadStats(), tmp_path)
+            async with app.run_test(size=(80, 24)) as pilot:
+                await pilot.press("space")
+                assert app.lines("footer").rows[0].text.startswith("paused x2 ")
+                await pilot.press("0", "space", "n")
+                assert app.shown_model().time == START + 40
+                assert "stalled in new_group 1" in app.lines("headline").rows[0].text
+                assert app.lines("main").rows[0].text.split()[:2] == ["node1", "Aw"]
+                await pilot.press("n")
+                assert app.shown_model().time == START + 80
+                assert app.lines("footer").rows[0].text.count("!") == 1
+                await pilot.press("n")
+                assert "no further time" in app.lines("footer").rows[0].text
+                await pilot.press("p", "comma")
+                assert app.shown_model().time == START + 38
+                await pilot.press("full_stop", "greater_than_sign", "question_mark")
+                rows = [one.text for one in app.lines("detail").rows]
+                assert any("pause, go on" in text for text in rows)
+                await pilot.press("r")
+                await app.workers.wait_for_complete()
+                await pilot.press("q")
+
+        asyncio.run(scenario())
+        (page,) = tmp_path.glob("*.html")
+        assert "new_group 1" in page.read_text()
