@@ -4,19 +4,36 @@ from typing import Any
 
 from generator import config, panels, targets
 from generator.page import Row, page
-from generator.targets import age, now, over_time, quantile, rate, series, series_about
+from generator.targets import (
+    age,
+    now,
+    over_time,
+    rate,
+    recorded,
+    series,
+    series_about,
+)
 from generator.targets import rows as as_rows
 from tracedstore import names
 
-_BARRIER = "job, run_id, barrier"
+# Panels of whole runs read recording rules, so that their cost does not grow with the
+# number of ranks.
+_BARRIER = "job_run_id_barrier"
 _WHO = "run_id, host, rank"
 # The first two ranks that arrived report these, each with its last reading.
-_MISSING = f"max by ({_BARRIER}) ({series(names.BARRIER_MISSING)})"
-_ARRIVED = f"max by ({_BARRIER}) ({series(names.BARRIER_ARRIVED)})"
+_MISSING = recorded(_BARRIER, names.BARRIER_MISSING, "max")
+_ARRIVED = recorded(_BARRIER, names.BARRIER_ARRIVED, "max")
 # A few ranks report these. The count is 0 if the awaited ranks are unknown.
-_AWAITED = f"max by (job, run_id) ({series(names.JOB_AWAITED)})"
-_UP = series("up", 'rank!=""')
-_RANKS_DOWN = f"count({_UP} == 0) or vector(0)"
+_AWAITED = recorded("job_run_id", names.JOB_AWAITED, "max")
+_OLDEST = recorded("job_run_id_store_operation", names.OLDEST_START, "min")
+_BARRIER_RESULTS = recorded(
+    f"{_BARRIER}_result", f"{names.BARRIER_DURATION.name}_count", "rate5m"
+)
+_BARRIER_TIMES = recorded(
+    f"{_BARRIER}_le", f"{names.BARRIER_DURATION.name}_bucket", "rate5m"
+)
+_RANKS_UP = recorded("job_run_id", "up", "sum")
+_RANKS_DOWN = f"sum({recorded('job_run_id', 'up_zero', 'count')}) or vector(0)"
 
 
 def build() -> Any:
@@ -25,7 +42,8 @@ def build() -> Any:
         config.COORDINATION,
         "Job coordination",
         "Stalled jobs, barriers and rendezvous, and the ranks that they wait for, with"
-        " their hosts.",
+        " their hosts. Panels without ranks are of whole runs: host, rank and instance"
+        " above do not filter them.",
         _now(),
         _stalled_job(),
         _barriers(),
@@ -56,14 +74,14 @@ def _now() -> Row:
                 "The age of the oldest Store call in flight. Minutes, with no barrier"
                 " stalled: find the rank in 'Waiting now', and read the key on its"
                 " /inflight page.",
-                now(f"max({age(names.OLDEST_START)}) or vector(0)"),
+                now(f"max(time() - {_OLDEST}) or vector(0)"),
                 unit="s",
                 bad=300,
             ),
             panels.number(
                 "Ranks not scraped",
-                "Ranks that Prometheus cannot scrape. If other ranks are up, these"
-                " processes or their hosts have failed: check them.",
+                "Ranks that Prometheus or their agent cannot read. If other ranks are"
+                " up, these processes or their hosts have failed: check them.",
                 now(_RANKS_DOWN),
             ),
         ],
@@ -163,8 +181,7 @@ def _barriers() -> Row:
                 " for barrier.timeout.",
                 "ops",
                 over_time(
-                    "sum by (barrier, result)"
-                    f" ({rate(names.BARRIER_DURATION, suffix='_count')})",
+                    f"sum by (barrier, result) ({_BARRIER_RESULTS})",
                     "{{barrier}} {{result}}",
                 ),
             ),
@@ -173,16 +190,16 @@ def _barriers() -> Row:
                 "How long ranks wait for each other. Rising p50: the whole job is"
                 " slower. Rising p99 alone: a rank arrives late, see the stragglers.",
                 "s",
-                over_time(
-                    quantile(0.5, names.BARRIER_DURATION, "barrier"), "p50 {{barrier}}"
-                ),
-                over_time(
-                    quantile(0.99, names.BARRIER_DURATION, "barrier"), "p99 {{barrier}}"
-                ),
+                over_time(_barrier_time(0.5), "p50 {{barrier}}"),
+                over_time(_barrier_time(0.99), "p99 {{barrier}}"),
                 width=24,
             ),
         ],
     )
+
+
+def _barrier_time(q: float) -> str:
+    return f"histogram_quantile({q}, sum by (barrier, le) ({_BARRIER_TIMES}))"
 
 
 def _stragglers() -> Row:
@@ -233,10 +250,10 @@ def _stragglers() -> Row:
             ),
             panels.lines(
                 "Ranks scraped",
-                "Ranks that Prometheus can scrape, and ranks that it cannot. A step"
-                " down is a rank that has exited or a host that has failed.",
+                "Ranks that answer Prometheus or their agent, and ranks that do not. A"
+                " step down is a rank that has exited or a host that has failed.",
                 "short",
-                over_time(f"sum by (run_id) ({_UP})", "up {{run_id}}"),
+                over_time(f"sum by (run_id) ({_RANKS_UP})", "up {{run_id}}"),
                 over_time(_RANKS_DOWN, "not scraped"),
             ),
         ],

@@ -30,13 +30,17 @@ def _now() -> Row:
                 "Parts of the telemetry that raised and are switched off, over all"
                 " processes. The job is not affected; signals are missing. Search the"
                 " logs for telemetry.disabled, and restart or call configure() again.",
-                now(f"sum({series(names.TELEMETRY_FAILURES)} > bool 0)"),
+                now(f"sum({series(names.TELEMETRY_FAILURES)} > bool 0) or vector(0)"),
             ),
             panels.number(
                 "Processes not scraped",
-                "Targets that Prometheus cannot scrape. If the processes run, check"
-                " TRACEDSTORE_HTTP_HOST, firewalls and credentials.",
-                now(f"count({series('up')} == 0) or vector(0)"),
+                "Targets that Prometheus cannot scrape, and workers that do not answer"
+                " their agent. If the processes run, check TRACEDSTORE_HTTP_HOST,"
+                " firewalls and credentials.",
+                now(
+                    f"count(({series('up')} or {series(names.WORKER_UP)}) == 0)"
+                    " or vector(0)"
+                ),
             ),
             panels.number(
                 "Versions in use",
@@ -50,8 +54,8 @@ def _now() -> Row:
             ),
             panels.number(
                 "Slowest scrape",
-                "The response time of the slowest process. Seconds: the process is"
-                " short of CPU, or another thread holds the GIL.",
+                "The response time of the slowest target. Seconds: the process is short"
+                " of CPU, or a thread of it or of a worker of its node holds the GIL.",
                 now(f"max({series('scrape_duration_seconds')})"),
                 unit="s",
                 bad=5,
@@ -87,31 +91,38 @@ def _scraping() -> Row:
             ),
             panels.lines(
                 "Events dropped",
-                "Events that were not written, because the log of a process blocked and"
-                " its queue was full. Check what reads the job's standard error.",
-                "ops",
+                "Events that were not written since a process began, because its log"
+                " blocked and its queue was full. Check what reads the job's standard"
+                " error. `C++ calls`: calls of threads unknown to Python without span"
+                " or event, because too many came at once. Empty is good.",
+                "short",
                 over_time(
-                    f"sum by (run_id, host) ({rate(names.EVENTS_DROPPED)})",
+                    f"sum by (run_id, host) ({series(names.EVENTS_DROPPED)})",
                     "{{run_id}} {{host}}",
+                ),
+                over_time(
+                    f"sum by (run_id, host) ({series(names.OPERATIONS_DROPPED)})",
+                    "{{run_id}} {{host}}, C++ calls",
                 ),
                 width=8,
             ),
             panels.lines(
                 "Scrape duration",
-                "The slowest processes. A rank that is slower than the others is short"
-                " of CPU.",
+                "The slowest targets. One that is slower than the others is short of"
+                " CPU. An agent waits 2 s for a worker that does not answer.",
                 "s",
                 over_time(
-                    "topk(10, max by (run_id, host, rank)"
+                    "topk(10, max by (run_id, host, instance)"
                     f" ({series('scrape_duration_seconds')}))",
-                    "rank {{rank}} on {{host}}",
+                    "{{instance}} on {{host}}",
                 ),
                 width=8,
             ),
             panels.lines(
-                "Series per process",
-                "The largest number of series of one process. Hundreds: many kinds of"
-                " stores, or many families of barrier names; both have limits.",
+                "Series per target",
+                "The largest number of series of one target: a process, or a node with"
+                " its ranks. Hundreds per rank: many kinds of stores, many families of"
+                " barrier names, or TRACEDSTORE_METRICS=full; all have limits.",
                 "short",
                 over_time(
                     f"max by (job, run_id) ({series('scrape_samples_scraped')})",

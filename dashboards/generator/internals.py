@@ -11,7 +11,21 @@ from tracedstore import names
 
 _CALL = "store, operation"
 _LEGEND = "{{store}} {{operation}}"
-_CALLS = f"sum by ({_CALL}) ({rate(names.OPERATION_DURATION, suffix='_count')})"
+
+
+def _ended(by: str, *matchers: str) -> str:
+    """Return the rate of calls that ended, by operation and other labels.
+
+    A blocking operation is in the histogram of waits, with `full` in both: `or` takes
+    the first.
+    """
+    return " or ".join(
+        f"sum by ({by}) ({rate(metric, *matchers, suffix='_count')})"
+        for metric in names.CALL_DURATIONS
+    )
+
+
+_CALLS = f"({_ended(_CALL)})"
 _BYTES = f"sum by ({_CALL}) ({rate(names.VALUE_BYTES)})"
 
 
@@ -25,15 +39,15 @@ def build() -> Any:
         _waits(),
         _swaps(),
         _volume(),
+        _etcd(),
         _logs_and_traces(),
     )
 
 
 def _red() -> Row:
-    errors = rate(names.OPERATION_DURATION, 'error_type!=""', suffix="_count")
-    every = rate(names.OPERATION_DURATION, suffix="_count")
     slowest = quantile(0.99, names.OPERATION_DURATION, "store", "operation")
     usual = quantile(0.5, names.OPERATION_DURATION, "store", "operation")
+    waits = quantile(0.5, names.WAIT_DURATION, "store", "operation")
     return Row(
         "Rate, errors, duration",
         [
@@ -50,7 +64,9 @@ def _red() -> Row:
                 " no other errors: see the error types.",
                 "percentunit",
                 over_time(
-                    f"sum by ({_CALL}) ({errors}) / sum by ({_CALL}) ({every})", _LEGEND
+                    f"sum by (store) ({rate(names.OPERATION_ERRORS)})"
+                    f" / sum by (store) {_CALLS}",
+                    "{{store}}",
                 ),
             ),
             panels.lines(
@@ -59,15 +75,16 @@ def _red() -> Row:
                 " the server has exited or is unreachable; check its host.",
                 "ops",
                 over_time(
-                    f"sum by (store, operation, error_type) ({errors})",
+                    _ended(f"{_CALL}, error_type", 'error_type!=""'),
                     "{{store}} {{operation}} {{error_type}}",
                 ),
             ),
             panels.lines(
                 "Duration, p99",
-                "The duration of the slowest calls. The dots are exemplars, which link"
-                " to traces. If quick operations (set, add, check) are slow, the server"
-                " is overloaded, or they queue behind a wait on the same connection.",
+                "The duration of the slowest calls that do not block. The dots are"
+                " exemplars, which link to traces. If quick operations (set, add,"
+                " check) are slow, the server is overloaded, or they queue behind a"
+                " wait on the same connection.",
                 "s",
                 over_time(slowest, _LEGEND, exemplars=True),
             ),
@@ -75,9 +92,11 @@ def _red() -> Row:
                 "Duration, p50",
                 "The usual duration of a call: tens of microseconds on one host, a"
                 " network round trip otherwise. If all operations are slower, check the"
-                " network and the server's CPU.",
+                " network and the server's CPU. A wait takes as long as what it waits"
+                " for.",
                 "s",
                 over_time(usual, _LEGEND),
+                over_time(waits, _LEGEND + ", waits"),
                 width=24,
             ),
         ],
@@ -189,6 +208,50 @@ def _volume() -> Row:
                     "{{run_id}} {{backend}}",
                 ),
                 width=24,
+            ),
+        ],
+    )
+
+
+def _etcd() -> Row:
+    failed = rate(names.ETCD_REQUESTS_MADE, 'result!="ok"')
+    return Row(
+        "etcd, v3 API",
+        [
+            panels.lines(
+                "Requests",
+                "Requests of EtcdV3Store and traced-etcd per second. A watch counts"
+                " when it ends.",
+                "ops",
+                over_time(
+                    f"sum by (method) ({rate(names.ETCD_REQUESTS_MADE)})", "{{method}}"
+                ),
+            ),
+            panels.lines(
+                "Failed requests",
+                "failed: not applied. unknown: the answer was lost, and a write may"
+                " have been applied. Check the members of etcd and their leader.",
+                "ops",
+                over_time(
+                    f"sum by (method, result) ({failed})", "{{method}} {{result}}"
+                ),
+            ),
+            panels.lines(
+                "Recoveries",
+                "What the clients did about failures. Many failovers: a member is down,"
+                " or its network is. Log-ins: tokens expire between calls.",
+                "ops",
+                over_time(
+                    f"sum by (kind) ({rate(names.ETCD_RECOVERIES_MADE)})", "{{kind}}"
+                ),
+            ),
+            panels.lines(
+                "Bytes",
+                "Bytes of requests and answers per second, without headers.",
+                "Bps",
+                over_time(
+                    f"sum by (direction) ({rate(names.ETCD_BYTES)})", "{{direction}}"
+                ),
             ),
         ],
     )

@@ -12,6 +12,8 @@ from tracedstore import names
 
 Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 
+# The labels of a run, which recording rules keep.
+RUN = ("job", "run_id")
 CHOSEN = ", ".join(f'{name}=~"${name}"' for name in TARGET)
 
 # Spans have the run id as an attribute.
@@ -22,6 +24,15 @@ def series(metric: names.Metric | str, *matchers: str, suffix: str = "") -> str:
     """Select a metric of the processes that the variables select."""
     name = metric if isinstance(metric, str) else metric.name
     return f"{name}{suffix}{{{', '.join((CHOSEN, *matchers))}}}"
+
+
+def recorded(
+    level: str, metric: names.Metric | str, operation: str, *matchers: str
+) -> str:
+    """Select a recording rule of whole runs, which has no labels of processes."""
+    name = metric if isinstance(metric, str) else metric.name
+    chosen = (f'{label}=~"${label}"' for label in RUN)
+    return f"{level}:{name}:{operation}{{{', '.join((*chosen, *matchers))}}}"
 
 
 def series_about(prefix: str, metric: names.Metric) -> str:

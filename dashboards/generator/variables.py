@@ -10,10 +10,10 @@ from grafana_foundation_sdk.models.dashboard import (
 from generator import config
 from tracedstore import names
 
-# Target labels from service discovery, and the regular expression of "All". The values
-# of each variable depend on the variables before it. A process without a rank
-# (torchrun's agent) has no such label and is part of "All"; job and instance are always
-# present.
+# Labels from service discovery, and the regular expression of "All". The values of each
+# variable depend on the variables before it. Where a target is a node, its samples have
+# the rank. A process without a rank (torchrun's agent) has no such label and is part of
+# "All"; job and instance are always present.
 TARGET: dict[str, tuple[str, str]] = {
     "job": ("Prometheus job", ".+"),
     "run_id": ("Run", ".*"),

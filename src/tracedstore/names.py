@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 SCOPE: Final = "tracedstore"
+# In etcd, the prefix of all keys of EtcdV3Store and of the backend traced-etcd.
+ETCD_ROOT: Final = "/tracedstore/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,23 @@ OPERATION_DURATION = Metric(
     "tracedstore_operation_duration_seconds",
     "histogram",
     _ENDED,
-    "Duration of Store calls, time spent waiting included.",
+    "Duration of Store calls that do not block; of all calls with"
+    " TRACEDSTORE_METRICS=full.",
 )
 WAIT_DURATION = Metric(
     "tracedstore_wait_duration_seconds",
     "histogram",
     _ENDED,
     "Duration of Store calls that may block: get, multi_get, wait, queue_pop, barrier.",
+)
+# A call is in one of these. With `full`, a blocking call is in both, with the same
+# labels: a reader that adds calls up takes it from the first.
+CALL_DURATIONS: Final = (WAIT_DURATION, OPERATION_DURATION)
+OPERATION_ERRORS = Metric(
+    "tracedstore_operation_errors_total",
+    "counter",
+    ("store",),
+    "Store calls that raised, timeouts included; an empty queue's answer is no error.",
 )
 CAS_ATTEMPTS = Metric(
     "tracedstore_cas_attempts_total",
@@ -62,7 +74,8 @@ IN_FLIGHT = Metric(
     "tracedstore_operations_in_flight",
     "gauge",
     _CALL,
-    "Store calls in flight.",
+    "Store calls in flight; absent while none is in flight, but for"
+    " TRACEDSTORE_METRICS=full.",
 )
 OLDEST_START = Metric(
     "tracedstore_oldest_operation_start_timestamp_seconds",
@@ -99,6 +112,12 @@ BARRIER_LAST_ARRIVALS = Metric(
     "counter",
     ("barrier",),
     "Barriers at which this process arrived last.",
+)
+WORKER_UP = Metric(
+    "tracedstore_worker_up",
+    "gauge",
+    ("rank", "local_rank"),
+    "1 for a worker that answered its agent, which serves it, else 0.",
 )
 RENDEZVOUS_DURATION = Metric(
     "tracedstore_rendezvous_duration_seconds",
@@ -168,11 +187,38 @@ SPANS_SUPPRESSED = Metric(
     ("reason",),
     "Store calls without a span: over the budget, or suppressed by the caller.",
 )
+ETCD_REQUESTS_MADE = Metric(
+    "tracedstore_etcd_requests_total",
+    "counter",
+    ("method", "result"),
+    "Requests of EtcdV3Store and traced-etcd to etcd's v3 API.",
+)
+ETCD_RECOVERIES_MADE = Metric(
+    "tracedstore_etcd_recoveries_total",
+    "counter",
+    ("kind",),
+    "What these did about failures: repeated requests, changes of the member, watches"
+    " opened again, log-ins.",
+)
+ETCD_BYTES = Metric(
+    "tracedstore_etcd_bytes_total",
+    "counter",
+    ("direction",),
+    "Bytes of these requests and their answers, without headers.",
+)
 EVENTS_DROPPED = Metric(
     "tracedstore_events_dropped_total",
     "counter",
     (),
-    "Events that were dropped because the log blocked and the queue was full.",
+    "Events that were dropped because the log, or OpenTelemetry, blocked and the queue"
+    " was full.",
+)
+OPERATIONS_DROPPED = Metric(
+    "tracedstore_operations_dropped_total",
+    "counter",
+    (),
+    "Notable calls of threads unknown to Python that are counted, but got neither span"
+    " nor event, because too many came at once.",
 )
 TELEMETRY_FAILURES = Metric(
     "tracedstore_telemetry_failures_total",
@@ -188,34 +234,8 @@ BUILD_INFO = Metric(
     "Always 1; the labels contain the versions and the recording core.",
 )
 
-METRICS: Final = (
-    OPERATION_DURATION,
-    WAIT_DURATION,
-    CAS_ATTEMPTS,
-    CAS_RETRIES,
-    VALUE_BYTES,
-    IN_FLIGHT,
-    OLDEST_START,
-    BARRIER_DURATION,
-    BARRIER_ARRIVED,
-    BARRIER_MISSING,
-    BARRIER_RANK_MISSING,
-    BARRIER_LAST_ARRIVALS,
-    RENDEZVOUS_DURATION,
-    RENDEZVOUS_WRITES,
-    RENDEZVOUS_STATE_BYTES,
-    RENDEZVOUS_PARTICIPANTS,
-    RENDEZVOUS_WAIT_LIST,
-    RENDEZVOUS_ROUND,
-    RENDEZVOUS_COMPLETE,
-    RENDEZVOUS_OLDEST_HEARTBEAT,
-    JOB_AWAITED,
-    JOB_RANK_AWAITED,
-    SPANS_SUPPRESSED,
-    EVENTS_DROPPED,
-    TELEMETRY_FAILURES,
-    BUILD_INFO,
-)
+# All of them, in the order in which they are defined.
+METRICS: Final = tuple(each for each in vars().values() if isinstance(each, Metric))
 
 WON: Final = "won"
 LOST: Final = "lost"
@@ -238,6 +258,8 @@ DEBUG_PAGE: Final = "debug_page"
 RENDEZVOUS: Final = "rendezvous"
 AUTO: Final = "auto"
 DIAGNOSIS: Final = "diagnosis"
+OTEL_METRICS: Final = "otel_metrics"
+OTEL_LOGS: Final = "otel_logs"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,
@@ -250,6 +272,8 @@ OBSERVERS: Final = (
     RENDEZVOUS,
     AUTO,
     DIAGNOSIS,
+    OTEL_METRICS,
+    OTEL_LOGS,
 )
 
 # Span attributes of tracedstore. OpenTelemetry's are imported from its package.
@@ -261,6 +285,8 @@ CAS_SWAPPED: Final = "tracedstore.cas.swapped"
 CAS_RETRY_COUNT: Final = "tracedstore.cas.retries"
 ETCD_REQUESTS: Final = "tracedstore.etcd.requests"
 ETCD_WATCH_TIMEOUTS: Final = "tracedstore.etcd.watch_timeouts"
+ETCD_RECOVERIES: Final = "tracedstore.etcd.recoveries"
+ETCD_REQUEST_SECONDS: Final = "tracedstore.etcd.request.seconds"
 RENDEZVOUS_STATE_PARTICIPANTS: Final = "tracedstore.rendezvous.participants"
 RENDEZVOUS_STATE_WAIT_LIST: Final = "tracedstore.rendezvous.wait_list"
 RENDEZVOUS_STATE_ROUND: Final = "tracedstore.rendezvous.round"
@@ -288,9 +314,11 @@ ATTRIBUTES: Final = {
     KEY_COUNT: "Number of keys of a call that takes a list of keys.",
     VALUE_SIZE: "Size of the value written or read, in bytes.",
     CAS_SWAPPED: "Whether a compare-and-set was won.",
-    CAS_RETRY_COUNT: "EtcdStore: compare-and-sets repeated inside the call.",
-    ETCD_REQUESTS: "EtcdStore: requests that the call sent to etcd.",
-    ETCD_WATCH_TIMEOUTS: "EtcdStore: watches of the call that timed out.",
+    CAS_RETRY_COUNT: "In etcd: compare-and-sets repeated inside the call.",
+    ETCD_REQUESTS: "In etcd: requests that the call sent to etcd.",
+    ETCD_WATCH_TIMEOUTS: "In etcd: watches of the call that timed out.",
+    ETCD_RECOVERIES: "EtcdV3Store: retries, failovers, log-ins, watches opened again.",
+    ETCD_REQUEST_SECONDS: "On the event `etcd.request`: the duration of the request.",
     RENDEZVOUS_STATE_PARTICIPANTS: (
         "get_state, set_state: number of nodes that have joined the round."
     ),
@@ -326,9 +354,8 @@ ATTRIBUTES: Final = {
     ),
 }
 
-# Context key, set while a barrier makes Store calls: they get no spans, because the
-# barrier's span covers them.
-SUPPRESS_CALL_SPANS: Final = "tracedstore.suppress-call-spans"
+# The event on the span of a call of EtcdV3Store, one for each of its first requests.
+ETCD_REQUEST: Final = "etcd.request"
 
 OPERATION_SLOW: Final = "store.operation.slow"
 OPERATION_FAILED: Final = "store.operation.failed"

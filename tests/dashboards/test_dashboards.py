@@ -15,7 +15,17 @@ from typing import Any
 import promql_parser
 import pytest
 
-from support.dashboards import FILES, FOLDER, Query, filled, load, panels, queries
+from support.dashboards import (
+    FILES,
+    FOLDER,
+    RULES,
+    Query,
+    filled,
+    load,
+    panels,
+    queries,
+    rules,
+)
 from support.tools import ROOT, query_errors, run
 from tracedstore import names
 
@@ -25,7 +35,13 @@ TARGET_LABELS = {"job", "instance", "run_id", "host", "rank", "local_rank"}
 LABELS = {
     metric.name: {*metric.labels, *TARGET_LABELS, "le"} for metric in names.METRICS
 }
-SELECTOR = re.compile(r"([a-z_]\w*)\{([^}]*)\}")
+SELECTOR = re.compile(r"([a-z_][\w:]*)\{([^}]*)\}")
+# The labels of recording rules, which are their levels.
+RECORDED = {
+    rule["record"]: set(re.findall(r"run_id|[a-z]+", rule["record"].split(":")[0]))
+    for rule in rules(RULES)
+    if "record" in rule
+}
 
 PROMQL = list(queries("prometheus"))
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -186,38 +202,43 @@ class TestPromql:
         """The query selects exported metrics and their labels only."""
         selectors = SELECTOR.findall(query.text)
         assert selectors
-        known = set()
+        known: set[str] = set()
         for name, matchers in selectors:
             metric = metric_of(name)
-            assert metric is not None or name in PROMETHEUS_METRICS, f"{query}: {name}"
-            labels = TARGET_LABELS if metric is None else LABELS[metric.name]
+            known_name = name in PROMETHEUS_METRICS or name in RECORDED
+            assert metric is not None or known_name, f"{query}: {name}"
+            labels = LABELS[metric.name] if metric else RECORDED.get(name)
+            labels = TARGET_LABELS if labels is None else labels
             known |= labels
             assert set(re.findall(r"(\w+)(?:=~|!~|!=|=)", matchers)) <= labels, query
         for grouping in re.findall(r"(?:by|on) \(([^)]*)\)", query.text):
             assert set(grouping.split(", ")) <= known, query
 
     def test_selectors_use_variables(self, query: Query) -> None:
-        """Every selector uses all variables; other ranks have their own labels."""
+        """Every selector uses the variables whose labels its series have."""
         of_others = {
             names.BARRIER_RANK_MISSING.name: "missing_",
             names.JOB_RANK_AWAITED.name: "awaited_",
         }
         for name, matchers in SELECTOR.findall(query.text):
             prefix = of_others.get(name, "")
-            for label in ("job", "instance", "run_id"):
+            for label in ("job", "run_id"):
                 assert f'{label}=~"${label}"' in matchers, query
+            if name in RECORDED:
+                continue
+            assert 'instance=~"$instance"' in matchers, query
             for label in ("host", "rank"):
                 assert f'{prefix}{label}=~"${label}"' in matchers, query
 
     def test_counters_are_rates(self, query: Query) -> None:
         """Counters are inside rate() or increase() over $__rate_interval.
 
-        Two exceptions: "Parts that failed" shows the raw count, and "Last arrivals by
-        rank" covers the whole time range.
+        Exceptions: two panels show the raw count, because their series appear with
+        their first value, and "Last arrivals by rank" covers the whole time range.
         """
         for match in re.finditer(r"\w+(?:_total|_bucket|_count|_sum)\{", query.text):
             before = query.text[: match.start()]
-            if query.panel != "Parts that failed":
+            if query.panel not in ("Parts that failed", "Events dropped"):
                 assert before.endswith(("rate(", "increase(")), query
         windows = set(re.findall(r"\[([^]]*)\]", query.text))
         whole_range = {"$__range"} if query.panel == "Last arrivals by rank" else set()
@@ -256,7 +277,15 @@ class TestStalledJob:
             ],
         }
         file = tmp_path / "test.yaml"
-        file.write_text(json.dumps({"tests": [test]}))
+        file.write_text(
+            json.dumps(
+                {
+                    "rule_files": [str(RULES)],
+                    "evaluation_interval": "30s",
+                    "tests": [test],
+                }
+            )
+        )
 
         completed = run("promtool", "test", "rules", file)
 
@@ -309,6 +338,30 @@ def test_trace_panels_query_existing_attributes() -> None:
     for query in queries("tempo"):
         for name in re.findall(r"span\.(tracedstore[.\w]*)", query.text):
             assert name in names.ATTRIBUTES, query
+
+
+def test_few_panels_read_every_rank() -> None:
+    """Job coordination reads recording rules; only panels that name ranks do not.
+
+    Series of stalls and of a rendezvous are of a few processes.
+    """
+    of_few = {
+        metric.name
+        for metric in (
+            names.JOB_AWAITED,
+            names.JOB_RANK_AWAITED,
+            names.BARRIER_RANK_MISSING,
+        )
+    }
+    of_ranks = {
+        query.panel
+        for query in PROMQL
+        if query.dashboard == "tracedstore-coordination"
+        for name, _ in SELECTOR.findall(query.text)
+        if name not in of_few and name not in RECORDED and "rendezvous" not in name
+    }
+
+    assert of_ranks == {"Last arrivals by rank", "Waiting now", "Oldest wait by rank"}
 
 
 def test_exemplar_queries() -> None:

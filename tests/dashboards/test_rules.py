@@ -44,7 +44,9 @@ class TestPromtool:
     def test_cases_detect_broken_rule(self, tmp_path: Path) -> None:
         """The test cases fail for a rule that never fires."""
         (tmp_path / CASES.name).write_text(CASES.read_text())
-        broken = RULES.read_text().replace("missing_ranks) > 0", "missing_ranks) > 99")
+        broken = RULES.read_text().replace(
+            "missing_ranks:max > 0", "missing_ranks:max > 99"
+        )
         (tmp_path / RULES.name).write_text(broken)
 
         completed = run("promtool", "test", "rules", tmp_path / CASES.name)
@@ -64,6 +66,21 @@ class TestPromtool:
 
         assert completed.returncode == 0, completed.stdout + completed.stderr
         assert "1 rule files found" in completed.stdout
+
+    def test_configurations_in_docs(self, tmp_path: Path) -> None:
+        """Promtool accepts every configuration in docs/scale.md, the last as agent."""
+        text = (ROOT / "docs/scale.md").read_text("utf-8")
+        configurations = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        (tmp_path / "tracedstore.yaml").write_text(RULES.read_text("utf-8"))
+        assert len(configurations) == 4
+        for number, configuration in enumerate(configurations, 1):
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(configuration)
+            agent = ["--agent"] if number == len(configurations) else []
+
+            completed = run("promtool", "check", "config", *agent, path)
+
+            assert completed.returncode == 0, completed.stdout + completed.stderr
 
     def test_alertmanager(self) -> None:
         """The Alertmanager configuration loads."""
@@ -105,7 +122,7 @@ class TestAlert:
         recorded = {rule["record"] for rule in rules(RULES) if "record" in rule}
         known = {metric.name for metric in names.METRICS}
         text = alert["expr"] + alert["annotations"]["description"]
-        for record in recorded:
+        for record in sorted(recorded, key=len, reverse=True):
             text = text.replace(record, "")
         metrics = re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text)
 
@@ -116,7 +133,41 @@ class TestAlert:
     def test_one_alert_per_run(self, alert: dict[str, Any]) -> None:
         """The expression aggregates by run, not by instance."""
         assert "instance" not in alert["expr"]
-        assert re.search(r"by \(job, run_id|job_run_id_store:", alert["expr"])
+        assert re.search(r"by \(job, run_id|job_run_id\w*:", alert["expr"])
+
+
+RECORDS = [rule for rule in rules(RULES) if "record" in rule]
+
+
+@pytest.mark.parametrize("rule", RECORDS, ids=lambda rule: rule["record"])
+class TestRecord:
+    """Rules for every recording rule."""
+
+    def test_level(self, rule: dict[str, Any]) -> None:
+        """The level is what the series keep of their labels: never rank or host."""
+        level = rule["record"].split(":")[0]
+        grouped = re.findall(r"by \(([^)]*)\)", rule["expr"])
+
+        assert level.startswith("job_run_id")
+        assert not {"rank", "host", "instance"} & {*re.findall("[a-z]+", level)}
+        assert grouped
+        assert level.startswith(tuple(by.replace(", ", "_") for by in grouped))
+
+    def test_metrics_exist(self, rule: dict[str, Any]) -> None:
+        """The expression reads existing metrics, or other recording rules."""
+        known = {metric.name for metric in names.METRICS}
+        text = rule["expr"]
+        for record in sorted((r["record"] for r in RECORDS), key=len, reverse=True):
+            text = text.replace(record, "")
+
+        for name in re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text):
+            assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
+
+    def test_has_a_case(self, rule: dict[str, Any]) -> None:
+        """A case reads it, or an alert that has cases."""
+        read = CASES.read_text("utf-8") + "".join(a["expr"] for a in ALERTS)
+
+        assert rule["record"] in read
 
 
 @pytest.mark.parametrize(

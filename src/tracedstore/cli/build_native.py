@@ -1,8 +1,8 @@
 """Build the native recording base for the installed torch.
 
-It needs a C++ compiler (g++, or the one in $CXX) and half a minute. It replaces
-nothing: without it, or with another torch, calls are recorded by Python. Jobs
-use it with TRACEDSTORE_CORE=native.
+It needs a C++ compiler (g++, or the one in $CXX) and half a minute. Jobs use it
+from then on, unless TRACEDSTORE_CORE=python. Without it, or with another torch,
+calls are recorded by Python.
 
 Examples:
   tracedstore build-native

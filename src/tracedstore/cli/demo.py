@@ -1,25 +1,27 @@
 """See it at work: a job of real processes on this machine, which loses two ranks.
 
-It has four scenarios: healthy steps, contention, a straggler, and two ranks
-that are killed, rank 0 among them. Everything shown is read from the ranks'
-logs, metrics and traces, which stay in a folder. It takes half a minute.
+It has five scenarios: healthy steps, contention, a straggler, a busy rank, and
+two ranks that are killed, rank 0 among them. Everything shown is read from the
+ranks' logs, metrics and traces, which stay in a folder. It takes half a minute.
 
 Examples:
   tracedstore demo
+  tracedstore demo --top
   tracedstore demo --store file --ranks 4 --output here/
   tracedstore demo --serve
   tracedstore demo --json | jq .missing
 
-The output is plain lines if it is no terminal, or if NO_COLOR is set.
+With --top it runs on the screen of `tracedstore top`, until q.
 
-Exit codes: 0 success (with --serve, also after Ctrl-C), 1 failure, 64 invalid
-command line, 130 Ctrl-C before the end
+Exit codes: 0 success (with --serve, also after Ctrl-C; with --top, after q),
+1 failure, 64 invalid command line, 130 Ctrl-C before the end
 """
 
 import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -35,16 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(refuse=parser.error)
     parser.add_argument(
         "--store",
-        choices=["tcp", "file", "etcd"],
+        choices=["tcp", "file", "etcd", "etcd-v2"],
         default="tcp",
-        help="the store of the ranks: TCPStore, FileStore or EtcdStore (tcp)",
+        help="the store of the ranks: TCPStore, FileStore, EtcdV3Store, or torch's"
+        " EtcdStore (tcp)",
     )
     parser.add_argument(
         "--ranks",
         type=_ranks,
         default=8,
         metavar="N",
-        help=f"the number of ranks, {_MIN_RANKS} to {_MAX_RANKS}, with etcd to"
+        help=f"the number of ranks, {_MIN_RANKS} to {_MAX_RANKS}, with etcd-v2 to"
         f" {_MAX_RANKS_ON_ETCD} (8)",
     )
     parser.add_argument(
@@ -61,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for logs, metrics and traces (a new temporary folder)",
     )
     parser.add_argument(
+        "--top",
+        action="store_true",
+        help="show the job on the screen of tracedstore top, until q; needs"
+        " tracedstore[top]",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="write only the summary, as JSON"
     )
     parser.add_argument(
@@ -72,12 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo."""
-    if arguments.store == "etcd" and arguments.ranks > _MAX_RANKS_ON_ETCD:
+    if arguments.store == "etcd-v2" and arguments.ranks > _MAX_RANKS_ON_ETCD:
         arguments.refuse(
-            f"--ranks {arguments.ranks} is too many for --store etcd, at most"
+            f"--ranks {arguments.ranks} is too many for --store etcd-v2, at most"
             f" {_MAX_RANKS_ON_ETCD}: they would not finish in a minute; use fewer, or"
             " --store tcp or file"
         )
+    if arguments.top and (arguments.json or arguments.serve):
+        arguments.refuse("--top goes with neither --json nor --serve")
     # The ranks must end when a terminal is closed or a supervisor ends this process.
     # Under nohup SIGHUP stays ignored.
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -89,10 +100,28 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         sys.stdout.write(f"tracedstore {__version__} demo: loading torch\n")
         sys.stdout.flush()
+    if arguments.top:
+        return _run_on_top(arguments)
     # Only now, because torch takes seconds.
     from tracedstore.demo.scenarios import run_demo  # noqa: PLC0415
 
     return run_demo(arguments)
+
+
+def _run_on_top(arguments: argparse.Namespace) -> int:
+    from tracedstore.cli.top import check_terminal, needs_textual  # noqa: PLC0415
+
+    check_terminal("tracedstore demo prints lines")
+    with needs_textual():
+        from tracedstore.demo.on_top import run_on_top  # noqa: PLC0415
+
+    def run(announce: Callable[..., None]) -> int:
+        # In another process: that of the screen does not import torch.
+        from tracedstore.demo.scenarios import run_demo  # noqa: PLC0415
+
+        return run_demo(arguments, announce)
+
+    return run_on_top(run)
 
 
 def _ranks(text: str) -> int:

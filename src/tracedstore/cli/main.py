@@ -24,9 +24,10 @@ COMMANDS: Final = {
     "dashboards": "write Grafana dashboards and alert rules",
     "demo": "see it at work, in half a minute, on this machine",
     "report": "make a page from the logs of many ranks",
-    "sd": "list the ranks of a job for Prometheus",
+    "sd": "list the endpoints of a job for Prometheus",
     "stacks": "show what every rank of a job executes",
     "status": "show a job's ranks, missing ranks and blocked calls",
+    "top": "watch a job on one screen: ranks, barriers, rendezvous, store calls",
 }
 _EPILOG = """\
 Examples:

@@ -5,19 +5,89 @@ import math
 import os
 from collections.abc import Callable
 
-from tracedstore.attach.address import ACCEPTED
+from tracedstore.attach.address import ACCEPTED, Address
+from tracedstore.attach.etcd_access import EtcdAccess
 from tracedstore.attach.token_policy import TokenPolicy
+from tracedstore.core.errors import CommandError, ConfigurationError
+from tracedstore.core.password_file import read_password
 from tracedstore.export.settings import PREFIX, parse_token
 
 _MAX_SECONDS = 86400.0
-_TOKEN_VARIABLE = f"{PREFIX}HTTP_TOKEN"
+TOKEN_VARIABLE = f"{PREFIX}HTTP_TOKEN"
+# Named as in --rdzv-conf. The value of an option, else of a variable of this name.
+_TLS_FILES = {
+    "ca_cert": "the certificate of the authority of etcd's certificate",
+    "ssl_cert": "the client's certificate",
+    "ssl_cert_key": "the key of the client's certificate",
+}
+_LOG_IN = {
+    "user": "the user, where etcd has authentication enabled",
+    "password_file": "a file with the user's password",
+}
 
 
-def add_store_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--store``."""
+def add_store_argument(
+    parser: argparse.ArgumentParser, *, required: bool = True
+) -> None:
+    """Add ``--store``, and the options for a store in etcd."""
     parser.add_argument(
-        "--store", required=True, metavar="URL", help=f"the job's store: {ACCEPTED}"
+        "--store", required=required, metavar="URL", help=f"the job's store: {ACCEPTED}"
     )
+    group = parser.add_argument_group("TLS (etcds://) and users of etcd")
+    for name, help_text in (_TLS_FILES | _LOG_IN).items():
+        group.add_argument(
+            _option(name),
+            metavar="NAME" if name == "user" else "FILE",
+            help=f"{help_text} (${_variable(name)})",
+        )
+
+
+def store_address(arguments: argparse.Namespace) -> Address:
+    """Return the address of the arguments that `add_store_argument` adds.
+
+    Raises:
+        CommandError: The address is invalid, or an option cannot be used.
+    """
+    given = {name: getattr(arguments, f"etcd_{name}") for name in _TLS_FILES | _LOG_IN}
+    address = Address(arguments.store)
+    for names, accepted, fits in (
+        (_TLS_FILES, "etcds://", address.secure),
+        (_LOG_IN, "etcd:// and etcds://", address.scheme == "etcd"),
+    ):
+        for name in names:
+            if given[name] and not fits:
+                raise CommandError(
+                    f"{_option(name)} is for {accepted}, and --store is {address.url!r}"
+                )
+            # A variable may be set for other stores.
+            given[name] = given[name] or (fits and os.environ.get(_variable(name)))
+    for name in _TLS_FILES:
+        if given[name] and not os.access(given[name], os.R_OK):
+            raise CommandError(
+                f"{_option(name)} is {given[name]!r}, which cannot be read"
+            )
+    user, file = given["user"], given["password_file"]
+    if bool(user) != bool(file):
+        raise CommandError(
+            f"{_option('user')} and {_option('password_file')} are needed both, and"
+            f" only one is set"
+        )
+    try:
+        password = read_password(file) if file else ""
+    except ConfigurationError as error:
+        raise CommandError(str(error)) from None
+    files = {name: given[name] or None for name in _TLS_FILES}
+    return Address(
+        arguments.store, EtcdAccess(**files, user=user or "", password=password)
+    )
+
+
+def _option(name: str) -> str:
+    return f"--etcd-{name.replace('_', '-')}"
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}ETCD_{name.upper()}"
 
 
 def add_watch_arguments(
@@ -40,8 +110,8 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
         "--token",
         type=_token,
         # An empty variable is no token.
-        default=os.environ.get(_TOKEN_VARIABLE) or None,
-        help=f"the token of the ranks' endpoints (${_TOKEN_VARIABLE}); sent over"
+        default=os.environ.get(TOKEN_VARIABLE) or None,
+        help=f"the token of the ranks' endpoints (${TOKEN_VARIABLE}); sent over"
         " verified TLS, else only to named hosts: that of --store, and --token-host",
     )
     parser.add_argument(
@@ -73,7 +143,7 @@ def _token(text: str) -> str:
         return parse_token(text)
     except ValueError as accepted:
         raise argparse.ArgumentTypeError(
-            f"the token here or in {_TOKEN_VARIABLE} is not shown; accepted is"
+            f"the token here or in {TOKEN_VARIABLE} is not shown; accepted is"
             f" {accepted}"
         ) from None
 

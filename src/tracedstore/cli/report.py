@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             "- is given twice: standard input can be read once, as logs or as traces"
         )
     _check_output(output)
-    records, stats = _read(paths, output)
+    records, stats = read_logs(paths, output)
     analysis = analyse(records)
     try:
         # "replace", because UTF-8 cannot encode lone surrogates.
@@ -116,7 +116,12 @@ def _check_output(output: Path) -> None:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _read(paths: list[str], output: Path) -> tuple[Records, ReadStats]:
+def read_logs(paths: list[str], output: Path) -> tuple[Records, ReadStats]:
+    """Read the events of all logs.
+
+    Raises:
+        CommandError: There is no file or no event, or the output is one of the logs.
+    """
     records, stats = Records(), ReadStats()
     try:
         files = find_files(paths, output)

@@ -1,8 +1,9 @@
-"""List the ranks of a job for Prometheus, as a file_sd file.
+"""List the endpoints of a job for Prometheus, as a file_sd file.
 
-Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) register their addresses
-in the job's store. The /sd page of any rank has the same list over HTTP; use
-this command where Prometheus cannot reach it.
+With TRACEDSTORE_HTTP_PORT, torchrun's agent serves the metrics of its node, or
+each rank serves its own. Ranks register the addresses in the job's store. The
+/sd page of any endpoint has the same list over HTTP; use this command where
+Prometheus cannot reach it.
 
 Examples:
   tracedstore sd --store tcp://node1:29400
@@ -22,9 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracedstore.attach.address import Address
 from tracedstore.attach.torch_import import interruptible_import
-from tracedstore.cli.options import add_store_argument, add_watch_arguments
+from tracedstore.cli.options import (
+    add_store_argument,
+    add_watch_arguments,
+    store_address,
+)
 from tracedstore.core.errors import CommandError
 from tracedstore.export.settings import PREFIX
 
@@ -46,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the list, once or at intervals."""
-    address = Address(arguments.store)
+    address = store_address(arguments)
     address.probe()
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():

@@ -19,9 +19,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tracedstore.attach.address import Address
 from tracedstore.attach.torch_import import interruptible_import
-from tracedstore.cli.options import add_store_argument, seconds
+from tracedstore.cli.options import add_store_argument, seconds, store_address
 
 if TYPE_CHECKING:
     from tracedstore.attach.asking import Answers
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the stacks."""
-    address = Address(arguments.store)
+    address = store_address(arguments)
     address.probe()
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
@@ -69,6 +68,6 @@ def _print(groups: "list[Answers]", *, all_threads: bool) -> None:
     from tracedstore.attach.stacks_text import stack_lines  # noqa: PLC0415
     from tracedstore.terminal import Screen  # noqa: PLC0415
 
-    with Screen(sys.stdout, keep_view=True) as screen:
+    with Screen(sys.stdout) as screen:
         for group in groups:
             screen.print(*stack_lines(group, all_threads=all_threads))

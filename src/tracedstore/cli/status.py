@@ -12,6 +12,7 @@ Examples:
   tracedstore status --store tcp://node1:29400 --run-id job-7 --watch
   tracedstore status --store file:///shared/store --json
   tracedstore status --store etcd://etcd1:2379/jobs/7 --after 60 || alert
+  tracedstore status --store etcds://etcd1:2379/job-7 --etcd-ca-cert ca.pem
 
 Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
 also ends --watch; 2 something is missing: a stall is reported, ranks are
@@ -27,23 +28,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tracedstore.attach.address import Address
 from tracedstore.attach.torch_import import interruptible_import
 from tracedstore.cli.options import (
     add_store_argument,
     add_token_arguments,
     add_watch_arguments,
     seconds,
+    store_address,
     token_policy,
 )
 
 if TYPE_CHECKING:
-    from tracedstore.attach.asking import Answers
     from tracedstore.attach.job_status import Status
 
 _MISSING = 2
-# Seconds to wait for the answers of all ranks.
-_ANSWER_TIMEOUT = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,39 +70,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, once or at intervals."""
-    address = Address(arguments.store)
+    address = store_address(arguments)
     address.probe()
     tokens = token_policy(arguments, address.host)
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
-        from tracedstore.attach.blocked import query_ranks  # noqa: PLC0415
-        from tracedstore.attach.job_discovery import collect_job  # noqa: PLC0415
-        from tracedstore.attach.job_status import Status  # noqa: PLC0415
+        from tracedstore.attach.reading import Reading  # noqa: PLC0415
 
+    reading = Reading(
+        address=address,
+        tokens=tokens,
+        run_id=arguments.run_id,
+        after=arguments.after,
+        ask=arguments.ask,
+    )
     with _json_output() if arguments.json else _text_output(arguments.watch) as show:
         while True:
-            job = collect_job(address, arguments.run_id)
-            infos = [info for group in job.groups for info in group.ranks]
-            # A job without registered ranks cannot be asked.
-            ask = arguments.ask and bool(infos)
-            status = Status(
-                store=arguments.store,
-                now=time.time(),
-                job=job,
-                replies=query_ranks(infos, tokens),
-                after=arguments.after,
-                answers=_ask(address, arguments.run_id) if ask else (),
-            )
+            status = reading.read()
             show(status)
             if not arguments.watch:
                 return _MISSING if status.missing() else 0
             time.sleep(arguments.interval)
-
-
-def _ask(address: Address, run_id: str | None) -> "list[Answers]":
-    from tracedstore.attach.asking import ask_job  # noqa: PLC0415 - imports torch
-
-    return ask_job(address, "status", run_id, _ANSWER_TIMEOUT)
 
 
 @contextmanager
@@ -124,7 +110,9 @@ def _text_output(watch: bool) -> "Iterator[Callable[[Status], None]]":
     from tracedstore.attach.status_text import status_lines  # noqa: PLC0415
     from tracedstore.terminal import Line, Screen  # noqa: PLC0415
 
-    with Screen(sys.stdout, keep_view=True) as screen:
+    with Screen(sys.stdout) as screen:
+        if watch and screen.interactive:
+            screen.print(Line("tracedstore top is this as a screen with keys", "dim"))
 
         def show(status: "Status") -> None:
             lines = status_lines(status)

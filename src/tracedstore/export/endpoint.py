@@ -1,49 +1,100 @@
 """The HTTP endpoint of a process: its pages, access and address."""
 
 import hmac
-import socket
 import ssl
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from tracedstore import names
+from tracedstore.coordination import rank_registry
 from tracedstore.core.errors import ConfigurationError
 from tracedstore.core.identity import ProcessIdentity
-from tracedstore.export.pages import pages
-from tracedstore.export.server import ANY_ADDRESS, Access, Server
+from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.export import node_endpoint
+from tracedstore.export.pages import pages, pages_for_agent
+from tracedstore.export.server import Access, Server, base_url
 from tracedstore.export.settings import PREFIX, Settings
 
 
 class Endpoint:
-    """Serves the pages of one process.
+    """Serves the pages of one process, or lets torchrun's agent serve them.
 
-    Attributes:
-        url: The URL of its metrics, for clients.
+    Raises:
+        ConfigurationError: A certificate or key cannot be used, or one setting needs
+            another one.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        access: Access,
-        registry: CollectorRegistry,
-        identity: ProcessIdentity,
+        self, settings: Settings, registry: CollectorRegistry, identity: ProcessIdentity
     ) -> None:
-        port = settings.http_port or 0
+        self._settings = settings
+        self._access = access_of(settings)
+        self._registry = registry
+        self._local_rank = identity.local_rank or 0
+        self._server: Server | None = None
+        self._started = False
+
+    def start(self, emit: Callable[..., None]) -> None:
+        """Serve, if the settings ask for it, and register the address.
+
+        Args:
+            emit: Emits an event.
+
+        Raises:
+            OSError: The process cannot listen.
+        """
+        settings = self._settings
+        if settings.http_port is None or settings.disabled:
+            return
+        self._started = True
+        per_node = settings.http_scope == "node"
+        agent = node_endpoint.of_agent() if per_node else None
+        if agent is not None:
+            RECORDER.failures.guarded(names.ENDPOINT, LOCAL_SOCKET.start)
+        if agent is not None and LOCAL_SOCKET.listening:
+            LOCAL_SOCKET.pages = pages_for_agent(self._registry)
+            rank_registry.set_metrics_address(agent.url, agent.pid)
+            return
+        url = self._listen(settings.http_port, per_node=per_node)
+        emit(names.TELEMETRY_SERVING, url=url)
+        if per_node:
+            node_endpoint.offer(url)
+        rank_registry.set_metrics_address(url)
+
+    def _listen(self, port: int, *, per_node: bool) -> str:
+        host = self._settings.http_host
         self._server = Server(
-            pages(registry),
-            settings.http_host,
-            port + (identity.local_rank or 0) if port else 0,
-            access,
+            pages(self._registry, per_node=per_node),
+            host,
+            port and port + self._local_rank,
+            self._access,
         )
-        host = settings.http_host
-        if host in ANY_ADDRESS:
-            host = socket.gethostname()
-        scheme = "http" if access.tls is None else "https"
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{scheme}://{shown}:{self._server.port}/metrics"
-        self.stop = self._server.stop
-        self.reset = self._server.reset
+        secure = self._access.tls is not None
+        return f"{base_url(host, self._server.port, secure=secure)}/metrics"
+
+    def stop(self, timeout: float) -> None:
+        """Serve no more."""
+        if not self._started:
+            return
+        self._withdraw()
+        if self._server is not None:
+            self._server.stop(timeout)
+        rank_registry.set_metrics_address(None)
+
+    def reset(self) -> None:
+        """Close the socket in a forked child: the port is the parent's."""
+        self._withdraw()
+        if self._server is not None:
+            self._server.reset()
+        self._server, self._started = None, False
+
+    @staticmethod
+    def _withdraw() -> None:
+        LOCAL_SOCKET.pages = {}
+        node_endpoint.offer(None)
 
 
 def access_of(settings: Settings) -> Access:
@@ -104,10 +155,27 @@ def _credentials(settings: Settings) -> Callable[[str], bool] | None:
         return None
 
     def valid(given: str) -> bool:
+        tried = [given]
+        if settings.http_token is not None:
+            # A browser can only ask for a user and a password.
+            tried.append(f"Bearer {_password(given)}")
         # All are compared, so that the time taken reveals nothing.
         matches = [
-            hmac.compare_digest(given.encode(), one.encode()) for one in accepted
+            hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode())
+            for one in tried
+            for other in accepted
         ]
         return any(matches)
 
     return valid
+
+
+def _password(given: str) -> str:
+    """Return the password of HTTP basic authentication, "" if there is none."""
+    scheme, _, encoded = given.partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return b64decode(encoded, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""

@@ -100,7 +100,7 @@ async def _reply(
 ) -> Reply:
     try:
         body = await asyncio.wait_for(fetch(info), rank_timeout)
-        status = ProcessStatus.from_bytes(body)
+        status = _status(body, info)
     except TimeoutError:
         reason = f"no response within {rank_timeout:.0f} s"
     except ResponseError as error:
@@ -114,6 +114,15 @@ async def _reply(
             return Reply(state="answered", info=info, status=status)
         reason = "another process responds at its address"
     return Reply(state="silent", info=info, error=reason)
+
+
+def _status(body: bytes, info: RankInfo) -> ProcessStatus:
+    if info.agent is None:
+        return ProcessStatus.from_bytes(body)
+    status = ProcessStatus.of_worker(body, info.agent, info.rank)
+    if status is None:
+        raise ResponseError("it does not answer its agent")
+    return status
 
 
 def _is(process: Mapping[str, Any], info: RankInfo) -> bool:

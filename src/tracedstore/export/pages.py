@@ -3,15 +3,18 @@
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from tracedstore.diagnosis.local_socket import METRICS_PAGE, STATUS_PAGE
 from tracedstore.export import process_status
 from tracedstore.export.discovery import targets
+from tracedstore.export.family_fields import to_fields
+from tracedstore.export.node_metrics import node_registry
 from tracedstore.export.server import Page, Response
 
 # Seconds for which a response is cached.
@@ -21,24 +24,39 @@ _TARGETS_MAX_AGE = 5.0
 _RENDER_TIMEOUT = 4.0
 
 
-def pages(registry: CollectorRegistry) -> Mapping[str, Page]:
-    """Return the pages of this process, by path."""
+def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str, Page]:
+    """Return the pages of this process, by path.
+
+    Args:
+        registry: The metrics.
+        per_node: The pages of torchrun's agent have those of its workers too.
+    """
+    source = node_registry(registry) if per_node else registry
+    in_flight = process_status.node_page if per_node else process_status.page
 
     def metrics(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        return Response(encode(registry), content_type)
+        return Response(encode(source), content_type)
 
     def health(_accept: str) -> Response:
         return Response(b"ok\n")
 
     def discovery(_accept: str) -> Response:
-        return _json(targets())
+        return _json(targets(per_node=per_node))
 
     return {
         "/metrics": _Cached(metrics, _METRICS_MAX_AGE),
         "/healthz": health,
-        "/inflight": _Cached(process_status.page, _METRICS_MAX_AGE),
+        "/inflight": _Cached(in_flight, _METRICS_MAX_AGE),
         "/sd": _Cached(discovery, _TARGETS_MAX_AGE),
+    }
+
+
+def pages_for_agent(registry: CollectorRegistry) -> Mapping[str, Callable[[], Any]]:
+    """Return what the agent of this process serves for it, as JSON values."""
+    return {
+        METRICS_PAGE: lambda: to_fields(registry.collect()),
+        STATUS_PAGE: process_status.own_fields,
     }
 
 

@@ -1,4 +1,7 @@
-"""The status of this process: its calls in flight and stalled barriers, as JSON."""
+"""The status of this process: its calls in flight and stalled barriers, as JSON.
+
+An agent of torchrun that serves a node has the status of each worker in it.
+"""
 
 import json
 import math
@@ -6,12 +9,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tracedstore import names
 from tracedstore.coordination import validation
 from tracedstore.coordination.ranges import by_host, fold, unfold
 from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
+from tracedstore.diagnosis.local_client import LocalReply
+from tracedstore.diagnosis.local_socket import STATUS_PAGE
 from tracedstore.export import server
+from tracedstore.export.worker_replies import ask_workers
 from tracedstore.signals.inflight import InFlight, in_flight
 
 # Maximum number of calls listed. A thread has one call in flight, and the oldest ones
@@ -22,6 +30,8 @@ _MAX_BYTES = 4 << 20
 # Maximum number of missing ranks in a status that is parsed. A few bytes may stand for
 # any number of ranks.
 _MAX_MISSING_RANKS = 1 << 17
+# Seconds for the workers of an agent to reply. Clients wait for a second.
+_WORKERS_TIMEOUT = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,34 +66,56 @@ class ProcessStatus:
 
     def to_bytes(self) -> bytes:
         """Return it as JSON; missing ranks are folded, as they may be many."""
-        return json.dumps(
-            {
-                "process": dict(self.process),
-                "recording": self.recording,
-                "in_flight": [asdict(call) for call in self.calls],
-                "more_in_flight": self.more_calls,
-                "barriers": [
-                    {
-                        "barrier": stalled.family,
-                        "arrived_count": stalled.arrived,
-                        "missing": {
-                            host: fold(ranks)
-                            for host, ranks in by_host(
-                                stalled.missing, stalled.missing.__getitem__
-                            ).items()
-                        },
-                        "possibly_missing_count": stalled.possible,
-                    }
-                    for stalled in self.barriers
-                ],
-            }
-        ).encode()
+        return json.dumps(self.to_fields()).encode()
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "process": dict(self.process),
+            "recording": self.recording,
+            "in_flight": [asdict(call) for call in self.calls],
+            "more_in_flight": self.more_calls,
+            "barriers": [
+                {
+                    "barrier": stalled.family,
+                    "arrived_count": stalled.arrived,
+                    "missing": {
+                        host: fold(ranks)
+                        for host, ranks in by_host(
+                            stalled.missing, stalled.missing.__getitem__
+                        ).items()
+                    },
+                    "possibly_missing_count": stalled.possible,
+                }
+                for stalled in self.barriers
+            ],
+        }
 
     @classmethod
     def from_bytes(cls, written: bytes) -> "ProcessStatus":
         """Parse it; raise ValueError for anything else."""
+        return cls.from_fields(validation.load_json(written, _MAX_BYTES))
+
+    @classmethod
+    def of_worker(cls, written: bytes, agent: int, rank: int) -> "ProcessStatus | None":
+        """Parse the status of a worker in that of its agent; None without one.
+
+        Raises:
+            ValueError: It is not the status of this agent, or not a status.
+        """
+        found = validation.load_json(written, _MAX_BYTES)
+        if cls.from_fields(found).process.get("pid") != agent:
+            raise ValueError("another process responds at the address of its agent")
+        workers = found.get("workers")
+        if type(workers) is not dict:
+            raise ValueError("not the status of an agent with workers")
+        worker = workers.get(str(rank))
+        return None if worker is None else cls.from_fields(worker)
+
+    @classmethod
+    def from_fields(cls, found: Any) -> "ProcessStatus":
+        """Return the status with these JSON values; ValueError for anything else."""
         try:
-            found = validation.load_json(written, _MAX_BYTES)
             return cls(
                 process=dict(found["process"]),
                 recording=bool(found["recording"]),
@@ -133,6 +165,36 @@ def _stalled_barriers(found: Iterable[Mapping[str, Any]]) -> tuple[StalledBarrie
     return tuple(barriers)
 
 
+def own_fields() -> dict[str, Any]:
+    """Return the status of this process as JSON values."""
+    return ProcessStatus.now().to_fields()
+
+
 def page(_accept: str) -> server.Response:
     """Return the page ``/inflight``."""
-    return server.Response(ProcessStatus.now().to_bytes() + b"\n", "application/json")
+    return _response(own_fields())
+
+
+def node_page(_accept: str) -> server.Response:
+    """Return the page ``/inflight`` of an agent, with its workers by rank."""
+    fields = own_fields()
+    if workers := AGENT_WORKERS.workers:
+        replies = ask_workers(workers, STATUS_PAGE, _WORKERS_TIMEOUT)
+        fields["workers"] = {
+            str(worker.rank): _worker_fields(replies.get(worker)) for worker in workers
+        }
+    return _response(fields)
+
+
+def _response(fields: dict[str, Any]) -> server.Response:
+    return server.Response(json.dumps(fields).encode() + b"\n", "application/json")
+
+
+def _worker_fields(reply: LocalReply | None) -> dict[str, Any] | None:
+    if reply is None or reply.page is None:
+        return None
+    try:
+        return ProcessStatus.from_fields(reply.page).to_fields()
+    except ValueError as error:
+        RECORDER.failures.add(names.ENDPOINT, error)
+        return None

@@ -36,6 +36,10 @@ _REQUEST_TIMEOUT = 15.0
 # Number of ports that are tried, from the configured one on.
 _MAX_PORTS = 128
 
+# What a response that refuses credentials has in WWW-Authenticate. Each has a header of
+# its own: Chromium reads only the first one of a header, and asks for none if it does
+# not know that.
+CHALLENGES = ('Basic realm="tracedstore"', "Bearer")
 # Addresses that mean every interface; clients cannot connect to them.
 ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - only where it is configured
 
@@ -78,12 +82,36 @@ class Access:
         """
         if header is None:  # not a browser
             return True
-        name = (urlsplit(f"//{header}").hostname or "").lower()
+        try:
+            name = (urlsplit(f"//{header}").hostname or "").lower()
+        except ValueError:  # brackets that are not closed
+            return False
         return (
             name in {"localhost", *self.hosts}
             or _is_ip_address(name)
             or name in _own_names()
         )
+
+    @staticmethod
+    def accepts_origin(origin: str | None, host: str | None) -> bool:
+        """Return whether a request comes from a page of this server.
+
+        A browser lets the pages of all sites open websockets here. Their Origin header
+        has the name of the site.
+        """
+        if origin is None:  # not a browser
+            return True
+        try:
+            return urlsplit(origin).netloc.lower() == (host or "").lower()
+        except ValueError:
+            return False
+
+
+def base_url(host: str, port: int, *, secure: bool) -> str:
+    """Return the URL at which clients reach a server, without a path."""
+    name = socket.gethostname() if host in ANY_ADDRESS else host
+    shown = f"[{name}]" if ":" in name else name
+    return f"{'https' if secure else 'http'}://{shown}:{port}"
 
 
 @functools.cache
@@ -248,7 +276,7 @@ class _Request(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         given = self.headers.get("Authorization", "")
-        if not self._host_accepted():
+        if not access.accepts_host(self.headers.get("Host")):
             self._send(
                 Response(
                     b"unknown name in the Host header: set TRACEDSTORE_HTTP_HOSTS\n",
@@ -269,18 +297,13 @@ class _Request(BaseHTTPRequestHandler):
         else:
             self._send(_render(page, self.headers.get("Accept", "")))
 
-    def _host_accepted(self) -> bool:
-        try:
-            return self.server.access.accepts_host(self.headers.get("Host"))
-        except ValueError:  # brackets that are not closed
-            return False
-
     do_HEAD = do_GET  # noqa: N815 - http.server requires this name
 
     def _send(self, response: Response) -> None:
         self.send_response(response.status)
         if response.status == HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", 'Bearer, Basic realm="tracedstore"')
+            for challenge in CHALLENGES:
+                self.send_header("WWW-Authenticate", challenge)
         self.send_header("Content-Type", response.content_type)
         self.send_header("Content-Length", str(len(response.body)))
         self.send_header("Connection", "close")

@@ -129,7 +129,8 @@ class Settings:
         disabled: Record nothing. Wrapped stores only forward calls.
         core: What records the calls of torch's C++ stores. ``python``: Python;
             ``native``: the extension that ``tracedstore build-native`` builds, and an
-            error without it; ``auto``: Python.
+            error without it; ``auto``: the extension if it is built for this torch,
+            else Python.
         spans: Which calls get a span. ``budget``: slow, failed and retried calls, and
             other calls within the budget; ``notable``: slow, failed and retried calls
             only; ``all``: every call; ``off``: none.
@@ -145,17 +146,31 @@ class Settings:
         log_format: Format of events if the application has not configured structlog.
             ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;
             ``off``: no events at all.
+        metrics: Which series are exported. ``compact``: those that dashboards and
+            alerts use, from the first call of an operation on; ``full``: every
+            operation from the first scrape on, with more bounds, and blocking calls in
+            both histograms.
+        metrics_exporter: Where metrics go besides the Prometheus registry. ``auto``: to
+            the application's OpenTelemetry MeterProvider, if it has one; ``otlp``: to
+            a collector, as the ``OTEL_*`` variables say, unless the application has a
+            MeterProvider; ``prometheus``: nowhere else.
+        events_exporter: Where events go besides the log. ``auto``: to the application's
+            OpenTelemetry LoggerProvider, if it has one; ``otlp``: to a collector,
+            unless the application has a LoggerProvider; ``log``: nowhere else.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
-        exit_timeout: Seconds that exporting spans and writing events may delay the end
-            of the process.
-        http_port: Port of the HTTP endpoint. The local rank is added to it. If that
-            port is taken, the next free one is used; 0 selects any free port. Without
-            this setting the process serves nothing.
+        exit_timeout: Seconds that exporting and writing events may delay the end of the
+            process.
+        http_port: Port of the HTTP endpoint. A process that serves adds its local rank
+            to it. If that port is taken, it uses the next free one; 0 selects any free
+            port. Without this setting the process serves nothing.
+        http_scope: Who serves a worker of torchrun. ``node``: its agent, if that is
+            traced; one endpoint serves a node. ``rank``: the worker itself. Without
+            torchrun, each process serves itself.
         http_host: The address to listen on; ``0.0.0.0`` for all addresses.
         http_hosts: Names in the ``Host`` header that are accepted besides localhost,
             IP addresses and the name of this machine, separated by commas.
-        http_token: Bearer token that clients must send.
+        http_token: Bearer token that clients must send. Browsers send it as a password.
         http_basic_auth: ``user:password`` that clients must send. If a token is set
             as well, either is accepted.
         http_cert: Certificate file. Setting it enables HTTPS.
@@ -174,9 +189,13 @@ class Settings:
     answers: bool = _setting(True, _switch)
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
+    metrics: str = _setting("compact", _choice("compact", "full"))
+    metrics_exporter: str = _setting("auto", _choice("auto", "otlp", "prometheus"))
+    events_exporter: str = _setting("auto", _choice("auto", "otlp", "log"))
     tracing: bool = _setting(False, _switch)
     exit_timeout: float = _setting(5.0, _seconds)
     http_port: int | None = _setting(None, _port)
+    http_scope: str = _setting("node", _choice("node", "rank"))
     http_host: str = _setting("127.0.0.1", _text)
     http_hosts: tuple[str, ...] = _setting((), _host_names)
     http_token: str | None = _setting(None, parse_token, secret=True)

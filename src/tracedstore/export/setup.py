@@ -1,17 +1,16 @@
 """Sets up, replaces and ends the telemetry of a process."""
 
 import atexit
-import logging
 import os
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import trace
+from opentelemetry._logs import LoggerProvider
 from opentelemetry.context import Context
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Link, Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -20,29 +19,28 @@ from tracedstore.coordination import rank_registry
 from tracedstore.core import timeouts
 from tracedstore.core.budget import budget_of
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
+from tracedstore.core.deferred import DeferredWork
 from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.snapshot import MetricSource, Snapshots
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
 from tracedstore.core.watcher import WATCHER
 from tracedstore.diagnosis import groups
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
-from tracedstore.export.endpoint import Endpoint, access_of
+from tracedstore.export import shutdown as ending
+from tracedstore.export.endpoint import Endpoint
+from tracedstore.export.push import RECORD_WRITER, Providers, Push
 from tracedstore.export.settings import Settings
-from tracedstore.export.shutdown import export_with_timeout, wait_for_native_calls
 from tracedstore.export.stall_watch import StallWatch
 from tracedstore.signals import inflight
 from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import MetricsCollector
-from tracedstore.signals.spans import Spans, process_attributes
+from tracedstore.signals.spans import Spans
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
-
     from tracedstore.core.counters import Call
-
-_logger = logging.getLogger(names.SCOPE)
 
 
 class ConfiguredTelemetry:
@@ -52,36 +50,40 @@ class ConfiguredTelemetry:
         self,
         settings: Settings,
         registry: CollectorRegistry,
-        provider: TracerProvider | None,
+        providers: Providers,
         clock: Clock,
         more_observers: Iterable[Observer],
+        previous: Push | None,
     ) -> None:
         identity = process_identity()
         # Raises before the telemetry that was set up before is stopped.
-        access = access_of(settings)
-        self._serve = partial(Endpoint, settings, access, registry, identity)
-        self._endpoint: Endpoint | None = None
-        self.provider = provider
-        self.own_provider: SDKTracerProvider | None = None
-        if settings.tracing and provider is None:
-            # The SDK is imported only where it is used.
-            from tracedstore.export.tracing import set_up_provider  # noqa: PLC0415
-
-            self.own_provider = set_up_provider(process_attributes(identity))
+        self._endpoint = Endpoint(settings, registry, identity)
+        self.push = Push(settings, providers, previous)
         self._registry = registry
         self._spans = Spans(
-            RECORDER, identity, provider, count_suppressed=settings.spans == "budget"
-        )
-        self._metrics = MetricsCollector(
             RECORDER,
-            lambda: self._spans.suppressed_by_caller,
-            lambda: _event_writer.dropped,
+            identity,
+            providers.tracer,
+            count_suppressed=settings.spans == "budget",
+            on_provider=partial(ending.run_before_its_end, _deferred.flush),
+        )
+        snapshots = partial(
+            Snapshots,
+            RECORDER,
+            full=settings.metrics == "full",
+            suppressed_by_caller=lambda: self._spans.suppressed_by_caller,
+            events_dropped=lambda: _event_writer.dropped + RECORD_WRITER.dropped,
+        )
+        self._metrics = MetricsCollector(RECORDER, snapshots())
+        self._source = MetricSource(
+            RECORDER, snapshots(one_histogram=True), self._metrics.exemplar
         )
         self._events = Events(
             RECORDER,
             identity,
             _event_writer.submit,
             log_format="off" if settings.disabled else settings.log_format,
+            records=self.push.records,
         )
         self._stall_watch = StallWatch(
             self, settings.stall_after, answers=settings.answers
@@ -93,13 +95,15 @@ class ConfiguredTelemetry:
             *self._stall_watch.observers,
             *more_observers,
         )
+        self.defer = _deferred.submit
+        self.emits_debug_events = self._events.emits_debug_events
+        self.tracing_enabled = self._spans.enabled
+        if settings.spans == "off":
+            self.tracing_enabled = NULL_TELEMETRY.tracing_enabled
         self._clock = clock
         self._settings = settings
-
-    @property
-    def exit_timeout(self) -> float:
-        """Seconds that the telemetry may delay the end of the process."""
-        return self._settings.exit_timeout
+        # Seconds that the telemetry may delay the end of the process.
+        self.exit_timeout = settings.exit_timeout
 
     # What the package emits through, as `core.telemetry.TELEMETRY`.
 
@@ -107,18 +111,9 @@ class ConfiguredTelemetry:
         """Write an event through structlog."""
         self._events.emit(event, level=level, **fields)
 
-    def emits_debug_events(self) -> bool:
-        """Return whether events of debug level are written."""
-        return self._events.emits_debug_events()
-
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Emit `telemetry.disabled`."""
         self._events.report_failure(observer, error)
-
-    def tracing_enabled(self) -> bool:
-        """Return whether spans started now are recorded."""
-        on = RECORDER.on and self._settings.spans != "off"
-        return on and self._spans.enabled()
 
     def start_span(
         self,
@@ -139,16 +134,19 @@ class ConfiguredTelemetry:
         )
 
     def flush(self, timeout: float) -> None:
-        """Export finished spans; return after the timeout at the latest."""
-        export_with_timeout(self._flush, timeout)
+        """Make and export spans; return after the timeout at the latest."""
+        left = timeouts.countdown(timeout)
+        _deferred.flush(left())
+        self.push.flush_spans(left())
 
     def thread_called(self) -> None:
         """Watch the calls in flight from a process's first call on.
 
-        A forked child gets its watch here: it has the parent's telemetry, but not the
-        parent's watcher thread.
+        A forked child gets its watch here, and its export of metrics: it has the
+        parent's telemetry, but not the parent's threads.
         """
         self._stall_watch.start()
+        self._guarded_push(self.push.restart)
 
     def explain_wait(
         self, call: "Call", error: BaseException | None
@@ -179,52 +177,29 @@ class ConfiguredTelemetry:
         RECORDER.observers.set(self._observers)
         if RECORDER.counters:
             self.thread_called()
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            _logger.warning(
-                "PROMETHEUS_MULTIPROC_DIR is set, but its files carry no custom"
-                " collectors: serve the metrics of each process by itself"
-            )
         try:
-            self._registry.register(self._metrics)
+            self._metrics.register(self._registry)
         except Exception as error:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.on = not settings.disabled
+        self._guarded_push(self.push.start)
         LOCAL_SOCKET.enable(on=settings.answers and not settings.disabled)
-        if settings.http_port is not None and not settings.disabled:
-            RECORDER.failures.guarded(names.ENDPOINT, self._start_endpoint)
+        RECORDER.failures.guarded(
+            names.ENDPOINT, self._endpoint.start, self._events.emit
+        )
 
-    def _start_endpoint(self) -> None:
-        self._endpoint = self._serve()
-        self._events.emit(names.TELEMETRY_SERVING, url=self._endpoint.url)
-        rank_registry.set_metrics_address(self._endpoint.url)
+    def _guarded_push(self, start: Callable[[MetricSource], None]) -> None:
+        RECORDER.failures.guarded(names.OTEL_METRICS, start, self._source)
 
     def stop(self, timeout: float) -> None:
         """Record and emit no more. Counts stay."""
         RECORDER.on = False
         TELEMETRY.install(NULL_TELEMETRY)
         RECORDER.observers.set(())
-        if self._endpoint is not None:
-            self._endpoint.stop(timeout)
-            rank_registry.set_metrics_address(None)
+        self._endpoint.stop(timeout)
         self._stall_watch.stop(timeout)
         with suppress(KeyError):  # it is not there if registering failed
             self._registry.unregister(self._metrics)
-
-    def end(self, timeout: float) -> None:
-        """Export finished spans and end the provider set up here, within a timeout."""
-        export_with_timeout(self._end, timeout)
-
-    def _flush(self, timeout: float) -> None:
-        provider = self.own_provider or self.provider or trace.get_tracer_provider()
-        # OpenTelemetry's API has no force_flush; the SDK's provider does.
-        force_flush = getattr(provider, "force_flush", None)
-        if force_flush is not None:
-            force_flush(int(timeout * 1000))
-
-    def _end(self, timeout: float) -> None:
-        self._flush(timeout)
-        if self.own_provider is not None:
-            self.own_provider.shutdown()
 
     def update_identity(self) -> None:
         """Put the current identity of the process on spans and events."""
@@ -238,13 +213,13 @@ class ConfiguredTelemetry:
         self._metrics.reset()
         self._events.reset()
         self._stall_watch.reset()
-        if self._endpoint is not None:
-            self._endpoint.reset()
-            self._endpoint = None
+        self.push.reset()
+        self._endpoint.reset()
 
 
 # One a process: events keep their order over a `configure`.
 _event_writer = EventWriter(RECORDER.failures)
+_deferred = DeferredWork(names.BARRIERS, RECORDER.failures)
 _telemetry: ConfiguredTelemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
@@ -254,6 +229,8 @@ def configure(
     *,
     registry: CollectorRegistry | None = None,
     tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
+    logger_provider: LoggerProvider | None = None,
     observers: Iterable[Observer] = (),
     clock: Clock = SYSTEM_CLOCK,
     **settings: Any,
@@ -266,6 +243,8 @@ def configure(
     Args:
         registry: The Prometheus registry, instead of prometheus_client's default one.
         tracer_provider: The tracer provider, instead of OpenTelemetry's global one.
+        meter_provider: The same for metrics.
+        logger_provider: The same for events as log records.
         observers: Further observers of notable calls.
         clock: The clock; for tests.
         settings: Any setting of `tracedstore.Settings`, by its name. A setting that is
@@ -282,15 +261,18 @@ def configure(
         replacement = ConfiguredTelemetry(
             loaded,
             REGISTRY if registry is None else registry,
-            tracer_provider,
+            Providers(
+                tracer=tracer_provider, meter=meter_provider, logger=logger_provider
+            ),
             clock,
             observers,
+            None if _telemetry is None else _telemetry.push,
         )
         if _telemetry is not None:
+            # To the provider that they belong to.
+            _deferred.flush(1.0)
             _telemetry.stop(timeout=1.0)
-            replacement.own_provider = (
-                replacement.own_provider or _telemetry.own_provider
-            )
+            _telemetry.push.end_unused(1.0, replacement.push)
         _telemetry = replacement
         _set_hooks()
         replacement.start()
@@ -300,12 +282,12 @@ def ensure_configured() -> None:
     """Set up the telemetry from the environment, unless it is set up.
 
     Raises:
-        ConfigurationError: A ``TRACEDSTORE_*`` variable has a value that cannot be
-            used.
+        ConfigurationError: A ``TRACEDSTORE_*`` variable has an unusable value.
     """
-    with _lock:
-        if _telemetry is None:
-            configure()
+    if _telemetry is None:
+        with _lock:
+            if _telemetry is None:
+                configure()
 
 
 def try_to_configure(observer: str) -> bool:
@@ -344,15 +326,16 @@ def shutdown(timeout: float = 5.0) -> None:
         timeout: Seconds after which to return, flushed or not.
     """
     global _telemetry
+    left = timeouts.countdown(timeout)
     with _lock:
         ended, _telemetry = _telemetry, None
         if ended is None:
             return
-        ended.stop(timeout)
-    deadline = time.monotonic() + timeout
-    LOCAL_SOCKET.stop(timeout)
-    ended.end(timeout)
-    _event_writer.stop(max(0.0, deadline - time.monotonic()))
+        _deferred.stop(left())
+        ended.stop(left())
+    LOCAL_SOCKET.stop(left())
+    ended.push.end(left(), own_only=False)
+    _event_writer.stop(left())
 
 
 def in_flight() -> list[inflight.InFlight]:
@@ -371,26 +354,24 @@ def _set_hooks() -> None:
 def _at_exit() -> None:
     """End what runs, within ``exit_timeout``, and then wait for torch's own calls."""
     if _telemetry is not None:
-        deadline = time.monotonic() + _telemetry.exit_timeout
-
-        def left() -> float:
-            return max(0.0, deadline - time.monotonic())
-
+        left = timeouts.countdown(_telemetry.exit_timeout)
+        timeouts.end_pauses()
         WATCHER.stop(left())
+        _deferred.stop(left())
         LOCAL_SOCKET.stop(left())
         _telemetry.stop(left())
-        # The application ends its own provider.
-        if _telemetry.own_provider is not None:
-            _telemetry.end(left())
+        # The application ends its own providers.
+        _telemetry.push.end(left(), own_only=True)
         _event_writer.stop(left())
         timeouts.join_bounded_threads(left())
-    wait_for_native_calls()
+    ending.wait_for_native_calls(5.0 if _telemetry is None else _telemetry.exit_timeout)
 
 
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may hold it
     _lock = threading.RLock()
     timeouts.reset()
+    _deferred.reset()
     _event_writer.reset()
     WATCHER.reset()
     rank_registry.reset()

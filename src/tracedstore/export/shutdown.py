@@ -3,40 +3,93 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial, wraps
+from typing import Any
+
+import torch.distributed as dist
 
 from tracedstore import names
 from tracedstore.core import store_proxy
 from tracedstore.core.counters import thread_names
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.timeouts import start_bounded_thread
 
-# Seconds; only where a thread of torch's C++ is in a Store call at exit. Such a call
-# ends by its store's timeout, which is this long by torch's default.
+# Seconds; only where a thread of a process group is in a Store call at exit. Such a
+# call ends by its store's timeout, which is this long by torch's default.
 _MAX_WAIT_AT_EXIT = 1800.0
 # Seconds that C++ gets after such a call to release Python objects, an exception
 # mostly, or to make its next call.
 _SETTLE_AT_EXIT = 0.5
+# Seconds for making the last spans before a tracer provider ends.
+_LAST_SPANS_TIMEOUT = 1.0
 
 
-def export_with_timeout(export: Callable[[float], None], timeout: float) -> None:
-    """Run an export; return after the timeout even where the exporter ignores it."""
-    with suppress(TimeoutError):
-        run_with_timeout(
-            timeout,
-            lambda: RECORDER.failures.guarded(names.SPANS, export, timeout),
-        )
+def export_with_timeout(
+    timeout: float, exports: Mapping[str, Callable[[], object]]
+) -> None:
+    """Run exports, each in a thread; return after the timeout whatever they do.
+
+    Args:
+        timeout: Seconds for all of them.
+        exports: The exports, by the part of the telemetry that a failure is counted
+            for.
+    """
+    deadline = time.monotonic() + timeout
+    threads = []
+    for part, export in exports.items():
+        with suppress(RuntimeError):  # the limit is reached: nothing is exported
+            guarded = partial(RECORDER.failures.guarded, part, export)
+            threads.append(start_bounded_thread(guarded))
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def wait_for_native_calls() -> None:
-    """Wait until no thread of torch's C++ is in a Store call.
+def run_before_its_end(flush: Callable[[float], object], provider: Any) -> None:
+    """Let a tracer provider make its last spans before it is flushed or shut down.
+
+    Those of completed barriers are made a moment late, and an application may end its
+    provider right after a barrier. A span processor would be called too late: a
+    provider ends the application's processors first.
+
+    Args:
+        flush: Makes the spans, within a number of seconds.
+        provider: The provider, as the application made it.
+    """
+    for name in ("force_flush", "shutdown"):
+        original = getattr(provider, name, None)
+        if original is not None and not hasattr(original, "_flushes_first"):
+            wrapper = _flushing_first(flush, original)
+            setattr(provider, name, wrapper)
+
+
+def _flushing_first(
+    flush: Callable[[float], object], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        RECORDER.failures.guarded(names.SPANS, flush, _LAST_SPANS_TIMEOUT)
+        return original(*args, **kwargs)
+
+    call._flushes_first = True  # type: ignore[attr-defined] # noqa: SLF001
+    return call
+
+
+def wait_for_native_calls(timeout: float) -> None:
+    """Wait until no thread that Python did not start is in a call of the Python base.
 
     Such a call returns through Python. If that happens while the interpreter
-    finalizes, CPython before 3.14 ends the thread in a way that makes C++ abort. The
-    bare store has no such problem, so the job must not have one.
+    finalizes, CPython before 3.14 ends the thread in a way that makes C++ abort.
+    torch waits for the threads of a process group when that is freed, with a bare
+    store too, so their calls are waited for until they end. Other threads are not
+    waited for with a bare store, so the wait for theirs is bounded.
+
+    Args:
+        timeout: Seconds to wait where there is no process group.
     """
-    deadline = time.monotonic() + _MAX_WAIT_AT_EXIT
+    limit = _MAX_WAIT_AT_EXIT if dist.is_initialized() else timeout
+    deadline = time.monotonic() + limit
     last_seen = None
     while (now := time.monotonic()) < deadline:
         if _in_native_call():

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.util.types import AttributeValue
 
 from tracedstore.core.errors import ConfigurationError
+from tracedstore.export.otlp import exporter_name
 
 _EXPORTERS = "opentelemetry_traces_exporter"
 
@@ -51,11 +52,7 @@ def _processor(name: str) -> SpanProcessor:
     if name == "console":
         return SimpleSpanProcessor(ConsoleSpanExporter())
     if name == "otlp":
-        protocol = os.environ.get(
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
-            os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
-        )
-        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+        name = exporter_name("traces")
     for found in entry_points(group=_EXPORTERS, name=name):
         return BatchSpanProcessor(found.load()())
     raise ConfigurationError(

@@ -6,6 +6,7 @@ go through a bounded queue and a writer thread. An event that does not fit is dr
 and counted.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -26,12 +27,25 @@ Write = Callable[[], None]
 class EventWriter:
     """Runs writes in order, in one daemon thread.
 
+    Args:
+        failures: Where writes that fail are counted.
+        part: The part of the telemetry that they are counted for.
+        stuck_after: Seconds after which a write that has not ended is a failure.
+
     Attributes:
         dropped: Number of events that were dropped because the queue was full.
     """
 
-    def __init__(self, failures: Failures) -> None:
+    def __init__(
+        self,
+        failures: Failures,
+        *,
+        part: str = names.EVENTS,
+        stuck_after: float = math.inf,
+    ) -> None:
         self._failures = failures
+        self._part = part
+        self._stuck_after = stuck_after
         self.reset()
 
     def reset(self) -> None:
@@ -43,8 +57,15 @@ class EventWriter:
         self._submitted = self._written = 0
         # When the write in progress began, by ``time.monotonic``.
         self._writing_since: float | None = None
+        # The same of the write that was last found to be stuck.
+        self._stuck_since: float | None = None
         self._thread: DaemonThread | None = None
         self._stopping = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a thread: something was submitted."""
+        return self._thread is not None
 
     def submit(self, write: Write, *, wait: bool) -> None:
         """Queue a write.
@@ -54,6 +75,9 @@ class EventWriter:
             wait: Return when it is written, after 0.2 s at the latest. A writer that
                 has been stuck for so long already is not waited for.
         """
+        if self._is_stuck():
+            stuck = f"a write has not ended after {self._stuck_after:g} s"
+            self._failures.add(self._part, TimeoutError(stuck))
         with self._changed:
             if len(self._queue) >= _MAX_QUEUED or not self._ensure_thread():
                 self.dropped += 1
@@ -85,6 +109,17 @@ class EventWriter:
         # Not current_thread(), which registers a thread of torch's C++ with Python.
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
+    def _is_stuck(self) -> bool:
+        """Return once for each write whether it takes too long."""
+        with self._changed:
+            since = self._writing_since
+            if since is None or since == self._stuck_since:
+                return False
+            if time.monotonic() - since < self._stuck_after:
+                return False
+            self._stuck_since = since
+            return True
+
     def _wait_timeout(self) -> float:
         since = self._writing_since
         stuck = since is not None and time.monotonic() - since > _WAIT_TIMEOUT
@@ -96,7 +131,7 @@ class EventWriter:
     def _ensure_thread(self) -> bool:
         if self._thread is not None:
             return True
-        thread = DaemonThread(self._run, name="tracedstore-event-writer")
+        thread = DaemonThread(self._run, name=f"tracedstore-{self._part}-writer")
         try:
             thread.start()
         except RuntimeError:  # the limit is reached, or the interpreter finalizes
@@ -109,7 +144,7 @@ class EventWriter:
             try:
                 write()
             except Exception as error:
-                self._failures.add(names.EVENTS, error)
+                self._failures.add(self._part, error)
             with self._changed:
                 self._written += 1
                 self._writing_since = None

@@ -67,6 +67,18 @@ class Submit(Protocol):
         """Queue it."""
 
 
+class Records(Protocol):
+    """Emits events elsewhere as well; see `LogRecords`."""
+
+    def enabled(self) -> bool:
+        """Return whether it wants them now."""
+
+    def emit(
+        self, level: str, event: str, fields: Mapping[str, Any], line: str
+    ) -> None:
+        """Emit an event, given its fields and its line of JSON."""
+
+
 class Events:
     """Emits events of notable calls, and limits repeats."""
 
@@ -79,7 +91,9 @@ class Events:
         submit: Submit,
         *,
         log_format: str = "auto",
+        records: Records | None = None,
     ) -> None:
+        self._records = records
         self._recorder = recorder
         self._submit = submit
         self._identity = identity
@@ -124,6 +138,9 @@ class Events:
             fields |= _current_trace()
         # The event's own fields first, then the identity of the process.
         fields = fields | self._identity.fields() | fields
+        if self._records is not None and self._records.enabled():
+            line = _render(level, event, fields, structlog.processors.JSONRenderer())
+            self._records.emit(level, event, fields, line)
         self._submit(
             self._application_write(level, event, fields)
             if structlog.is_configured()
@@ -131,13 +148,9 @@ class Events:
             wait=level in _WRITTEN_AT_ONCE,
         )
 
-    @staticmethod
-    def emits_debug_events() -> bool:
-        """Return whether events of debug level are written.
-
-        They are where the application configured structlog, which has the levels.
-        """
-        return structlog.is_configured()
+    # Whether events of debug level are written. They are where the application
+    # configured structlog, which has the levels.
+    emits_debug_events = staticmethod(structlog.is_configured)
 
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Emit `telemetry.disabled`; if events failed, log it."""
@@ -234,16 +247,26 @@ class Events:
             if as_text
             else structlog.processors.JSONRenderer()
         )
-        line: Any = {"event": event, **fields}
-        for processor in (
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _timestamp_first,
-            renderer,
-        ):
-            line = processor(None, level, line)
+        line = _render(level, event, fields, renderer)
         return partial(_write_line, f"{line}\n")
+
+
+def _render(
+    level: str,
+    event: str,
+    fields: Mapping[str, Any],
+    renderer: structlog.typing.Processor,
+) -> str:
+    line: Any = {"event": event, **fields}
+    for processor in (
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _timestamp_first,
+        renderer,
+    ):
+        line = processor(None, level, line)
+    return str(line)
 
 
 def _write_line(line: str) -> None:

@@ -4,24 +4,23 @@ A leaf call needs no current span while it runs, so the fast path pays nothing: 
 span is created when the call has ended, with its start and end times.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry import context, trace
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
+from opentelemetry.environment_variables import OTEL_PYTHON_TRACER_PROVIDER
 from opentelemetry.semconv.attributes import db_attributes as db
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.util.types import AttributeValue
 
-from tracedstore import names
+from tracedstore import names, otel_names
 from tracedstore._version import __version__
 from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
-from tracedstore.core.operation import Operation, Reason
+from tracedstore.core.operation import EtcdRequest, Operation, Reason
 from tracedstore.core.recorder import Recorder
-
-# The version of the conventions whose names are used; all of them are stable there.
-_SCHEMA_URL = "https://opentelemetry.io/schemas/1.36.0"
 
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.
@@ -41,12 +40,16 @@ class Spans:
         provider: TracerProvider | None = None,
         *,
         count_suppressed: bool = True,
+        on_provider: Callable[[TracerProvider], None] = lambda _provider: None,
     ) -> None:
         self._recorder = recorder
         self._given = provider
         self._count_suppressed = count_suppressed
+        # Gets each provider before its first span.
+        self._on_provider = on_provider
         self._provider: TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
+        self._provider_by_environment = OTEL_PYTHON_TRACER_PROVIDER in os.environ
         self._process = process_attributes(identity)
         self.suppressed_by_caller = 0
 
@@ -55,7 +58,7 @@ class Spans:
         if not operation.reasons & _SPAN_REASONS:
             return
         tracer = self._current_tracer()
-        if tracer is None or context.get_value(names.SUPPRESS_CALL_SPANS):
+        if tracer is None or operation.thread_id in self._recorder.without_call_spans:
             return
         if context.get_value(_SUPPRESS_INSTRUMENTATION_KEY):
             self.suppressed_by_caller += 1
@@ -67,6 +70,8 @@ class Spans:
             attributes=self._attributes(operation, summary),
             start_time=operation.started_ns,
         )
+        for request in operation.attempts.shown if operation.attempts else ():
+            span.add_event(names.ETCD_REQUEST, _of_request(request), request.started_ns)
         if operation.explained:
             ended_ns = operation.started_ns + operation.duration_ns
             span.add_event(names.JOB_STALLED, operation.explained, ended_ns)
@@ -79,7 +84,17 @@ class Spans:
             operation.span_id = trace.format_span_id(found.span_id)
 
     def enabled(self) -> bool:
-        """Return whether spans started now are recorded."""
+        """Return whether spans started now are recorded; every barrier asks."""
+        if not self._recorder.on:
+            return False
+        # Without a provider, `trace.get_tracer_provider` looks into the environment,
+        # which takes ten times as long as the rest.
+        if (
+            self._given is None
+            and getattr(trace, "_TRACER_PROVIDER", self) is None
+            and not self._provider_by_environment
+        ):
+            return False
         return self._current_tracer() is not None and not context.get_value(
             _SUPPRESS_INSTRUMENTATION_KEY
         )
@@ -112,13 +127,14 @@ class Spans:
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given or trace.get_tracer_provider()
         budget = self._recorder.budget
-        if isinstance(provider, trace.ProxyTracerProvider):
-            budget.pause(until=self._recorder.ticks() + _PROVIDER_CHECK_NS)
-            return None
         if provider is not self._provider:
+            if isinstance(provider, trace.ProxyTracerProvider):
+                budget.pause(until=self._recorder.ticks() + _PROVIDER_CHECK_NS)
+                return None
+            self._recorder.failures.guarded(self.name, self._on_provider, provider)
             self._provider = provider
             self._tracer = provider.get_tracer(
-                names.SCOPE, __version__, schema_url=_SCHEMA_URL
+                names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
             )
         budget.counting = self._count_suppressed
         return self._tracer
@@ -150,9 +166,22 @@ class Spans:
             attributes[names.CAS_RETRY_COUNT] = operation.attempts.swaps_lost
             attributes[names.ETCD_REQUESTS] = operation.attempts.requests
             attributes[names.ETCD_WATCH_TIMEOUTS] = operation.attempts.watch_timeouts
+            if operation.attempts.shown:
+                attributes[names.ETCD_RECOVERIES] = operation.attempts.recoveries
         if operation.attributes is not None:
             attributes |= operation.attributes
         return attributes
+
+
+def _of_request(request: EtcdRequest) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        db.DB_OPERATION_NAME: request.method,
+        server_attributes.SERVER_ADDRESS: request.server,
+        names.ETCD_REQUEST_SECONDS: request.duration_ns / 1e9,
+    }
+    if request.result != "ok":
+        attributes[error_attributes.ERROR_TYPE] = request.result
+    return attributes
 
 
 def _summary(operation: Operation) -> str:
