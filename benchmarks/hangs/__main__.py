@@ -27,7 +27,7 @@ from hangs.cases import make_case  # noqa: E402
 from hangs.oracle import Outcome  # noqa: E402
 from hangs.runner import run_case  # noqa: E402
 from hangs.scenarios import SCENARIOS  # noqa: E402
-from tracedstore.demo.parent_death import die_with_parent  # noqa: E402
+from tracedstore.core.parent_death import die_with_parent  # noqa: E402
 from tracedstore.demo.store_servers import serve_store  # noqa: E402
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     outcomes = []
     with (
         tempfile.TemporaryDirectory(prefix="hangs-") as folder,
-        serve_store("etcd", Path(folder)) as port,
+        serve_store("etcd-v2", Path(folder)) as port,
         # Forked before the pool starts threads: its workers fork the ranks.
         multiprocessing.get_context("fork").Pool(
             options.jobs, die_with_parent, (os.getpid(),)

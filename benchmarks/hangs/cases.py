@@ -45,6 +45,20 @@ class Case:
         return self.victims if self.kind == "not_started" else ()
 
     @property
+    def is_without_server(self) -> bool:
+        """Whether rank 0, which serves the store, does not begin to."""
+        return (
+            self.scenario.name == "before_init"
+            and self.store == "tcp"
+            and 0 in self.victims
+        )
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The victims that can be known: without a store only rank 0 is."""
+        return (0,) if self.is_without_server else self.victims
+
+    @property
     def survivors(self) -> tuple[int, ...]:
         """The numbers of the processes that wait."""
         hung = () if self.kind == "twice" else self.victims

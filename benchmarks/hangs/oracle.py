@@ -116,6 +116,8 @@ def _judge_notes(outcome: Outcome) -> None:
 def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
     case = outcome.case
     causes = case.scenario.causes_of(case.kind)
+    if case.is_without_server:
+        causes = ("server_unreachable",)
     for event in outcome.stalls:
         named = tuple(event["awaited_ranks"])
         if case.kind == "restarted" and set(named) >= set(case.victims):
@@ -125,7 +127,7 @@ def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
         if named and not set(named) <= set(case.victims):
             outcome.result, outcome.why = "wrong", f"named {named}"
             return
-        if named != case.victims or event["cause"] not in causes:
+        if named != case.awaited or event["cause"] not in causes:
             outcome.why = f"named {named}, cause {event['cause']}"
         elif outcome.seconds is None:
             at = datetime.fromisoformat(event["timestamp"]).timestamp()

@@ -17,7 +17,7 @@ import tracedstore
 from hangs.cases import Case
 from hangs.oracle import Outcome, judge
 from hangs.scenarios import Hang, run_rank
-from tracedstore.demo.parent_death import die_with_parent
+from tracedstore.core.parent_death import die_with_parent
 
 STALL_AFTER = 3.0
 TIMEOUT = 12.0
@@ -90,18 +90,28 @@ class _Run:
 
     def _start(self, hung: "range | tuple[int, ...]", attempt: int) -> None:
         """Start all ranks; return when these have hung."""
-        reading, writing = os.pipe()
-        for seat in range(self._case.world_size):
-            if seat in self._case.absent:
-                continue
-            rank = partial(self._be_rank, seat, writing, attempt)
+        seats = [n for n in range(self._case.world_size) if n not in self._case.absent]
+        ready, gate, reached = os.pipe(), os.pipe(), os.pipe()
+
+        def wait_for_all() -> None:
+            os.close(ready[1])
+            os.read(gate[0], 1)
+
+        for seat in seats:
+            rank = partial(self._be_rank, seat, wait_for_all, reached[1], attempt)
             self._processes[seat] = _fork(rank)
-        os.close(writing)
+        os.close(ready[1])
+        os.close(reached[1])
         try:
+            # A rank that starts seconds later than the others is awaited too. The pipe
+            # ends when every rank is ready, or has ended.
+            os.read(ready[0], 1)
+            os.write(gate[1], b"." * len(seats))
             for _ in hung:
-                os.read(reading, 1)
+                os.read(reached[0], 1)
         finally:
-            os.close(reading)
+            for end in (ready[0], *gate, reached[0]):
+                os.close(end)
 
     def _hang(self) -> None:
         kind = self._case.kind
@@ -130,7 +140,9 @@ class _Run:
                 return
             time.sleep(0.05)
 
-    def _be_rank(self, seat: int, writing: int, attempt: int) -> None:
+    def _be_rank(
+        self, seat: int, wait_for_all: Callable[[], None], reached: int, attempt: int
+    ) -> None:
         """Run a rank in this process, which was just forked."""
         case = self._case
         log = os.open(self._directory / f"log.{seat}", os.O_WRONLY | os.O_CREAT)
@@ -161,8 +173,9 @@ class _Run:
             port=self._port,
             timeout=TIMEOUT,
             attempt=attempt,
-            reached=lambda: _reached(writing),
+            reached=lambda: _reached(reached),
         )
+        wait_for_all()
         run_rank(case.scenario, hang, self._directory / f"outcome.{seat}")
         tracedstore.shutdown(1)
 
@@ -182,8 +195,8 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def _reached(writing: int) -> None:
-    os.write(writing, b".")
+def _reached(pipe: int) -> None:
+    os.write(pipe, b".")
 
 
 def _serve_store(writing: int) -> None:

@@ -8,9 +8,10 @@ import json
 import socket
 import stat
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -20,6 +21,7 @@ from tracedstore.attach.child_process import (
     Heartbeat,
     run_in_child,
 )
+from tracedstore.attach.etcd_access import EtcdAccess, find_namespace
 from tracedstore.attach.torch_import import interruptible_import
 from tracedstore.core.errors import CommandError
 from tracedstore.diagnosis import tcpstore_probe
@@ -37,7 +39,11 @@ _MIN_ANSWER_TIMEOUT = 2.0
 # Seconds for each further answer; a large job needs many.
 _READ_TIMEOUT = 3.0
 _CONNECT_TIMEOUT = 2.5
-ACCEPTED = "tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/PREFIX"
+ACCEPTED = (
+    "tcp://HOST:PORT, file:///PATH, etcd://HOST:PORT/PREFIX or, for TLS,"
+    " etcds://HOST:PORT/PREFIX"
+)
+_TLS_SCHEME = "etcds"
 _TIMEOUT_CAUSES = {
     "tcp": "it hangs, or another server listens there",
     "file": "it is no FileStore, its disk hangs, or a process that hangs has locked it",
@@ -53,28 +59,41 @@ class Address:
     Attributes:
         url: The address as it was given.
         scheme: ``tcp``, ``file`` or ``etcd``.
+        secure: Whether it is an etcd that is reached over TLS.
+        access: The files for TLS, and the user.
         host: The host, "" for a file.
         port: The port, 0 for a file.
         path: The file, or the prefix in etcd.
+        namespace: The namespace of an EtcdV3Store, "" if it is another store; known
+            after `check_reachable`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
         """Parse an address; raise `CommandError` if it is invalid."""
         self.url = url
+        self.access = access or EtcdAccess()
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            # It may have a password, so it is not in the text.
+            raise CommandError(
+                "--store has a user in its address; use --etcd-user and"
+                " --etcd-password-file"
+            )
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError:
             parts, host, port = SplitResult("", "", "", "", ""), None, None
-        self.scheme = parts.scheme
+        self.secure = parts.scheme == _TLS_SCHEME
+        self.scheme = "etcd" if self.secure else parts.scheme
         if parts.scheme == "file":
             self.path = parts.netloc + parts.path
         else:
             self.path = parts.path or "/"
-        networked = parts.scheme in ("tcp", "etcd") and host and port
+        networked = self.scheme in ("tcp", "etcd") and host and port
         if not (networked or (parts.scheme == "file" and self.path)):
             raise CommandError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
+        self.namespace = ""
         # The time of the first read includes the start of the command.
         self._started: float | None = _imported
 
@@ -160,8 +179,9 @@ class Address:
         with self._connect() as connection:
             if self.scheme == "tcp" and tcpstore_probe.probe(connection) is False:
                 raise self.not_a_tcpstore()
-        if self.scheme == "etcd":
-            self._check_etcd_v2()
+        # The client for TLS and users needs torch.
+        if self.scheme == "etcd" and not (self.secure or self.access.user):
+            self.find_namespace(self._count_keys)
 
     def unreadable(self, reason: str | None) -> CommandError:
         """Return the error for a file that cannot be read."""
@@ -176,10 +196,18 @@ class Address:
             " another server, or the TCPStore of another torch"
         )
 
-    def not_an_etcd(self) -> CommandError:
-        """Return the error for another server at an etcd:// address."""
-        return CommandError(
-            f"the server at {self.url} does not answer as an etcd with the v2 API does"
+    def find_namespace(self, count_keys: Callable[[str], int | None]) -> None:
+        """Find out where the job has its keys in etcd.
+
+        Args:
+            count_keys: Returns the number of keys below a prefix; None without the v3
+                API.
+
+        Raises:
+            CommandError: There are none.
+        """
+        self.namespace = find_namespace(
+            self.url, self.path, count_keys, self._answers_v2
         )
 
     def _check_file(self) -> None:
@@ -213,11 +241,38 @@ class Address:
         connection.settimeout(None)
         return connection
 
-    def _check_etcd_v2(self) -> None:
-        # Without a timeout, for the same reason.
+    def _count_keys(self, prefix: str) -> int | None:
+        """Return the number of keys below a prefix; None without the v3 API."""
+        # The character after a slash ends the range.
+        ends = (prefix, prefix[:-1] + "0")
+        start, end = (b64encode(each.encode()).decode() for each in ends)
+        request = {"key": start, "range_end": end, "count_only": True}
+        answer = self._request("POST", "/v3/kv/range", json.dumps(request))
+        if "header" not in answer:
+            return None
         try:
-            with closing(HTTPConnection(self.host, self.port)) as connection:
-                connection.request("GET", "/v2/keys")
-                json.loads(connection.getresponse().read())["action"]
-        except (OSError, HTTPException, ValueError, TypeError, KeyError):
-            raise self.not_an_etcd() from None
+            return int(answer.get("count", 0))
+        except (TypeError, ValueError):  # another server
+            return None
+
+    def _answers_v2(self) -> bool:
+        return "action" in self._request("GET", "/v2/keys")
+
+    def _request(
+        self, method: str, path: str, body: str | None = None
+    ) -> dict[str, Any]:
+        """Return the answer to a request; an empty one if it is no JSON object."""
+        # The parent process times out a server that does not answer.
+        if self.secure:
+            made: HTTPConnection = HTTPSConnection(
+                self.host, self.port, context=self.access.context()
+            )
+        else:
+            made = HTTPConnection(self.host, self.port)
+        try:
+            with closing(made) as connection:
+                connection.request(method, path, body)
+                answer = json.loads(connection.getresponse().read())
+        except (OSError, HTTPException, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}

@@ -41,5 +41,5 @@ def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
         more = sum(map(len, by_size[_MAX_GROUPS:]))
         yield Line(f"  and {more} more, which tracedstore stacks lists")
     if answers.silent_ranks:
-        folded = ranges.fold(answers.silent_ranks)
-        yield Line(f"no answer: ranks {folded}", "yellow", 2)
+        silent = ranges.ranks_text(answers.silent_ranks)
+        yield Line(f"no answer: {silent}", "yellow", 2)

@@ -209,6 +209,8 @@ def _read_barrier(
         arrived=snapshot.add(keys.num_members, 0),
         first_arrival=min(times, default=None),
         last_arrival=max(times, default=None),
+        ledger=ledger,
+        group=None if group is None else group.prefix,
     )
     if snapshot.check([keys.last_member]):
         last = LastArrival.from_bytes(snapshot.get(keys.last_member)).rank
@@ -219,15 +221,32 @@ def _read_barrier(
             last_rank=last,
             last_host=None if last is None else hosts.get(last),
         )
+    timed_out = _timed_out(snapshot, keys, group)
     world_size, names = _world_size_and_names(snapshot, keys, group)
     if world_size is None:
-        return barrier(complete=False)
+        return barrier(complete=False, timed_out=timed_out)
     # The host that a rank registered, else the name that waiting ranks know it by.
     decoder = chain(hosts.__getitem__, names.__getitem__, default_name)
     report = MissingReport.from_arrivals(
         read_arrivals(snapshot, keys, world_size), world_size, decoder
     )
-    return barrier(complete=False, world_size=world_size, missing_report=report)
+    return barrier(
+        complete=False,
+        timed_out=timed_out,
+        world_size=world_size,
+        missing_report=report,
+    )
+
+
+def _timed_out(
+    snapshot: StoreSnapshot, keys: BarrierKeys, group: Group | None
+) -> frozenset[int]:
+    """Return the ranks that recorded that they timed out."""
+    if snapshot.check([keys.confirmations]):
+        return frozenset(Ledger(snapshot.get(keys.confirmations)).ranks())
+    # A store that cannot append has a key for each.
+    ranks = () if group is None else (info.rank for info in group.ranks)
+    return frozenset(rank for rank in ranks if snapshot.check([keys.counted(rank)]))
 
 
 def _check_ledger(ledger: Ledger) -> tuple[Sequence[float], Sequence[int]]:

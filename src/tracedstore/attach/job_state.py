@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tracedstore.attach.stalls import Stall
 from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.protocol import Ledger
 from tracedstore.coordination.rank_registry import RankInfo
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class BarrierState:
         last_arrival: Time of the latest arrival, in the same unit.
         last_rank: The last rank to arrive at a complete barrier; None if unknown.
         last_host: The host of that rank; None if unknown.
+        ledger: The arrivals; empty without a ledger.
+        timed_out: The ranks that recorded that they timed out here.
+        group: The prefix of the group that it belongs to; None if unknown.
     """
 
     prefix: str
@@ -57,6 +61,9 @@ class BarrierState:
     last_arrival: float | None = None
     last_rank: int | None = None
     last_host: str | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    timed_out: frozenset[int] = frozenset()
+    group: str | None = None
 
     @property
     def awaits_ranks(self) -> bool:

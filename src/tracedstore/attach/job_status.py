@@ -42,7 +42,7 @@ class Status:
 
     def missing(self) -> list[str]:
         """Return what is missing, a short text each; an empty list if nothing is."""
-        late = [one for one in self.job.in_progress if self._is_late(one)]
+        late = [one for one in self.job.in_progress if self.is_late(one)]
         texts = []
         if stalls := self.fresh_stalls():
             texts.append(f"{count(len(stalls), 'stall')} reported")
@@ -87,7 +87,8 @@ class Status:
             return 0
         return group.world_size - len(group.hosts)
 
-    def _is_late(self, barrier: BarrierState) -> bool:
+    def is_late(self, barrier: BarrierState) -> bool:
+        """Return whether a barrier waits for ranks, for longer than `after`."""
         # A barrier of unknown age is late.
         first = barrier.first_arrival
         young = first is not None and self.now - first < self.after

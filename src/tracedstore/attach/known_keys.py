@@ -5,7 +5,7 @@ prefixes that torch uses. Other keys are not found.
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,8 @@ from tracedstore.coordination.key_index import INDEX, read_index
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.coordination.rank_registry import parse_entry, prefix_of
+from tracedstore.diagnosis.blocked_record import blocked_key
+from tracedstore.diagnosis.stalled import VERDICT
 
 # The prefixes under which the stores of a job have keys: none in the store that
 # init_process_group creates, and those of the default process group.
@@ -63,6 +65,7 @@ def find_known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
     registered = existing(
         islice(filter(_is_registry, reversed(indexed)), _MAX_RANK_KEYS)
     )
+    of_stalls = existing(key for entry in registered for key in _stall_keys(entry))
     prefixes = filter(None, map(BarrierKeys.prefix_of, reversed(indexed)))
     newest = list(map(BarrierKeys, islice(dict.fromkeys(prefixes), _MAX_BARRIERS)))
     of_barriers = set(existing(key for one in newest for key in one.of_all_ranks()))
@@ -75,6 +78,7 @@ def find_known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
         *rendezvous,
         *existing(f"{prefix}{key}" for prefix in rounds for key in _AGENT_KEYS),
         *registered,
+        *of_stalls,
         *of_barriers,
         *existing(islice(of_ranks, _MAX_BARRIER_RANK_KEYS)),
     ]
@@ -97,6 +101,13 @@ def _read_indexes(
 
 def _is_registry(key: str) -> bool:
     return prefix_of(key) is not None
+
+
+def _stall_keys(entry: str) -> Iterator[str]:
+    """Return what the rank of a registry key writes while it is blocked."""
+    prefix = prefix_of(entry)
+    yield f"{prefix}{VERDICT}"
+    yield f"{prefix}{blocked_key(int(entry.rpartition('/')[2]))}"
 
 
 def _is_rendezvous(key: str) -> bool:

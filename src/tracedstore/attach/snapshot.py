@@ -1,10 +1,13 @@
 """The contents of a store at one time, read without writing and without waiting."""
 
+import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -13,6 +16,9 @@ from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import etcd_contents, list_keys
 from tracedstore.coordination.protocol import is_ledger_key
 from tracedstore.core.errors import CommandError
+from tracedstore.etcd.answers import key_values
+from tracedstore.etcd.layout import rendezvous_key
+from tracedstore.etcd.messages import range_of
 
 # Keys per multi_get request.
 _BATCH_SIZE = 1024
@@ -37,8 +43,8 @@ class StoreSnapshot:
         invalid_keys: Keys of an etcd that no Store has written.
         unread_ledgers: Keys of ledgers that were not read, because those that were
             read have `MAX_LEDGER_BYTES` together.
-        etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend keeps
-            outside its store, by run id.
+        etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend and
+            traced-etcd keep outside the store, as base64 by run id.
         keys_listed: The store listed its keys. Else only known keys were looked for.
     """
 
@@ -116,6 +122,7 @@ class StoreSnapshot:
         return cls(
             set(keys) - deleted,
             values,
+            _v3_rendezvous(store),
             unread_ledgers=unread,
             keys_listed=listed is not None,
         )
@@ -194,3 +201,18 @@ def _etcd_rendezvous(store: Any) -> dict[str, bytes]:
         for node in nodes
         if not node.dir
     }
+
+
+def _v3_rendezvous(store: Any) -> dict[str, bytes]:
+    if type(store).__name__ != "EtcdV3Store":
+        return {}
+    key = rendezvous_key(store.namespace).encode()
+    deadline = time.monotonic() + _READ_TIMEOUT
+    try:
+        answer = store.transport.call(
+            "kv/range", range_of(key), deadline, repeatable=True
+        )
+    except DistStoreError:  # etcd failed after the store was read
+        return {}
+    found = key_values(answer)
+    return {unquote(store.namespace): b64encode(found[0].value)} if found else {}

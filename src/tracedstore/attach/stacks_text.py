@@ -55,12 +55,24 @@ def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
                 yield Line(f"    {frame}", "dim", None)
         yield Line("")
     if answers.silent_ranks:
-        folded = ranges.fold(answers.silent_ranks)
         absent = [r for r in answers.silent_ranks if r not in answers.registered]
-        text = f"no answer: ranks {folded}"
+        text = f"no answer: {ranges.ranks_text(answers.silent_ranks)}"
         if absent:
             text += f"; never registered in this store: {ranges.fold(absent)}"
         yield Line(text, "bold red", 2)
+
+
+def rank_lines(answers: Answers, rank: int) -> Iterator[str]:
+    """Return what is known about one rank: its process, and all of its threads."""
+    answer = answers.answers.get(rank)
+    if answer is None:
+        if rank < answers.world_size:
+            yield f"no answer from rank {rank}, and no process of its host answers"
+        return
+    yield examine(rank, answer, answers.registered.get(rank), "").describe()
+    for thread, frames in answer.stacks.items():
+        yield f"thread {thread}"
+        yield from (f"  {frame}" for frame in frames)
 
 
 def to_json(answers: Answers) -> dict[str, Any]:

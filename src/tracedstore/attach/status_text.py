@@ -11,7 +11,7 @@ from tracedstore.attach.stalls import BlockedRank
 from tracedstore.coordination.ranges import by_host, ranks_text
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.discovery import invalid_entries
-from tracedstore.terminal import Line
+from tracedstore.terminal import Line, duration
 
 if TYPE_CHECKING:
     from tracedstore.rendezvous.state import RendezvousState
@@ -64,6 +64,15 @@ def status_lines(status: Status) -> list[Line]:
             lines.append(Line(""))
         lines += section
     return lines
+
+
+def problem_lines(status: Status) -> Iterator[Line]:
+    """Return the lines on what could not be read, or not completely."""
+    yield from _unlisted(status.job)
+    yield from _invalid(status.job)
+    yield from _unreadable(status)
+    yield from _over_limit(status)
+    yield from _invalid_keys(status)
 
 
 def _line(text: str, style: str = "") -> Line:
@@ -252,7 +261,7 @@ def _blocked(status: Status) -> Iterator[Line]:
     # Ranks in the same phase wait for different keys: those of different peers.
     groups: dict[tuple[str, str], list[BlockedRank]] = {}
     for one in status.blocked():
-        groups.setdefault((one.phase, _awaited_by(one)), []).append(one)
+        groups.setdefault((one.phase, awaited_by(one)), []).append(one)
     if not groups and not status.job.unread_records:
         return
     yield _line("blocked ranks:", _HEADING)
@@ -276,7 +285,8 @@ def _blocked_ranks(status: Status) -> set[int]:
     return {one.rank for one in status.blocked()}
 
 
-def _awaited_by(blocked: BlockedRank) -> str:
+def awaited_by(blocked: BlockedRank) -> str:
+    """Return the ranks that a blocked rank waits for: ``rank 2``, ``one of ...``."""
     for ranks, text in (("awaits", "{}"), ("members", "one of {}")):
         if folded := getattr(blocked, ranks):
             noun = "rank" if folded.isdecimal() else "ranks"
@@ -327,16 +337,3 @@ def _shorten(text: str, max_length: int = _MAX_LENGTH) -> str:
 
 def _last_of(total: int, shown: int) -> str:
     return f": {total}, the last {shown}" if total > shown else f": {total}"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as ``41.5 s``, ``1 min 2 s`` or ``2 h 1 min``.
-
-    A negative one is 0, because the clocks of two hosts differ.
-    """
-    seconds = max(0.0, seconds)
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -4,15 +4,18 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, FileStore, TCPStore
 
 from tracedstore.attach.address import Address
+from tracedstore.attach.etcd_access import count_keys, not_an_etcd
 from tracedstore.core.errors import CommandError
 
 # torch retries for this long where another server listens, and then half as long.
@@ -93,13 +96,40 @@ def _original_file(address: Address) -> Iterator[Any]:
 
 @contextmanager
 def _etcd(address: Address) -> Iterator[Any]:
+    from tracedstore.etcd import EtcdV3Store  # noqa: PLC0415 - as below
+
+    access = address.access
+    context = access.context() if address.secure else None
+    make = partial(
+        EtcdV3Store,
+        f"{_bracketed(address.host)}:{address.port}",
+        timeout=timedelta(seconds=_READ_TIMEOUT),
+        tls=context,
+        user=access.user,
+        password=access.password,
+    )
+    if address.secure or access.user:
+        transport = make("any").transport
+        address.find_namespace(
+            lambda prefix: count_keys(
+                transport, prefix, time.monotonic() + _READ_TIMEOUT
+            )
+        )
+    if address.namespace:
+        yield make(address.namespace)
+        return
     import etcd  # noqa: PLC0415 - only for an etcd:// address
     from torch.distributed.elastic.rendezvous.etcd_store import (  # noqa: PLC0415
         EtcdStore,
     )
 
+    options: dict[str, Any] = {}
+    if address.secure:
+        options["protocol"], options["ca_cert"] = "https", access.ca_cert
+        if access.ssl_cert:
+            options["cert"] = (access.ssl_cert, access.ssl_cert_key or access.ssl_cert)
     client = etcd.Client(
-        host=address.host, port=address.port, read_timeout=_READ_TIMEOUT
+        host=address.host, port=address.port, read_timeout=_READ_TIMEOUT, **options
     )
     try:
         yield EtcdStore(client, address.path)
@@ -109,4 +139,8 @@ def _etcd(address: Address) -> Iterator[Any]:
             " rendezvous keeps its store under /torch/elastic/store"
         ) from None
     except etcd.EtcdException:
-        raise address.not_an_etcd() from None
+        raise not_an_etcd(address.url) from None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

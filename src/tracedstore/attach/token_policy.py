@@ -41,7 +41,7 @@ class TokenPolicy:
         options = []
         if _canonical(host) not in set(map(_canonical, self.hosts)):
             options.append(f"--token-host {host}")
-        if _canonical(host) != _LOOPBACK and not self.insecure:
+        if not is_loopback(host) and not self.insecure:
             options.append("--insecure-token")
         if not options:
             return None
@@ -53,6 +53,11 @@ class TokenPolicy:
         if self.token is None or self.refusal(url) is not None:
             return {}
         return {"Authorization": f"Bearer {self.token}"}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine alone; other names are not looked up."""
+    return _canonical(host) == _LOOPBACK
 
 
 def _canonical(host: str) -> str:

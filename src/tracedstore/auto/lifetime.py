@@ -1,11 +1,12 @@
 """Closes the stores that the patches wrapped, when torch would have freed them.
 
-A wrapper stays alive until it is closed, because torch's C++ does not keep its Python
-object. The job does not close a wrapper that it did not create. One that stays open
-does harm: its server keeps the port, and the next ``init_process_group`` at that port
-reads the keys of the previous one. So a wrapper is closed when the last process group
-on it is gone, and the last PrefixStore that a group was created with. The bare store
-would be freed at the same time.
+A wrapper of the Python base stays alive until it is closed, because torch's C++ does
+not keep its Python object. The job does not close a wrapper that it did not create. One
+that stays open does harm: its server keeps the port, and the next
+``init_process_group`` at that port reads the keys of the previous one. So a wrapper is
+closed when the last process group on it is gone, and the last PrefixStore that a group
+was created with. The bare store would be freed at the same time. For a native wrapper,
+closing has no effect.
 """
 
 import sys
@@ -14,33 +15,37 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.distributed import Store
 
+from tracedstore.core.counters import StoreState
 from tracedstore.store import TracedStore
 
-# Stores that the patches wrapped. A store that the job wrapped is the job's to close.
-_owned: WeakSet[TracedStore] = WeakSet()
+# The states of the stores that the patches wrapped. A store that the job wrapped is the
+# job's to close.
+_owned: WeakSet[StoreState] = WeakSet()
 # The process groups and PrefixStores that use each of them.
-_users: WeakKeyDictionary[TracedStore, set[ref[Any]]] = WeakKeyDictionary()
+_users: WeakKeyDictionary[StoreState, set[ref[Any]]] = WeakKeyDictionary()
 
 
 def own(store: TracedStore) -> None:
     """Take over closing a store."""
-    _owned.add(store)
+    _owned.add(store._traced)  # noqa: SLF001 - of this package
 
 
 def wrapper_of(store: Store) -> TracedStore | None:
     """Return the open wrapper of a bare store that the patches wrapped."""
-    for wrapper in list(_owned):
-        if wrapper._traced.inner is store:  # noqa: SLF001 - of this package
+    for state in list(_owned):
+        if state.inner is store:
+            wrapper: TracedStore | None = state.wrapper()
             return wrapper
     return None
 
 
 def close_after(store: TracedStore, *users: Any) -> None:
     """Close an owned store when these and all its other users are gone."""
-    if store not in _owned:
+    state = store._traced  # noqa: SLF001 - of this package
+    if state not in _owned:
         return
-    remaining = _users.setdefault(store, set())
-    weak_store = ref(store)
+    remaining = _users.setdefault(state, set())
+    weak_store = state.wrapper
 
     # Bound as a default, because module globals may be None at interpreter shutdown;
     # then nothing needs to be closed.
@@ -55,5 +60,6 @@ def close_after(store: TracedStore, *users: Any) -> None:
 
 def close_if_unused(store: TracedStore) -> None:
     """Close an owned store that no process group uses."""
-    if store in _owned and not _users.get(store):
+    state = store._traced  # noqa: SLF001 - of this package
+    if state in _owned and not _users.get(state):
         store.close()

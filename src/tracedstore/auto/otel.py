@@ -22,6 +22,8 @@ else:
     except Exception:  # without the extra, nothing loads the entry point
         BaseInstrumentor = object
 
+_PROVIDERS = ("tracer_provider", "meter_provider", "logger_provider")
+
 
 class TracedStoreInstrumentor(BaseInstrumentor):
     """Traces the stores of ``torch.distributed``; see `tracedstore.instrument`."""
@@ -31,12 +33,12 @@ class TracedStoreInstrumentor(BaseInstrumentor):
         return ("torch >= 2.8",)
 
     def _instrument(self, **kwargs: Any) -> None:
-        provider = kwargs.get("tracer_provider")
-        if provider is not None:
+        given = {name: kwargs[name] for name in _PROVIDERS if kwargs.get(name)}
+        if given:
             # configure() imports torch, so only a caller with a provider pays for it.
             from tracedstore.export.setup import configure  # noqa: PLC0415
 
-            configure(tracer_provider=provider)
+            configure(**given)
         patches.instrument()
 
     def _uninstrument(self, **_kwargs: Any) -> None:

@@ -168,13 +168,20 @@ def _is_default_group(call: inspect.BoundArguments) -> bool:
 
 
 def _trace_store_of(call: inspect.BoundArguments) -> None:
-    """Trace the store argument of a new group, unless it is traced already."""
+    """Trace the store argument of a new group, and register the rank in it.
+
+    A store that the program has traced itself is used as it is.
+    """
     arguments = call.arguments
     try:
-        if _traced_bottom(arguments["store"]) is None:
+        rank, world_size = arguments["group_rank"], arguments["group_size"]
+        traced = _traced_bottom(arguments["store"])
+        if traced is None:
             arguments["store"] = _trace_and_register(
-                arguments["store"], arguments["group_rank"], arguments["group_size"]
+                arguments["store"], rank, world_size
             )
+        elif not rank_registry.is_registered(traced, rank):
+            _register(traced, rank, world_size)
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
 
@@ -266,21 +273,26 @@ def _traced_bottom(store: Store | None) -> TracedStore | None:
 
 def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
     """Trace the store of a rank, and register the rank in it."""
-    known = rank >= 0 and world_size > 0
+    if rank >= 0 and world_size > 0:
+        # Before the first event of the store.
+        RECORDER.failures.guarded(names.AUTO, set_identity, rank, world_size)
+    traced = _trace(store)
+    if isinstance(traced, TracedStore):
+        _register(traced, rank, world_size)
+    return traced
+
+
+def _register(traced: TracedStore, rank: int, world_size: int) -> None:
+    """Register a rank in its store, unless it is unknown."""
+    if rank < 0 or world_size <= 0:
+        return
     try:
-        if known:
-            set_identity(rank, world_size)
+        set_identity(rank, world_size)
+        with RECORDER.unrecorded():
+            incarnations.check_earlier(traced, rank, world_size)
+        rank_registry.register(traced, rank, world_size)
     except Exception as error:
         RECORDER.failures.add(names.AUTO, error)
-    traced = _trace(store)
-    if known and isinstance(traced, TracedStore):
-        try:
-            with RECORDER.unrecorded():
-                incarnations.check_earlier(traced, rank, world_size)
-            rank_registry.register(traced, rank, world_size)
-        except Exception as error:
-            RECORDER.failures.add(names.AUTO, error)
-    return traced
 
 
 def _trace(store: Store) -> Store:

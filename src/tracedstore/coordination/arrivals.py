@@ -238,6 +238,14 @@ def find_absent(
     return absent
 
 
+def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return the keys that do not exist, in order, in few requests."""
+    in_etcd = etcd_keys(store)
+    if in_etcd is not None:
+        return [key for key in keys if key not in in_etcd]
+    return find_absent(lambda some: bool(store.check(list(some))), keys)
+
+
 def etcd_keys(store: Any) -> frozenset[str] | None:
     """List the keys of an EtcdStore in one request; None for other stores.
 
@@ -304,12 +312,8 @@ def list_keys(store: Any) -> Iterable[str]:
 
 def read_existing(store: Any, keys: list[str]) -> list[bytes]:
     """Read the values of the keys that exist."""
-    in_etcd = etcd_keys(store)
-    if in_etcd is None:
-        absent = set(find_absent(lambda some: bool(store.check(list(some))), keys))
-        existing = [key for key in keys if key not in absent]
-    else:
-        existing = [key for key in keys if key in in_etcd]
+    absent = set(absent_keys(store, keys))
+    existing = [key for key in keys if key not in absent]
     # torch implements multi_get with get for stores that have none.
     values: list[bytes] = store.multi_get(existing) if existing else []
     return values

@@ -26,7 +26,12 @@ def record_keys(store: Any, *keys: str) -> None:
     # append for all: a TCPStore sends no reply to it.
     state = getattr(store, "_traced", None)
     bare = store if state is None else state.inner
-    bare.append(INDEX, "".join(f"{json.dumps(key)}\n" for key in keys))
+    append_keys(bare, INDEX, *keys)
+
+
+def append_keys(store: Any, index: str, *keys: str) -> None:
+    """Add keys to an index."""
+    store.append(index, "".join(f"{json.dumps(key)}\n" for key in keys))
 
 
 def read_index(value: bytes) -> Iterator[str]:

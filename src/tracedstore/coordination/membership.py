@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tracedstore.core.counters import handle_of
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
@@ -27,23 +29,24 @@ class Membership:
     processes: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
-# Weak, because the address of a store that was freed may be used for another one.
+# By handle. Weak, because the address of a store that was freed may be used for another
+# one.
 _memberships: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
 
 
 def record(store: Any, membership: Membership) -> None:
     """Record the rank that this process has on a store."""
-    _memberships[store] = membership
+    _memberships[handle_of(store)] = membership
 
 
 def memberships() -> list[tuple[Any, Membership]]:
-    """List the stores on which this process has a recorded rank."""
+    """List the handles of the stores on which this process has a recorded rank."""
     return list(_memberships.items())
 
 
 def of(store: Any) -> Membership | None:
     """Return the membership of this process on a store, None if none is recorded."""
     try:
-        return _memberships.get(store)
+        return _memberships.get(handle_of(store))
     except TypeError:  # a custom store class without weak references
         return None

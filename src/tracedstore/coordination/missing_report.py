@@ -28,10 +28,12 @@ class Finding(NamedTuple):
     Attributes:
         cause: One of `diagnosis.verdict.CAUSES`.
         doing: What its process does instead, for people; "" if that is unknown.
+        evidence: How this is known, for people.
     """
 
     cause: str
     doing: str
+    evidence: str = ""
 
 
 # Finds out why ranks of a store do not arrive; omits ranks it knows nothing about.
@@ -116,6 +118,11 @@ class MissingReport:
         """What the missing ranks do instead, in the same order; "" where unknown."""
         return tuple(self._finding(rank).doing for rank in self.missing_ranks)
 
+    @property
+    def missing_evidence(self) -> tuple[str, ...]:
+        """How that is known, in the same order; "" where nothing is."""
+        return tuple(self._finding(rank).evidence for rank in self.missing_ranks)
+
     def _finding(self, rank: int) -> Finding:
         return self.findings.get(rank) or Finding("", "")
 
@@ -175,12 +182,12 @@ class MissingReport:
             )
         if self.uncounted_ranks:
             parts.append(
-                f"ranks {ranges.fold(self.uncounted_ranks)} stopped while arriving:"
+                f"{ranges.ranks_text(self.uncounted_ranks)} stopped while arriving:"
                 " recorded, but not counted"
             )
         if self.duplicate_ranks:
             parts.append(
-                f"ranks {ranges.fold(self.duplicate_ranks)} arrived more than once:"
+                f"{ranges.ranks_text(self.duplicate_ranks)} arrived more than once:"
                 " the key prefix was used before"
             )
         return "; ".join(parts) or "all ranks have arrived"
@@ -194,6 +201,7 @@ class MissingReport:
             "missing_names": list(self.missing_names),
             "missing_causes": list(self.missing_causes),
             "missing_doing": list(self.missing_doing),
+            "missing_evidence": list(self.missing_evidence),
             "possibly_missing_ranks": list(self.possibly_missing_ranks),
             "unidentified_count": self.unidentified_count,
         }
@@ -235,11 +243,13 @@ class MissingReport:
                 },
                 findings={
                     validation.digits(rank.encode(), ranges.MAX_RANKS): Finding(
-                        validation.text(cause), validation.text(doing) if doing else ""
+                        validation.text(cause), _text(doing), _text(evidence)
                     )
-                    for rank, (cause, doing) in fields.get("findings", {}).items()
+                    for rank, (cause, doing, evidence) in fields.get(
+                        "findings", {}
+                    ).items()
                 },
-                traceparent=_traceparent(fields.get("traceparent", "")),
+                traceparent=_text(fields.get("traceparent", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -252,5 +262,5 @@ def _unfold(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _traceparent(value: Any) -> str:
+def _text(value: Any) -> str:
     return validation.text(value) if value else ""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import (
@@ -26,6 +26,7 @@ from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
+from tracedstore.core.counters import handle_of, store_of
 from tracedstore.core.identity import ProcessIdentity, restart_count
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
@@ -48,6 +49,7 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "local_rank": partial(validation.integer, below=MAX_RANKS),
     "run_id": validation.text,
     "metrics": validation.http_url,
+    "agent": partial(validation.integer, below=_MAX_PID),
     "answers": validation.host_and_port,
     "attempt": partial(validation.integer, below=MAX_RANKS),
     "start_ticks": partial(validation.integer, below=2**63),
@@ -68,7 +70,8 @@ class RankInfo:
         local_rank: Its rank on that host, if known.
         world_size: The number of ranks.
         run_id: The run id of the job, if known.
-        metrics: The URL of its metrics, if it serves them.
+        metrics: The URL of its metrics, if they are served.
+        agent: The pid of torchrun's agent, if that serves them for its node.
         answers: host:port at which it serves its status to the debug page, if it does.
         started: When it registered, in seconds since the epoch.
         attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
@@ -84,6 +87,7 @@ class RankInfo:
     world_size: int
     run_id: str | None = None
     metrics: str | None = None
+    agent: int | None = None
     answers: str | None = None
     started: float
     attempt: int = 0
@@ -91,28 +95,61 @@ class RankInfo:
     namespace: str | None = None
 
 
-# What this process has registered, by store and rank. Weak, because the address of a
-# store that was freed may be used for another one.
+# What this process has registered, by the handle of a store (`core.counters.handle_of`)
+# and rank. Weak, because the address of a store that was freed may be used for another
+# one.
 _registered: WeakKeyDictionary[Any, dict[int, RankInfo]] = WeakKeyDictionary()
 # The thread that registered each of them: ranks may be threads of one process.
 _threads: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
-# The URL of this process's metrics.
+# The store (a weak reference) and the rank that `is_registered` last answered for with
+# yes: every barrier asks, mostly for the same.
+_last_seen: tuple[Callable[[], Any], int] = (lambda: _last_seen, -1)
+# The URL of this process's metrics, and the agent that serves them.
 _metrics: str | None = None
+_agent: int | None = None
 
 
 def register(
-    store: Any, rank: int, world_size: int, answers: str | None = None
+    store: Any,
+    rank: int,
+    world_size: int,
+    answers: str | None = None,
+    *,
+    connection: Any = None,
 ) -> None:
-    """Register a rank of this process in a store, once per store."""
-    known = _registered.setdefault(store, {})
+    """Register a rank of this process in a store, once per store.
+
+    Args:
+        store: The store, or its handle.
+        rank: The rank.
+        world_size: The number of ranks.
+        answers: host:port at which it serves its status to the debug page.
+        connection: A connection to write through, instead of the store itself.
+    """
+    handle = handle_of(store)
+    known = _registered.setdefault(handle, {})
     if rank in known:
         return
     known[rank] = own_entry(rank, world_size, answers)
-    _threads.setdefault(store, {})[rank] = get_ident()
+    _threads.setdefault(handle, {})[rank] = get_ident()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
-    _write(store, known[rank])
-    record_keys(store, _key(rank))
+    connection = store if connection is None else connection
+    _write(connection, known[rank])
+    record_keys(connection, _key(rank))
+
+
+def is_registered(store: Any, rank: int) -> bool:
+    """Return whether this process has registered a rank in a store."""
+    global _last_seen  # noqa: PLW0603 - one per process
+    last, last_rank = _last_seen
+    if last() is store and last_rank == rank:
+        return True
+    known = _registered.get(handle_of(store))
+    if known is None or rank not in known:
+        return False
+    _last_seen = ref(store), rank
+    return True
 
 
 def register_early(store: Any, rank: int, world_size: int) -> None:
@@ -142,48 +179,68 @@ def own_entry(rank: int, world_size: int, answers: str | None = None) -> RankInf
     )
 
 
-def set_metrics_address(metrics: str | None) -> None:
-    """Set the metrics URL to register, and update what is registered already."""
-    global _metrics  # noqa: PLW0603 - one per process
-    _metrics = metrics
+def set_metrics_address(metrics: str | None, agent: int | None = None) -> None:
+    """Set the metrics URL to register, and update what is registered already.
+
+    Args:
+        metrics: The URL, None without one.
+        agent: The pid of the agent that serves it; None if this process does.
+    """
+    global _metrics, _agent
+    _metrics, _agent = metrics, agent
     if metrics is None:
         return
-    for store, known in list(_registered.items()):
+    for handle, known in list(_registered.items()):
         run_with_timeout(
-            _WRITE_TIMEOUT, partial(_write_all, store, list(known.values()))
+            _WRITE_TIMEOUT, partial(_write_all, handle, list(known.values()))
         )
 
 
-def _write_all(store: Any, infos: list[RankInfo]) -> None:
+def _write_all(handle: Any, infos: list[RankInfo]) -> None:
+    store = store_of(handle)
+    if store is None:
+        return
     with side_connection(store) as connection:
         for info in infos:
             _write(connection, info)
 
 
 def registered_stores() -> list[tuple[Any, int]]:
-    """List the stores in which this process has registered, with their world sizes."""
+    """List the handles of the stores in which this process has registered.
+
+    Each has the world size with it.
+    """
     return [
-        (store, max(info.world_size for info in known.values()))
-        for store, known in list(_registered.items())
-        if known
+        (handle, max(info.world_size for info in known.values()))
+        for handle, known in registrations()
+        if store_of(handle) is not None
     ]
 
 
 def registrations() -> list[tuple[Any, dict[int, RankInfo]]]:
-    """List the stores in which this process has registered, with its ranks."""
-    return [(store, known) for store, known in list(_registered.items()) if known]
+    """List the handles of the stores in which this process has registered.
+
+    Each has the ranks with it.
+    """
+    return [(handle, known) for handle, known in list(_registered.items()) if known]
 
 
-def rank_of_thread(store: Any, thread_id: int) -> int | None:
+def rank_of_thread(handle: Any, thread_id: int) -> int | None:
     """Return the rank that a thread of this process has in a store, if it is known."""
-    ranks = _threads.get(store, {})
+    ranks = _threads.get(handle, {})
     if len(ranks) == 1:
         return next(iter(ranks))
     return next((rank for rank, thread in ranks.items() if thread == thread_id), None)
 
 
 def reset() -> None:
-    """Forget what is registered; a forked child is another process."""
+    """Forget what is registered; a forked child is another process.
+
+    It serves no metrics either.
+    """
+    global _metrics, _agent, _last_seen  # noqa: PLW0603 - one per process
+    _metrics = _agent = None
+    _last_seen = (lambda: _last_seen, -1)
     _registered.clear()
     _threads.clear()
 
@@ -192,7 +249,8 @@ def _write(store: Any, info: RankInfo) -> None:
     # One key per rank instead of one list: a reader needs few of them, and reading two
     # megabytes for three names takes longer than finding out which ranks are missing.
     # A TCPStore sends no reply to a set.
-    store.set(_key(info.rank), json.dumps(asdict(replace(info, metrics=_metrics))))
+    entry = replace(info, metrics=_metrics, agent=_agent)
+    store.set(_key(info.rank), json.dumps(asdict(entry)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,3 +133,30 @@ def parse_host_file(lines: Iterable[str]) -> list[tuple[str, int]]:
             raise ValueError(f"{line_number}: more than {MAX_TASKS} slots")
         entries.append((host, int(slots)))
     return entries
+
+
+def parse_slurm_host_file(lines: Iterable[str]) -> list[str]:
+    """Return the host of each task in a file of SLURM_HOSTFILE.
+
+    A line is a node list, or ``node1*4`` for four tasks; ``#`` starts a comment. The
+    text of the ValueError begins with the line number.
+    """
+    hosts: list[str] = []
+    for line_number, line in enumerate(lines, 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        names, star, times = entry.partition("*")
+        if star and not _SLOTS.fullmatch(times):
+            raise ValueError(
+                f"{line_number}: {entry[:80]!r} is not a host such as n1*4"
+            )
+        try:
+            listed = parse_node_list(names)
+        except ValueError as error:
+            raise ValueError(f"{line_number}: {error}") from None
+        repeats = int(times) if star else 1
+        if len(hosts) + len(listed) * repeats > MAX_TASKS:
+            raise ValueError(f"{line_number}: more than {MAX_TASKS} tasks")
+        hosts += listed * repeats
+    return hosts

@@ -35,7 +35,7 @@ _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Worker:
+class Worker:
     """A worker that this agent started."""
 
     rank: int
@@ -43,13 +43,24 @@ class _Worker:
     pid: int
     start_ticks: int | None
 
+    @property
+    def state(self) -> procfs.ProcState | None:
+        """Its state now, None if it cannot be known."""
+        return procfs.process_state(self.pid, self.start_ticks, procfs.own_namespace())
+
 
 class AgentWorkers:
-    """The workers of this agent, and the thread that answers for them."""
+    """The workers of this agent, and the thread that answers for them.
+
+    Attributes:
+        workers: The workers that it started last; empty if this process is no agent.
+        environ: The variables of one of them.
+    """
 
     def __init__(self) -> None:
+        self.workers: tuple[Worker, ...] = ()
+        self.environ: Mapping[str, str] = {}
         self._processes: Any = None
-        self._workers: tuple[_Worker, ...] = ()
         self._stopping = threading.Event()
         self._hook_set = False
 
@@ -63,8 +74,8 @@ class AgentWorkers:
             return
         pids: Mapping[int, int] = processes.pids()
         environs: Mapping[int, Mapping[str, str]] = processes.envs
-        self._workers = tuple(
-            _Worker(
+        self.workers = tuple(
+            Worker(
                 rank=int(environs[local_rank]["RANK"]),
                 local_rank=local_rank,
                 pid=pid,
@@ -75,6 +86,7 @@ class AgentWorkers:
         )
         self._processes = processes
         environ = {**os.environ, **next(iter(environs.values()))}
+        self.environ = environ
         job = _job(environ)
         LOCAL_SOCKET.identity = lambda: job
         LOCAL_SOCKET.workers = self.answers
@@ -83,7 +95,7 @@ class AgentWorkers:
 
     def answers(self) -> list[ProcessAnswer]:
         """Return what this agent knows about its workers."""
-        return [self._answer(worker) for worker in self._workers]
+        return [self._answer(worker) for worker in self.workers]
 
     def stop(self) -> None:
         """Let the thread end; the exit hook waits for it."""
@@ -102,7 +114,7 @@ class AgentWorkers:
             atexit.register(self.stop)
             self._hook_set = True
 
-    def _answer(self, worker: _Worker) -> ProcessAnswer:
+    def _answer(self, worker: Worker) -> ProcessAnswer:
         answer = ProcessAnswer(
             rank=worker.rank,
             host=process_identity().host,
@@ -116,9 +128,7 @@ class AgentWorkers:
             code = procfs.zombie_exit(worker.pid)
         if code is not None:
             return replace(answer, state="gone", detail=procfs.describe_exit(code))
-        state = procfs.process_state(
-            worker.pid, worker.start_ticks, procfs.own_namespace()
-        )
+        state = worker.state
         if state == "gone":
             return replace(answer, state="gone")
         if state in ("stopped", "disk_wait"):
@@ -165,7 +175,7 @@ def _respond(
     while not stopping.wait(interval if responder else delay):
         try:
             if responder is None:
-                connection = _connect(environ)
+                connection = connect(environ)
                 responder = Responder(connection, None, world_size, job)
             responder.poll()
             delay = _FIRST_RETRY
@@ -180,8 +190,8 @@ def _respond(
                 return
 
 
-def _connect(environ: Mapping[str, str]) -> Any:
-    """Connect to the workers' store.
+def connect(environ: Mapping[str, str]) -> Any:
+    """Connect to the workers' store, as a worker's variables have it.
 
     Without a world size: a client with one counts as a rank that has joined.
     """

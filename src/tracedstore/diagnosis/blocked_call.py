@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracedstore.coordination.arrivals import find_absent, read_arrivals
+from tracedstore.coordination.arrivals import absent_keys, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.core.counters import ActiveCall
@@ -50,6 +50,7 @@ def describe_call(
     started: float,
     *,
     complete: bool = False,
+    also: Sequence[int] = (),
 ) -> BlockedRecord | None:
     """Return the record of a blocked call; None if nothing keeps it any more.
 
@@ -60,12 +61,13 @@ def describe_call(
         started: When the call began, in seconds since the epoch.
         complete: Find all ranks that the call waits for also in a large group, where
             each rank does not. They wait for the first absent one.
+        also: In a large group, check the keys of these ranks as well.
     """
     keys, count = call.method.keys_of(call.args)
     texts = [key for key in keys if isinstance(key, str)][:_MAX_KEYS_CHECKED]
     absent = texts
     if call.method.name not in ("barrier", "queue_pop"):
-        absent = find_absent(lambda some: bool(connection.check(list(some))), texts)
+        absent = absent_keys(connection, texts)
         if count and not absent:
             return None
     record = BlockedRecord(
@@ -84,7 +86,17 @@ def describe_call(
     if known is None or known.agents is not (member.agents is not None):
         awaits = awaited_in(texts, absent, member.world_size)
         return replace(record, awaits=awaits, wrote=_wrote(record.keys))
-    return _with_meaning(record, connection, absent, known, member, complete=complete)
+    members = _members(known, member)
+    complete = complete or len(members or ()) <= _MAX_SIBLINGS
+    return replace(
+        record,
+        phase=known.phase,
+        protocol=known.protocol,
+        group=known.group,
+        # Not listed by each of ten thousand ranks.
+        members=None if members == tuple(range(member.world_size)) else members,
+        awaits=_writers(connection, absent, known, members, None if complete else also),
+    )
 
 
 def _counted(call: ActiveCall, member: Member) -> tuple[int, ...]:
@@ -98,47 +110,39 @@ def _phase(operation: str, absent: Sequence[str]) -> str:
     return f"{noun} {shown(absent[:1])[0]}" if absent else operation
 
 
-def _with_meaning(
-    record: BlockedRecord,
-    connection: Any,
-    absent: Sequence[str],
-    known: KeyMeaning,
-    member: Member,
-    *,
-    complete: bool,
-) -> BlockedRecord:
-    members = groups.members(known.group_name) if known.group_name else None
-    if members is None and not known.group_name:
-        members = tuple(range(member.world_size))
-    everyone = members == tuple(range(member.world_size))
-    complete = complete or len(members or ()) <= _MAX_SIBLINGS
-    return replace(
-        record,
-        phase=known.phase,
-        protocol=known.protocol,
-        group=known.group,
-        # Not listed by each of ten thousand ranks.
-        members=None if everyone else members,
-        awaits=_writers(connection, absent, known, members, complete=complete),
-    )
+def _members(known: KeyMeaning, member: Member) -> tuple[int, ...] | None:
+    """Return the ranks that take part; None if they are unknown."""
+    if known.group_name:
+        return groups.members(known.group_name)
+    return tuple(range(member.world_size))
 
 
 def _writers(
     connection: Any,
     absent: Sequence[str],
     known: KeyMeaning,
-    members: Sequence[int] | None,
-    *,
-    complete: bool,
+    members: tuple[int, ...] | None,
+    also: Sequence[int] | None,
 ) -> tuple[int, ...] | None:
-    """Return the ranks that should write the absent keys; None if unknown."""
+    """Return the ranks that should write the absent keys; None if unknown.
+
+    Args:
+        connection: A connection to the store of the call.
+        absent: The absent keys of the call.
+        known: What the first of them is for.
+        members: The ranks that take part.
+        also: Ranks whose keys are checked as well; None for all.
+    """
     if members is None:
         return None
-    if known.sibling is not None and complete:
+    if known.sibling is not None and also != ():
         # gloo waits for one rank after the other: the ranks after the first absent one
         # may be absent too.
-        all_keys = [known.sibling.format(rank=rank) for rank in range(len(members))]
-        absent = find_absent(lambda some: bool(connection.check(list(some))), all_keys)
+        checked = members if also is None else set(also).intersection(members)
+        numbers = [number for number, one in enumerate(members) if one in checked]
+        siblings = [known.sibling.format(rank=number) for number in numbers]
+        known_absent = () if also is None else absent
+        absent = list({*known_absent, *absent_keys(connection, siblings)})
     elif (world_size := waiting_barrier(absent[0])) is not None:
         prefix = absent[0].removesuffix("/last_member")
         arrivals = read_arrivals(connection, BarrierKeys(prefix), world_size)
@@ -146,10 +150,10 @@ def _writers(
     writers: set[int] = set()
     for key in absent:
         one = meaning(key)
-        numbers = None if one is None else one.writers_in(len(members))
-        if numbers is None:
+        found = None if one is None else one.writers_in(len(members))
+        if found is None:
             return None
-        writers.update(numbers)
+        writers.update(found)
     return tuple(sorted(members[rank] for rank in writers if rank < len(members)))
 
 
@@ -169,8 +173,3 @@ def is_barrier(call: ActiveCall) -> bool:
     return any(
         isinstance(key, str) and waiting_barrier(key) is not None for key in keys
     )
-
-
-def is_absent(connection: Any, keys: Sequence[str]) -> bool:
-    """Return whether a call that waits for these keys still waits for one of them."""
-    return not keys or not connection.check(list(keys))

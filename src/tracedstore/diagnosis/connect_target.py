@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from tracedstore.diagnosis.addresses import AddressDefect, check_host, check_port
 
+# Set by torchrun for its workers.
+_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 # torch's default timeout of a process group.
 _DEFAULT_TIMEOUT = 1800.0
 # And of a store.
@@ -96,9 +99,8 @@ def from_url(
         return ConnectTarget(
             path=parts.path, rank=rank, world_size=world_size, timeout=math.inf
         )
-    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    serving = rank == 0 and not agent_store
     if parts.scheme == "tcp":
+        agent_store = _agent_serves(environ, parts.hostname, port)
         return ConnectTarget(
             host=parts.hostname or "",
             host_name="the host of the URL",
@@ -107,20 +109,33 @@ def from_url(
             rank=rank,
             world_size=world_size,
             timeout=seconds,
-            serving=serving,
+            serving=rank == 0 and not agent_store,
             agent_store=agent_store,
         )
     if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         return None  # torch's error names the variable
+    agent_store = environ.get(_AGENT_STORE) == str(True)
     return ConnectTarget(
         host=environ["MASTER_ADDR"],
         port_text=environ["MASTER_PORT"],
         rank=rank,
         world_size=world_size,
         timeout=seconds,
-        serving=serving,
+        serving=rank == 0 and not agent_store,
         agent_store=agent_store,
     )
+
+
+def _agent_serves(environ: Mapping[str, str], host: str | None, port: object) -> bool:
+    """Return whether torch expects a server of torchrun's agent at an address."""
+    if environ.get(_AGENT_STORE) != str(True):
+        return False
+    # From torch 2.14 on only at the address that the agent has published.
+    rendezvous = import_module("torch.distributed.rendezvous")
+    if not hasattr(rendezvous, "_agent_store_serves"):
+        return True
+    published = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return published == (host, str(port))
 
 
 def of_agent(

@@ -31,8 +31,8 @@ _PUBLISH_AFTER = 1.0
 # Seconds that a constructor which has ended waits for the last step of the diagnosis.
 _END_TIMEOUT = 1.0
 
-# Of reports that are made once in the life of this process.
-_claims: list[socket.socket] = []
+# The file descriptors of the claims that this process keeps, by what is reported.
+_kept: dict[str, int] = {}
 
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
@@ -73,9 +73,9 @@ def _check_file(target: ConnectTarget) -> None:
     if verdict is None:
         return
     # Kept until the process ends: the other ranks of the host may open the file later.
-    claimed = claim(f"{target.path}/{verdict.cause}")
-    if claimed is not None:
-        _claims.append(claimed)
+    what = f"{target.path}/{verdict.cause}"
+    if what not in _kept and (claimed := claim(what)) is not None:
+        _kept[what] = claimed.detach()
         incarnations.report_stale(verdict.describe(), remedy=verdict.remedy)
 
 
@@ -104,7 +104,9 @@ class ConnectingPhase:
         self._ended = False
         self._verdict: Verdict | None = None
         self._reported: Verdict | None = None
-        self._claim: socket.socket | None = None
+        self._claimed = ""
+        # Another process of this host reports.
+        self._left_to_other = False
 
     def start(self) -> None:
         """Check the spelling of the address, and watch the constructor."""
@@ -126,18 +128,24 @@ class ConnectingPhase:
             verdict = run_with_timeout(
                 _END_TIMEOUT, partial(reach.port_in_use, self._target)
             )
-        elif verdict is None and not self._target.serving:
-            # It failed before the first look.
-            unreached = reach.Reach(result=cause or error_causes.UNKNOWN)
-            verdict = reach.verdict(self._target, unreached, 0)
+        elif verdict is None and self._target.serving:
+            # It failed before the first look. Its server is gone, but not its address.
+            with suppress(TimeoutError):
+                verdict = run_with_timeout(_END_TIMEOUT, self._check_address)
+        elif verdict is None:
+            verdict = reach.verdict(
+                self._target, self._reach_after(cause), self._waited()
+            )
         if verdict is None:
             return
         self._verdict = replace(verdict, waited_seconds=self._waited())
         error.add_note(f"tracedstore: {self._verdict.describe()}")
-        if math.isfinite(self._stall_after) and self._reported is None:
+        # The process that has the claim may have failed and ended a moment ago.
+        due = math.isfinite(self._stall_after) and self._reported is None
+        if due and not self._left_to_other:
             self._report()
+        # The claim is kept: the constructors of the other ranks fail in a moment.
         stalled.failed(self)
-        self._release()
 
     def returned(self) -> None:
         """Withdraw what was published: the constructor has returned."""
@@ -148,17 +156,37 @@ class ConnectingPhase:
         if self._reported is not None:
             waited = self._waited()
             stalled.resumed(self, replace(self._reported, waited_seconds=waited))
-        self._release()
+        if self._claimed:
+            os.close(_kept.pop(self._claimed))
+
+    def _reach_after(self, cause: str) -> reach.Reach:
+        """Return what a connection attempt runs into after torch's have failed.
+
+        Args:
+            cause: What torch's exception says. It often has a text for all causes:
+                "the client socket has timed out".
+        """
+        if cause in ("", error_causes.NO_ANSWER):
+            cause = error_causes.UNKNOWN
+        try:
+            reached = run_with_timeout(
+                _END_TIMEOUT, partial(reach.examine, self._target)
+            )
+        except TimeoutError:
+            return reach.Reach(result=cause)
+        if reached.result == reach.HUNG_UP:
+            return replace(reached, result=error_causes.CONNECTION_LOST)
+        return replace(reached, result=cause) if reached.answered else reached
+
+    def _check_address(self) -> Verdict | None:
+        defect = reach.examine(self._target, os.environ).defect
+        return None if defect is None else reach.from_defect(self._target, defect)
 
     def _end(self) -> Verdict | None:
         WATCHER.remove(self._watch)
         with self._lock:
             self._ended = True
             return self._verdict
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
 
     def _waited(self) -> float:
         return time.monotonic() - self._watch.started
@@ -196,7 +224,7 @@ class ConnectingPhase:
     def _look(self) -> None:
         reached = reach.examine(self._target, os.environ)
         found = reach.verdict(self._target, reached, self._waited())
-        if self._server is not None and reached.result == reach.ANSWERED:
+        if self._server is not None and reached.answered:
             found = self._server.verdict(reached, self._waited())
         with self._lock:
             if self._ended:
@@ -204,18 +232,29 @@ class ConnectingPhase:
             self._verdict = found
         if self._waited() >= self._stall_after:
             self._report()
+        elif found is not None and self._server is None:
+            self._take_claim(found)
 
     def _report(self) -> None:
         verdict = self._verdict
         if verdict is None:
             return
-        if self._server is None and self._claim is None:
-            # The ranks that cannot connect share no store, and a host may have many.
-            self._claim = claim(f"{self._target.server}/{verdict.cause}")
-            if self._claim is None:
-                return
+        if self._server is None and not self._take_claim(verdict):
+            return
         self._reported = verdict
         stalled.report(self, verdict)
+
+    def _take_claim(self, verdict: Verdict) -> bool:
+        """Return whether this process reports, of those of its host.
+
+        The ranks that cannot connect share no store, and a host may have many.
+        """
+        what = self._claimed or f"{self._target.server}/{verdict.cause}"
+        if what not in _kept and (claimed := claim(what)) is not None:
+            _kept[what] = claimed.detach()
+        self._left_to_other = what not in _kept
+        self._claimed = "" if self._left_to_other else what
+        return not self._left_to_other
 
 
 def claim(what: str) -> socket.socket | None:

@@ -13,6 +13,7 @@ REFUSED = "refused"
 UNREACHABLE = "unreachable"
 NO_ANSWER = "no_answer"
 CONNECTION_LOST = "connection_lost"
+FOREIGN = "foreign"
 ADDRESS_IN_USE = "address_in_use"
 TLS = "tls"
 V2_API_OFF = "v2_api_off"
@@ -20,6 +21,7 @@ CORRUPT_STATE = "corrupt_state"
 NOT_WRITTEN = "not_written"
 TOO_FEW_NODES = "too_few_nodes"
 NO_ROOM = "no_room"
+RANK_0_REPLACED = "rank_0_replaced"
 CLOSED = "closed"
 UNKNOWN = "unknown"
 
@@ -51,6 +53,8 @@ _BY_TEXT = {
     "certificate": TLS,
     "wait timeout": NOT_WRITTEN,
     "timeout waiting for key": NOT_WRITTEN,
+    # The answer to the first request of a TCPStore's client was of another program.
+    "ping failed, invalid": FOREIGN,
     "connection reset": CONNECTION_LOST,
     "broken pipe": CONNECTION_LOST,
     "timed out": NO_ANSWER,

@@ -4,7 +4,6 @@ The file is read directly. Opening it as a FileStore would count as one more use
 """
 
 import os
-import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from tracedstore.coordination import ranges, rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.core.identity import host_name
 from tracedstore.diagnosis.reach import PHASE
 from tracedstore.diagnosis.verdict import Verdict
 
@@ -144,12 +144,12 @@ def describe_wait(path: str, world_size: int) -> str:
     absent = sorted(set(range(world_size)).difference(content.ranks))
     text = content.describe()
     if content.ranks and absent:
-        text += f"; ranks {ranges.fold(absent)} have not registered in it"
+        text += f"; {ranges.ranks_text(absent)} not registered in it"
     return text
 
 
 def _is_here(info: RankInfo) -> bool:
-    return info.host == socket.gethostname()
+    return info.host == host_name()
 
 
 def _has_ended(info: RankInfo) -> bool:

@@ -115,8 +115,8 @@ def check_loopback(
     ranks = tuple(sorted(one.rank for one in named))
     shown = ", ".join(sorted({found.host for found in loopback.values()})[:4])
     evidence = (
-        f"ranks {ranges.fold(ranks)} publish loopback addresses to gloo, which ranks of"
-        " other hosts cannot reach"
+        "loopback addresses, which ranks of other hosts cannot reach, published to"
+        f" gloo by {ranges.ranks_text(ranks)}"
     )
     return Verdict(
         phase=phase,

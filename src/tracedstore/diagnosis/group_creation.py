@@ -63,15 +63,14 @@ class GroupCreation:
 
     def look(self) -> None:
         """Check the addresses that gloo's ranks have published."""
-        with side_connection(self.store) as connection:
+        with RECORDER.unrecorded(), side_connection(self.store) as connection:
             prefix = gloo_addresses.key_prefix(self.name)
             found = gloo_addresses.read(connection, prefix, self.size)
         verdict = gloo_addresses.check_loopback(
             found, f"connecting gloo's ranks of group {self.name}", self._members()
         )
         if verdict is not None:
-            waited = time.monotonic() - self.started
-            self.verdict = replace(verdict, waited_seconds=waited)
+            self._set_verdict(verdict)
 
     def look_and_report(self) -> None:
         """Look for stale keys and bad addresses; emit `job.stalled` if there are some.
@@ -99,6 +98,14 @@ class GroupCreation:
             reporters = set(others[:1])
         if self._own_rank() in reporters:
             stalled.report(self, verdict)
+
+    def _set_verdict(self, verdict: Verdict) -> None:
+        self.verdict = replace(
+            verdict,
+            # What the others do is not known.
+            waiting_ranks=verdict.waiting_ranks or (self._own_rank(),),
+            waited_seconds=time.monotonic() - self.started,
+        )
 
     def _members(self) -> Mapping[int, int]:
         return dict(enumerate(self.ranks))
@@ -128,8 +135,7 @@ class GroupCreation:
                 verdict or Verdict(phase=phase, cause="unknown", time=time.time()), jobs
             )
         if verdict is not None:
-            waited = time.monotonic() - self.started
-            self.verdict = replace(verdict, waited_seconds=waited)
+            self._set_verdict(verdict)
 
     def add_note(self, error: Exception) -> None:
         """Add to an exception what torch's text does not contain."""
@@ -172,4 +178,6 @@ def watched(creation: GroupCreation) -> Iterator[None]:
     finally:
         WATCHER.remove(watch)
     if creation.verdict is not None:
-        _guarded(stalled.resumed, creation, creation.verdict)
+        waited = time.monotonic() - creation.started
+        ended = replace(creation.verdict, waited_seconds=waited)
+        _guarded(stalled.resumed, creation, ended)

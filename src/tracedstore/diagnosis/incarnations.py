@@ -283,8 +283,9 @@ def _describe_launches(
     texts = []
     for launch, hosts in launches.items():
         places = [
-            f"ranks {ranges.fold(info.rank for info in infos)},"
-            f" pids {ranges.fold(info.pid for info in infos)} on {host}"
+            f"{ranges.ranks_text(info.rank for info in infos)},"
+            f" pid{'s' if len(infos) > 1 else ''}"
+            f" {ranges.fold(info.pid for info in infos)} on {host}"
             for host, infos in list(hosts.items())[:_MAX_HOSTS_SHOWN]
         ]
         more = len(hosts) - _MAX_HOSTS_SHOWN

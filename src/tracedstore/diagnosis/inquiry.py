@@ -5,7 +5,7 @@ bounded in requests; a store that does not respond is noticed by the watcher.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from tracedstore.diagnosis import incarnations
 from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.examine import examine
+from tracedstore.diagnosis.excess import find_excess
 from tracedstore.diagnosis.judge import find_suspects, judge
 from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
@@ -30,46 +31,92 @@ Answers = Mapping[int, ProcessAnswer]
 
 def inquire(
     connection: Any,
-    own: BlockedRecord,
     member: Member,
     answer_timeout: float,
     *,
     call_connection: Any,
+    describe: Callable[[], BlockedRecord | None],
 ) -> Verdict | None:
-    """Find out whom the job waits for; None if a suspect is blocked by now itself.
+    """Find out whom the job waits for; None if that changed meanwhile.
 
     Args:
         connection: A connection to the store in which the ranks registered.
-        own: The record of the blocked call of this rank.
         member: The rank of this process.
         answer_timeout: Seconds for the processes of awaited ranks to answer.
-        call_connection: A connection to the store of that call.
+        call_connection: A connection to the store of the blocked call of this rank.
+        describe: Returns the record of that call as of now; None if nothing keeps it.
     """
-    now = time.time()
+    own = describe()
+    if own is None:
+        return None
+    excess = find_excess(call_connection, connection, own, member)
+    if excess is not None:
+        return excess
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
-    suspects = find_suspects(blocked, world_size)
+    suspected = find_suspects(blocked, world_size).all_ranks
+    asked = [*suspected, *_doubtful(blocked, own.rank, suspected)]
     if member.agents is None:
-        registered = _registered(connection, suspects.ranks, own.attempt)
-        answers = _ask(
-            connection, registered, suspects.ranks, member, blocked, answer_timeout
-        )
+        registered = _registered(connection, asked, own.attempt)
+        answers = _ask(connection, registered, asked, member, blocked, answer_timeout)
+    else:
+        registered = _agents(member.agents, world_size, time.time())
+        answers = _examine_agents(member, asked)
+    # Asking takes seconds. A rank that has arrived by now is not awaited any more.
+    now = time.time()
+    again = describe()
+    if again is None:
+        return None
+    blocked = _blocked(connection, again, world_size)
+    # A suspect that is blocked by now has arrived where the others wait, or waits for
+    # another rank. Look again.
+    if not blocked.keys().isdisjoint(suspected):
+        return None
+    ended = {rank for rank, answer in answers.items() if answer.state == "gone"}
+    blocked = {rank: one for rank, one in blocked.items() if rank not in ended}
+    if member.agents is None:
         blocked = _apply_learned(blocked, answers)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
-        suspects = find_suspects(blocked, world_size)
-    else:
-        registered = _agents(member.agents, world_size, now)
-        answers = _examine_agents(member, suspects.ranks)
-    # A suspect that is blocked by now has arrived where the others wait, or waits for
-    # another rank: look again.
-    arrived = _blocked(connection, own, world_size).keys() - blocked.keys()
-    if not arrived.isdisjoint(suspects.ranks):
-        return None
+    suspects = find_suspects(blocked, world_size)
+    if not set(asked).issuperset(suspects.ranks):
+        return None  # a new one, which has not been asked
     verdict = judge(
         blocked, suspects, world_size, answers, registered, member.host_of, now
     )
     verdict = replace(verdict, agents=member.agents is not None)
     return _with_replacements(connection, verdict)
+
+
+def still_holds(
+    connection: Any, own: BlockedRecord, member: Member, verdict: Verdict
+) -> bool:
+    """Return whether all ranks that a verdict names are awaited now.
+
+    Args:
+        connection: A connection to the store in which the ranks registered.
+        own: The record of the blocked call of this rank, as of now.
+        member: The rank of this process.
+        verdict: A verdict of `inquire`, on an earlier record of the call.
+    """
+    if own.awaits is not None and set(verdict.awaited_ranks).issubset(own.awaits):
+        return True  # without the records of all ranks
+    blocked = _blocked(connection, own, member.world_size)
+    awaited = set(find_suspects(blocked, member.world_size).all_ranks)
+    if verdict.cause in ("diverged", "circular", "gone"):
+        awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
+    return awaited.issuperset(verdict.awaited_ranks)
+
+
+def _doubtful(
+    blocked: Mapping[int, BlockedRecord], own: int, suspected: Sequence[int]
+) -> list[int]:
+    """Return blocked ranks that others wait for, or all if no other rank can act.
+
+    The record of a process that was killed stays in the store.
+    """
+    awaited = {rank for record in blocked.values() for rank in record.awaits or ()}
+    doubtful = blocked.keys() if not suspected else awaited & blocked.keys()
+    return sorted(doubtful - {own})[:MAX_AWAITED]
 
 
 def _blocked(

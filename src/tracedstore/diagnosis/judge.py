@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from tracedstore.coordination import ranges
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.core.procfs import EXITED_WELL
 from tracedstore.diagnosis.blocked_record import BlockedRecord
-from tracedstore.diagnosis.process_answer import ProcessAnswer
+from tracedstore.diagnosis.process_answer import NO_ANSWER, ProcessAnswer
 from tracedstore.diagnosis.verdict import (
     MAX_AWAITED,
     REMEDIES,
@@ -44,6 +45,11 @@ class Suspects:
     def ranks(self) -> list[int]:
         """The ranks whose processes are of interest, in order."""
         return sorted(self.writers or self.candidates)
+
+    @property
+    def all_ranks(self) -> list[int]:
+        """All of these ranks, writers first: a candidate may prove to be a writer."""
+        return [*sorted(self.writers), *sorted(self.candidates - self.writers)]
 
 
 def find_suspects(blocked: Mapping[int, BlockedRecord], world_size: int) -> Suspects:
@@ -87,13 +93,13 @@ def judge(
     """
     waiting = _describe_waiting(blocked, now)
     named = sorted(suspects.writers)
-    why = "these ranks write the keys that do not exist"
+    why = "each awaited rank writes a key that does not exist"
     found = {
         rank: examine(rank, answers.get(rank), registered.get(rank), host_of(rank))
         for rank in suspects.ranks
     }
     if not named and suspects.candidates:
-        named, why = _eliminate(suspects.candidates, found)
+        named, why = _eliminate(suspects.candidates, found, answers)
         if not named:
             return _ambiguous(waiting, suspects.candidates, found)
     if named:
@@ -164,17 +170,31 @@ def _describe_waiting(blocked: Mapping[int, BlockedRecord], now: float) -> Verdi
 
 
 def _eliminate(
-    candidates: frozenset[int], found: Mapping[int, AwaitedRank]
+    candidates: frozenset[int],
+    found: Mapping[int, AwaitedRank],
+    answers: Mapping[int, ProcessAnswer],
 ) -> tuple[list[int], str]:
     """Return the candidates that must be awaited, and why; none if several may be."""
     if len(candidates) == 1:
         return sorted(candidates), "all other ranks are blocked"
     absent = [
-        rank for rank in sorted(candidates) if found[rank].cause in _CANNOT_ARRIVE
+        rank
+        for rank in sorted(candidates)
+        if found[rank].cause in _CANNOT_ARRIVE and not _is_harmless(answers.get(rank))
     ]
     if absent:
         return absent, "the other ranks are blocked, or alive"
     return [], ""
+
+
+def _is_harmless(answer: ProcessAnswer | None) -> bool:
+    """Return whether a process may have finished its work, or may be slow.
+
+    Another rank may be the one that should write the key.
+    """
+    if answer is None:
+        return False
+    return answer.detail == EXITED_WELL or answer.detail.startswith(NO_ANSWER)
 
 
 def _ambiguous(
@@ -183,7 +203,7 @@ def _ambiguous(
     doing = [found[rank].describe() for rank in sorted(found)[:_MAX_CYCLE_SHOWN]]
     return replace(
         waiting,
-        known=f"one or more of ranks {ranges.fold(candidates)}, which are not blocked;"
+        known=f"one or more of {ranges.ranks_text(candidates)}, not blocked;"
         " the writer of the key is unknown",
         evidence=tuple(doing),
         remedy=REMEDIES["unknown"],
@@ -278,7 +298,7 @@ def _wait_texts(
     for rank in ranks:
         by_wait.setdefault(describe_wait(blocked[rank]), []).append(rank)
     return [
-        f"{'ranks' if len(some) > 1 else 'rank'} {ranges.fold(some)}: {text}"
+        f"{ranges.ranks_text(some)}: {text}"
         for text, some in list(by_wait.items())[:_MAX_CYCLE_SHOWN]
     ]
 
@@ -286,7 +306,7 @@ def _wait_texts(
 def describe_wait(record: BlockedRecord) -> str:
     """Describe what a blocked rank waits for."""
     key = f", key {record.keys[0]}" if record.keys else ""
-    awaits = "" if not record.awaits else f", for rank {ranges.fold(record.awaits)}"
+    awaits = f", for {ranges.ranks_text(record.awaits)}" if record.awaits else ""
     phase_has_key = record.keys and record.phase == f"key {record.keys[0]}"
     return f"waits in {record.phase}{'' if phase_has_key else key}{awaits}"
 
@@ -299,7 +319,7 @@ def _evidence(answers: Mapping[int, ProcessAnswer], named: Iterable[int]) -> lis
         if answer is not None and answer.source:
             by_source.setdefault(answer.source, []).append(rank)
     return [
-        f"state of {ranges.fold(ranks)} from {source}"
+        f"state of {ranges.ranks_text(ranks)} from {source}"
         for source, ranks in by_source.items()
     ]
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from tracedstore.coordination import validation
 from tracedstore.core.procfs import ancestors
@@ -32,11 +33,13 @@ class LocalReply:
         identity: The process.
         answer: What it does; None for an agent.
         workers: What an agent knows about its workers.
+        page: The page that was asked for, as JSON values that are not validated.
     """
 
     identity: LocalIdentity
     answer: ProcessAnswer | None = None
     workers: tuple[ProcessAnswer, ...] = ()
+    page: Any = None
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "LocalReply":
@@ -50,6 +53,7 @@ class LocalReply:
                 workers=tuple(
                     map(ProcessAnswer.from_fields, fields["workers"][:_MAX_WORKERS])
                 ),
+                page=fields.get("page"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("not a reply") from error

@@ -8,6 +8,7 @@ from typing import Any
 from tracedstore.coordination import rank_registry, validation
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
+from tracedstore.core.counters import StoreState, handle_of
 from tracedstore.core.identity import (
     ProcessIdentity,
     StoreIdentity,
@@ -53,7 +54,7 @@ class LocalIdentity:
     @classmethod
     def own(cls) -> "LocalIdentity":
         """Return the identity of this process, as far as it is known now."""
-        registered = [store for store, _ in rank_registry.registered_stores()]
+        registered = [handle for handle, _ in rank_registry.registered_stores()]
         identity = _identity(
             process_identity(),
             os.environ,
@@ -61,7 +62,7 @@ class LocalIdentity:
             procfs.own_start_ticks(),
             registered=bool(registered),
         )
-        names = {name for store in registered if (name := _store_name(store))}
+        names = {name for handle in registered if (name := _store_name(handle))}
         return replace(identity, stores=tuple(sorted(names)[:_MAX_STORES]))
 
     @classmethod
@@ -144,16 +145,19 @@ def _identity(
     )
 
 
-def _store_name(store: Any) -> str:
+def _store_name(handle: Any) -> str:
     """Return what processes of one host call the same store; "" if they share none."""
-    bottom = bottom_of(store)
-    state = getattr(bottom, "_traced", None)
-    found: StoreIdentity = identify(bottom) if state is None else state.identity
+    found = _store_identity(handle)
     if found.in_process or not (found.port or found.address):
         return ""
     # Processes may use different names of a host, and different paths to a file.
     where = found.port or os.path.realpath(found.address)
     return f"{found.kind} {where} {found.namespace}"[:_MAX_NAME].strip()
+
+
+def _store_identity(handle: Any) -> StoreIdentity:
+    bottom = handle_of(bottom_of(handle))
+    return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
 
 
 def _number(value: Any, below: int) -> int | None:

@@ -10,7 +10,7 @@ from tracedstore.core import procfs
 from tracedstore.core.identity import process_identity
 from tracedstore.diagnosis.local_client import LocalReply, local_processes
 from tracedstore.diagnosis.local_identity import LocalIdentity
-from tracedstore.diagnosis.process_answer import ProcessAnswer
+from tracedstore.diagnosis.process_answer import NO_ANSWER, ProcessAnswer
 
 FROM_PROC: Final = "/proc of its host"
 # By pid; None for a process that listens and did not answer.
@@ -196,7 +196,6 @@ def _from_proc(
         return replace(
             answer,
             state="stopped",
-            detail=f"did not answer within {timeout:g} s: it holds the GIL, or gets no"
-            " CPU time",
+            detail=f"{NO_ANSWER} {timeout:g} s: it holds the GIL, or gets no CPU time",
         )
     return replace(answer, state="running", detail="it does not listen for questions")

@@ -6,6 +6,11 @@ request is one line of JSON, and so is the answer:
 
     {"kind": "status", "families": ["epoch/*/go"]}
     {"identity": {...}, "answer": {...}, "workers": []}
+    {"kind": "metrics"}
+    {"identity": {...}, "answer": null, "workers": [], "page": [...]}
+
+A page may run code of the application, so it is rendered in a thread of its own. While
+that thread is busy, further requests for the same page are not answered.
 
 A process that is stopped, or that holds the GIL, does not answer in time. Its client
 reads /proc then.
@@ -18,12 +23,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from tracedstore import names
 from tracedstore.coordination import validation
 from tracedstore.core.keys import printable
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import socket_directory
 from tracedstore.diagnosis.local_identity import LocalIdentity
@@ -31,6 +38,10 @@ from tracedstore.diagnosis.process_answer import MAX_FAMILIES, ProcessAnswer
 from tracedstore.diagnosis.stacks import own_answer
 
 KINDS: Final = ("status", "stacks")
+# What torchrun's agent asks its workers for, to serve it for them.
+METRICS_PAGE: Final = "metrics"
+STATUS_PAGE: Final = "inflight"
+_PAGES: Final = (METRICS_PAGE, STATUS_PAGE)
 MAX_REQUEST_BYTES: Final = 64 * 1024
 # Seconds for one client to send its request and to receive the answer.
 _CLIENT_TIMEOUT = 1.0
@@ -41,6 +52,8 @@ _EXIT_TIMEOUT = 1.0
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 
 Workers = Callable[[], list[ProcessAnswer]]
+# Returns JSON values.
+Page = Callable[[], Any]
 
 
 class LocalSocket:
@@ -50,6 +63,7 @@ class LocalSocket:
         enabled: The setting ``answers``: nothing is started while it is off.
         identity: Returns the identity of this process.
         workers: Returns what an agent of torchrun knows about its workers.
+        pages: What this process lets its agent serve, by the kind of the request.
     """
 
     def __init__(self) -> None:
@@ -68,6 +82,8 @@ class LocalSocket:
         self._listening = None
         self._thread: DaemonThread | None = None
         self._lock = threading.Lock()
+        self._rendering = {kind: threading.Lock() for kind in _PAGES}
+        self.pages: Mapping[str, Page] = {}
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
 
@@ -125,31 +141,87 @@ class LocalSocket:
                     return
                 time.sleep(0.1)  # too many open files
                 continue
-            with client, suppress(OSError, ValueError):
-                self._answer(client)
+            handed_over = False
+            with suppress(OSError, ValueError):
+                handed_over = self._answer(client)
+            if not handed_over:
+                client.close()
 
     def _ended(self, listening: socket.socket) -> bool:
         with self._lock:
             return listening is not self._listening
 
-    def _answer(self, client: socket.socket) -> None:
+    @property
+    def listening(self) -> bool:
+        """Whether this process can be asked."""
+        return self._listening is not None
+
+    def _answer(self, client: socket.socket) -> bool:
+        """Answer; return whether another thread answers and closes the connection."""
         if not may_connect(client):
-            return
+            return False
         deadline = time.monotonic() + _CLIENT_TIMEOUT
         kind, families = _request(receive_line(client, MAX_REQUEST_BYTES, deadline))
+        if kind not in _PAGES:
+            _send(client, self._state(kind, families), deadline)
+            return False
+        # An agent that has waited in vain may have asked again since.
+        if _is_gone(client) or not self._rendering[kind].acquire(blocking=False):
+            return False
+        thread = DaemonThread(self._send_page, client, kind, name="tracedstore-page")
+        try:
+            thread.start()
+        except RuntimeError:
+            self._rendering[kind].release()
+            return False
+        return True
+
+    def _send_page(self, client: socket.socket, kind: str) -> None:
+        try:
+            render = self.pages.get(kind)
+            page = None if render is None else render()
+            reply: dict[str, Any] = {
+                "identity": self.identity().to_fields(),
+                "answer": None,
+                "workers": [],
+                "page": page,
+            }
+            _send(client, reply, time.monotonic() + _CLIENT_TIMEOUT)
+        except OSError:
+            pass  # the agent does not wait any more
+        except Exception as error:
+            RECORDER.failures.add(names.ENDPOINT, error)
+        finally:
+            client.close()
+            self._rendering[kind].release()
+
+    def _state(self, kind: str, families: list[str]) -> dict[str, Any]:
         identity = self.identity()
         answer = None
         if identity.rank is not None:
             answer = own_answer(
                 identity.rank, families, with_stacks=kind == "stacks"
             ).to_fields()
-        reply: dict[str, Any] = {
+        return {
             "identity": identity.to_fields(),
             "answer": answer,
             "workers": [worker.to_fields() for worker in self.workers()],
         }
-        client.settimeout(max(0.01, deadline - time.monotonic()))
-        client.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _is_gone(client: socket.socket) -> bool:
+    """Return whether the other end has closed the connection."""
+    client.setblocking(False)
+    try:
+        return not client.recv(1)
+    except BlockingIOError:
+        return False
+
+
+def _send(client: socket.socket, reply: dict[str, Any], deadline: float) -> None:
+    encoded = json.dumps(reply).encode() + b"\n"
+    client.settimeout(max(0.01, deadline - time.monotonic()))
+    client.sendall(encoded)
 
 
 def _listen() -> socket.socket:
@@ -196,7 +268,7 @@ def receive_line(peer: socket.socket, max_bytes: int, deadline: float) -> bytes:
 
 def _request(line: bytes) -> tuple[str, list[str]]:
     fields = validation.load_json(line, MAX_REQUEST_BYTES)
-    if type(fields) is not dict or fields.get("kind") not in KINDS:
+    if type(fields) is not dict or fields.get("kind") not in KINDS + _PAGES:
         raise ValueError("not a question")
     families = fields.get("families", [])
     if type(families) is not list:

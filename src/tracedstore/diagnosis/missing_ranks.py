@@ -6,13 +6,15 @@ from typing import Any
 
 from tracedstore.coordination import membership, rank_registry
 from tracedstore.coordination.missing_report import Finding
+from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core.identity import restart_count
 from tracedstore.diagnosis import judge
-from tracedstore.diagnosis.blocked_record import read_blocked
+from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.examine import examine
 from tracedstore.diagnosis.local_client import ask_processes
 from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.local_ranks import known_ranks
+from tracedstore.diagnosis.process_answer import ProcessAnswer
 from tracedstore.diagnosis.verdict import MAX_AWAITED
 
 # Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
@@ -51,15 +53,33 @@ def find_causes(
     if elsewhere:
         answers |= examine(store, registered, elsewhere, world_size, _ANSWER_TIMEOUT)
     blocked = read_blocked(store, world_size)
-    findings = {}
-    for rank in first:
-        if rank in blocked:
-            findings[rank] = Finding("diverged", judge.describe_wait(blocked[rank]))
-            continue
-        answer = answers.get(rank)
-        awaited = judge.examine(rank, answer, registered.get(rank), "")
+    return {
+        rank: _finding(
+            rank, answers.get(rank), registered.get(rank), blocked.get(rank), attempt
+        )
+        for rank in first
+    }
+
+
+def _finding(
+    rank: int,
+    answer: ProcessAnswer | None,
+    info: RankInfo | None,
+    record: BlockedRecord | None,
+    attempt: int,
+) -> Finding:
+    # The record of a process that was killed stays in the store.
+    current = record is not None and (
+        record.attempt == attempt
+        and (info is None or info.pid == record.pid)
+        and (answer is None or answer.state not in ("gone", "stopped"))
+    )
+    if record is not None and current:
+        return Finding("diverged", judge.describe_wait(record), "its blocked call")
+    awaited = judge.examine(rank, answer, info, "")
+    if answer is None:
         # A rank that is not traced does not register: without an answer there is
         # nothing to add to its name.
-        doing = "" if answer is None else awaited.doing
-        findings[rank] = Finding(awaited.cause, doing)
-    return findings
+        source = "it has registered" if info else "it has not registered"
+        return Finding(awaited.cause, "", f"{source}, and no process answers for it")
+    return Finding(awaited.cause, awaited.doing, f"its state from {answer.source}")

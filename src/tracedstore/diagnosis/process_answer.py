@@ -13,6 +13,9 @@ from tracedstore.diagnosis.verdict import printable_text
 State = Literal["running", "stopped", "gone", "silent"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
+# How the detail of a process begins that runs and does not answer.
+NO_ANSWER: Final = "did not answer within"
+
 MAX_FRAMES: Final = 8
 # Of a process, if all stacks are asked for.
 MAX_THREADS: Final = 64

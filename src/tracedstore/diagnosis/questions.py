@@ -26,6 +26,7 @@ from tracedstore.coordination.arrivals import (
     read_existing,
 )
 from tracedstore.core.keys import printable
+from tracedstore.core.timeouts import pause
 from tracedstore.diagnosis.local_socket import KINDS
 from tracedstore.diagnosis.process_answer import (
     MAX_ANSWER_BYTES,
@@ -257,9 +258,8 @@ def ask(
     try:
         while missing := named - answers.keys():
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if remaining <= 0 or not pause(min(delay, remaining)):
                 break
-            time.sleep(min(delay, remaining))
             delay = min(2 * delay, _LONGEST_READ)
             answers |= _read_answers(connection, question, missing)
     finally:

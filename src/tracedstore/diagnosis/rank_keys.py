@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from tracedstore.coordination.arrivals import find_absent
+from tracedstore.coordination.arrivals import absent_keys
 from tracedstore.core.keys import fold_numbers, replace_number
 
 # Maximum number of variable parts of a key that are tried as the rank.
@@ -52,7 +52,7 @@ def find_awaited(
         world_size: The number of ranks.
     """
     others = [rank for rank in range(world_size) if rank not in blocked]
-    # Keys 0, 1 and 2 of which the next one does not exist may be counted, whoever
+    # Keys 0, 1 and 2 of which the next one does not exist may be counted, no matter who
     # writes them.
     if len(blocked) < _MIN_PRESENT or not others or max(blocked) < others[0]:
         return None
@@ -62,13 +62,9 @@ def find_awaited(
             continue
         keys = [replace_number(key, position, rank) for rank in range(world_size)]
         own = [keys[rank] for rank in sorted(blocked)]
-        absent = find_absent(lambda some: bool(connection.check(list(some))), own)
-        if absent:
+        if absent_keys(connection, own):
             continue
-        absent = find_absent(
-            lambda some: bool(connection.check(list(some))),
-            [keys[rank] for rank in others],
-        )
+        absent = absent_keys(connection, [keys[rank] for rank in others])
         if len(absent) == len(others):
             return tuple(others)
     return None

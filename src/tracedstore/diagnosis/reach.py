@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,9 +30,12 @@ _MAX_ADDRESSES_TRIED = 2
 
 PHASE: Final = "connecting to the store"
 ANSWERED: Final = "answered"
+# The server closed or reset the connection: it may be the TCPStore of a torch with
+# another protocol, unless torch fails as well.
+HUNG_UP: Final = "hung_up"
 # What a listening socket without a TCPStore behind it does.
 SILENT: Final = "silent"
-FOREIGN: Final = "foreign"
+FOREIGN: Final = error_causes.FOREIGN
 
 _SENTENCES: Final = {
     error_causes.REFUSED: "{server} refuses connections: no process listens there",
@@ -43,7 +47,6 @@ _SENTENCES: Final = {
     SILENT: "{server} accepts connections and does not answer: its process is stopped,"
     " or it is no store",
     FOREIGN: "{server} answers, but not as a TCPStore: another program listens there",
-    ANSWERED: "{server} answers a probe from {here} now",
 }
 _REMEDIES: Final = {
     error_causes.REFUSED: "start rank 0, and check that it runs at this address",
@@ -61,7 +64,7 @@ class Reach:
     """The result of one attempt to connect.
 
     Attributes:
-        result: ANSWERED, SILENT, FOREIGN, or a constant of `error_causes`.
+        result: ANSWERED, HUNG_UP, SILENT, FOREIGN, or a constant of `error_causes`.
         addresses: What the host resolves to.
         defect: Why the address cannot work, if that is the case.
         holder: The process of this host that listens at the port, "" if unknown.
@@ -73,6 +76,11 @@ class Reach:
     defect: AddressDefect | None = None
     holder: str = ""
     joined: int | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether a store may be there."""
+        return self.result in (ANSWERED, HUNG_UP)
 
 
 def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> Reach:
@@ -91,7 +99,7 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
             result, joined = _ask(str(address), target.port)
         if result == ANSWERED:
             break
-    if result != ANSWERED and target.serving:
+    if result not in (ANSWERED, HUNG_UP) and target.serving:
         defect = check_served_here(target.host_name, target.host, addresses)
         if not target.port and defect is None:
             result = ANSWERED  # nothing is known to be wrong
@@ -108,6 +116,11 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     )
 
 
+def count_joined(port: int) -> int | None:
+    """Return how many clients have joined at a port of this host; None if unknown."""
+    return _ask("127.0.0.1", port)[1]
+
+
 def _ask(host: str, port: int) -> tuple[str, int | None]:
     """Connect and ask for the number of clients that have joined."""
     try:
@@ -117,15 +130,19 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
     with connection:
         try:
             is_tcpstore = tcpstore_probe.probe(connection)
-            if is_tcpstore is None:
-                return ANSWERED, None  # perhaps of a torch with another protocol
-            if not is_tcpstore:
-                return FOREIGN, None
-            return ANSWERED, tcpstore_probe.joined_count(connection)
         except TimeoutError:
             return SILENT, None
         except OSError:
             return error_causes.CONNECTION_LOST, None
+        if is_tcpstore is None:
+            return HUNG_UP, None
+        if not is_tcpstore:
+            return FOREIGN, None
+        joined = None
+        # A torch with another protocol may not answer this: its server is there.
+        with suppress(OSError):
+            joined = tcpstore_probe.joined_count(connection)
+        return ANSWERED, joined
 
 
 def verdict(
@@ -137,7 +154,7 @@ def verdict(
     """
     if reach.defect is not None:
         return from_defect(target, reach.defect, waited_seconds)
-    if reach.result == ANSWERED:
+    if reach.answered:
         return _agents_absent(target, reach, waited_seconds)
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
     sentence = _SENTENCES.get(

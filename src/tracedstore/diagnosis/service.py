@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tracedstore import names
@@ -20,13 +21,9 @@ from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import Recorder
 from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import stalled
-from tracedstore.diagnosis.blocked_call import (
-    describe_call,
-    is_absent,
-    is_barrier,
-)
-from tracedstore.diagnosis.excess import find_excess
-from tracedstore.diagnosis.inquiry import inquire
+from tracedstore.diagnosis.blocked_call import is_barrier
+from tracedstore.diagnosis.blocked_record import BlockedRecord
+from tracedstore.diagnosis.inquiry import inquire, still_holds
 from tracedstore.diagnosis.server import examine_server
 from tracedstore.diagnosis.session import (
     STORE_ERRORS,
@@ -36,6 +33,7 @@ from tracedstore.diagnosis.session import (
 )
 from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.diagnosis.waits import (
+    Repeats,
     Wait,
     blocked_calls,
     examine_after,
@@ -70,6 +68,17 @@ def _answer_timeout(wait: Wait) -> float:
     return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
 
 
+def _with_earlier(verdict: Verdict | None, wait: Wait | None) -> Verdict | None:
+    """Add what the call waited for until then to a verdict on its server.
+
+    A rank that gives up first may take the server with it.
+    """
+    if verdict is None or wait is None or wait.verdict is None:
+        return verdict
+    earlier = f"before that {wait.verdict.describe_awaited()} was awaited"
+    return replace(verdict, evidence=(*verdict.evidence, earlier))
+
+
 class Diagnosis:
     """Finds whom the blocked calls of this process wait for."""
 
@@ -90,6 +99,7 @@ class Diagnosis:
         self._stopping = False
         self._busy_since: float | None = None
         self._waits: dict[int, Wait] = {}
+        self._repeats = Repeats()
         self._requests: list[tuple[ActiveCall, threading.Event]] = []
         self._sessions = Sessions(answers=self._answers)
 
@@ -119,19 +129,18 @@ class Diagnosis:
     def covers(self, call: Call) -> bool | None:
         """Return whether a verdict covers a call; None if one is to be expected."""
         wait = self._waits.get(id(call))
-        if wait is None:
-            return False
-        if wait.verdict is not None:
-            return True
-        looking = time.time() - wait.round_started
-        expected = wait.record is not None and looking < _VERDICT_TIMEOUT
+        if wait is None or wait.verdict is not None:
+            return wait is not None
+        # Ranks of a large job read the verdict less often.
+        late = _VERDICT_TIMEOUT + 2 * (wait.interval - self._interval)
+        expected = wait.record is not None and wait.looking() < late
         return None if expected else False
 
     def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
         """Return what is known about a call that ended, as event fields.
 
         The exception gets it as a note. Runs in the thread that made the call. If that
-        timed out before a verdict was found, it waits for one, 2 s at most.
+        timed out, it waits until a verdict is found or checked again, 2 s at most.
         """
         verdict = self._verdict_on(call, error)
         if verdict is None:
@@ -150,18 +159,23 @@ class Diagnosis:
             if wait is None or wait.verdict is None:
                 return None
             # Not left to the thread: the process may end now.
-            stalled.resumed(wait, wait.verdict)
+            self._resumed(wait, wait.verdict)
             return wait.verdict
+        if wait is not None:
+            wait.failed = True
         if error_type(error) != TIMEOUT:
-            return examine_server(call, error)
-        if wait is None or wait.verdict is None:
+            return _with_earlier(examine_server(call, error), wait)
+        if wait is None or wait.verdict is None or wait.verdict.awaited_ranks:
+            # Also with names: a rank may have arrived since.
             self._request(ActiveCall(*call, threading.get_ident(), call))
             wait = self._waits.get(id(call))
         if wait is None or wait.verdict is None:
             return None
         wait.failed = True
+        if wait.refuted:
+            return None
         if wait.elected and not wait.reported:
-            stalled.report(wait, wait.verdict)
+            self._emit(wait, wait.verdict)
         return wait.verdict
 
     def _request(self, active: ActiveCall) -> None:
@@ -222,20 +236,24 @@ class Diagnosis:
         wait = self._waits.setdefault(id(active.call), Wait(active))
         now = time.monotonic()
         if not wait.current and (now >= wait.refresh_at or at_once):
+            wait.interval = self._interval_of(session)
             self._publish(session, wait, waited, now)
-            wait.refresh_at = now + self._interval_of(session)
+            wait.refresh_at = now + wait.interval
         elif now >= wait.look_at and wait.reported:
             wait.begin_round(_LOOKERS)
         if wait.record is None or (now < wait.look_at and not at_once):
             return
+        if at_once and wait.current and not self._holds(session, wait):
+            wait.discard_verdict()
         if not wait.current:
             self._look(session, wait, now, waited, at_once=at_once)
-        if wait.current and waited >= self._stall_after:
+        # A call that has timed out is reported by the thread that made it.
+        if wait.current and waited >= self._stall_after and not at_once:
             # The next round is when the wait has doubled.
             wait.look_at = now + waited
-            if wait.elected and not at_once:
-                self._report(session, wait)
             wait.reported = True
+            if wait.elected:
+                self._report(session, wait)
 
     def _interval_of(self, session: Session) -> float:
         """Return the seconds between two looks of a rank that does not look itself."""
@@ -245,12 +263,7 @@ class Diagnosis:
     def _publish(self, session: Session, wait: Wait, waited: float, now: float) -> None:
         before = wait.record
         started = time.time() - waited if before is None else before.started
-        record = describe_call(
-            session.connection_to(wait.active.state),
-            wait.active,
-            session.member,
-            started,
-        )
+        record = session.describe(wait.active, started)
         if record == before:
             return
         wait.record = record
@@ -264,74 +277,94 @@ class Diagnosis:
             wait.round_started = time.time()
 
     def _look(
-        self,
-        session: Session,
-        wait: Wait,
-        now: float,
-        waited: float,
-        *,
-        at_once: bool,
+        self, session: Session, wait: Wait, now: float, waited: float, *, at_once: bool
     ) -> None:
         """Read the verdict of another rank, or find one if this rank is elected."""
         record = wait.record
         if record is None:
             return
-        # The ranks do not look at the same time; a verdict is valid until the wait has
-        # nearly doubled.
+        # Ranks look at different times: a verdict holds until the wait nearly doubled.
         since = time.time() - max(self._settle, waited / 2)
-        published = session.read_verdict(record, max(since, record.started))
+        since = max(since, record.started, wait.valid_from)
+        published = session.read_verdict(record, since)
         if published is not None:
-            wait.verdict, wait.current = published, True
+            wait.accept(published)
             return
+        # The records of ten thousand ranks take seconds to read.
+        late = (_VERDICT_TIMEOUT + wait.interval) * wait.allowed / _LOOKERS
         if not wait.order:
             wait.order = session.take_order()
-        elif time.time() - wait.round_started > _VERDICT_TIMEOUT * wait.allowed / 2:
+        elif wait.looking() > late:
             wait.allowed += _LOOKERS
         wait.elected = wait.order <= wait.allowed
         if not (wait.elected or at_once):
-            wait.look_at = now + self._interval_of(session)
+            wait.look_at = now + wait.interval
             return
-        connection = session.connection_to(wait.active.state)
-        complete = describe_call(
-            connection, wait.active, session.member, record.started, complete=True
+        timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
+        verdict = inquire(
+            session.connection,
+            session.member,
+            timeout,
+            call_connection=session.connection_to(wait.active.state),
+            describe=partial(self._describe, session, wait, record.started),
         )
-        if complete is None:
-            wait.look_at = now + self._interval
-            return
-        record = complete
-        verdict = find_excess(connection, session.connection, record, session.member)
         if verdict is None:
-            timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
-            verdict = inquire(
-                session.connection,
-                record,
-                session.member,
-                timeout,
-                call_connection=connection,
-            )
-        if verdict is None or not is_absent(connection, record.keys):
             wait.look_at = now + self._interval
             return
-        wait.verdict, wait.current = verdict, True
+        wait.accept(verdict)
         session.publish_verdict(verdict)
 
+    def _describe(
+        self, session: Session, wait: Wait, started: float
+    ) -> BlockedRecord | None:
+        """Return what a call waits for now, all of it.
+
+        It is progress: a store that is slow, but responds, is not reported.
+        """
+        self._busy_since = time.monotonic()
+        record = session.describe(wait.active, started, complete=True)
+        self._busy_since = time.monotonic()
+        return record
+
     def _report(self, session: Session, wait: Wait) -> None:
+        if wait.verdict is not None and self._holds(session, wait):
+            self._emit(wait, wait.verdict)
+        else:
+            wait.discard_verdict()
+
+    def _holds(self, session: Session, wait: Wait) -> bool:
+        """Return whether all ranks that the verdict names are awaited now.
+
+        All ranks do this when their calls time out, so only these ranks are checked.
+        """
         if wait.record is None or wait.verdict is None:
-            return
-        # A rank that arrived while it was looked for is not awaited.
-        connection = session.connection_to(wait.active.state)
-        if is_absent(connection, wait.record.keys):
-            stalled.report(wait, wait.verdict)
+            return False
+        started, named = wait.record.started, wait.verdict.awaited_ranks
+        record = session.describe(wait.active, started, also=named)
+        if record is None:
+            return False  # the keys exist now
+        return still_holds(session.connection, record, session.member, wait.verdict)
+
+    def _emit(self, wait: Wait, verdict: Verdict) -> None:
+        waited = waited_seconds(self._recorder, wait.active)
+        stalled.report(wait, verdict, emit=self._repeats.is_due(wait, waited))
 
     def _end(self, wait: Wait) -> None:
         """Withdraw what was published about a call that has ended."""
-        session = self._sessions.of(wait.active)
-        if session is not None and wait.record is not None:
-            session.withdraw()
+        # The store may be gone; that the call has ended is reported all the same.
+        with suppress(*STORE_ERRORS):
+            session = self._sessions.of(wait.active)
+            if session is not None and wait.record is not None:
+                session.withdraw()
         if wait.failed:
             stalled.failed(wait)
         elif wait.verdict is not None:
-            stalled.resumed(wait, wait.verdict)
+            self._resumed(wait, wait.verdict)
+
+    def _resumed(self, wait: Wait, verdict: Verdict) -> None:
+        self._repeats.forget(wait)
+        waited = waited_seconds(self._recorder, wait.active)
+        stalled.resumed(wait, replace(verdict, waited_seconds=waited))
 
     def check_store(self) -> bool:
         """Report that a store does not respond, if the thread hangs in it.

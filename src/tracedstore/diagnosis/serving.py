@@ -6,10 +6,9 @@ what it waits for, and reads which ranks have registered.
 """
 
 import os
-import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,8 @@ from torch.distributed import TCPStore
 
 from tracedstore.coordination import ranges, rank_registry
 from tracedstore.coordination.decoders import auto, default_name, name_of
-from tracedstore.core.identity import restart_count
+from tracedstore.core.identity import host_name, restart_count
+from tracedstore.core.timeouts import pause
 from tracedstore.diagnosis import judge
 from tracedstore.diagnosis.addresses import check_loopback
 from tracedstore.diagnosis.blocked_record import (
@@ -30,7 +30,8 @@ from tracedstore.diagnosis.connect_target import ConnectTarget
 from tracedstore.diagnosis.examine import examine
 from tracedstore.diagnosis.local_client import local_processes
 from tracedstore.diagnosis.local_identity import LocalIdentity
-from tracedstore.diagnosis.reach import PHASE, Reach
+from tracedstore.diagnosis.process_answer import ProcessAnswer
+from tracedstore.diagnosis.reach import PHASE, Reach, count_joined
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import (
     MAX_AWAITED,
@@ -41,8 +42,9 @@ from tracedstore.diagnosis.verdict import (
 )
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)
-# Seconds between joining and registering, in which a rank wraps its store.
-_REGISTRATION_DELAY = 0.5
+# Seconds between joining and registering, in which a rank wraps its store: how often to
+# look for an entry, because a busy machine takes longer.
+_REGISTRATION_DELAYS = (0.5, 0.5, 1.0)
 # Seconds for the processes of absent ranks to answer.
 _ANSWER_TIMEOUT = 2.0
 # Entries that are read for the run ids of other jobs.
@@ -53,6 +55,8 @@ _MAX_SERVERS_SHOWN = 4
 _LOCAL_TIMEOUT = 1.0
 # torchrun's run id of jobs that were given none.
 _NO_RUN_ID = "none"
+
+Answers = Mapping[int, ProcessAnswer]
 
 
 class ServerSide:
@@ -93,21 +97,43 @@ class ServerSide:
 
     def verdict(self, reach: Reach, waited_seconds: float) -> Verdict | None:
         """Name the ranks that have not connected; None if all have."""
-        absent = self.publish()
-        joined = reach.joined
-        present = self._world_size - len(absent)
-        if joined is not None and joined > present:
-            # They joined and have not registered yet, or they are not traced.
-            time.sleep(_REGISTRATION_DELAY)
-            absent = self.publish()
-            present = self._world_size - len(absent)
+        answers: Answers = {}
+        others: tuple[str, ...] = ()
+        absent, joined = self._count(reach)
+        if joined is None or self._can_name(absent, joined):
+            answers, others = self._ask(absent), self._other_servers()
+            # Asking takes seconds. A rank that has connected by now is not awaited.
+            absent, joined = self._count(reach)
         if not absent or (joined is not None and joined >= self._world_size):
             return None
-        found = self._verdict(absent, joined, reach, waited_seconds)
+        found = self._verdict(absent, joined, reach, answers, others)
+        found = replace(found, waited_seconds=waited_seconds)
         with self._lock:
             if not self._withdrawn:
                 self._client.set(VERDICT, found.to_bytes())
         return found
+
+    def _count(self, reach: Reach) -> tuple[set[int], int | None]:
+        """Return the ranks without an entry, and how many clients have joined.
+
+        The clients are counted after the entries are read: a rank that joins in
+        between is one that has joined and has no entry.
+        """
+        for wait in (*_REGISTRATION_DELAYS, 0.0):
+            absent = self.publish()
+            # It cannot be read if the protocol is another one. This rank has joined,
+            # so 0 is not the count either: torch keeps it elsewhere.
+            joined = count_joined(self._target.port) or None if reach.joined else None
+            if joined is None or self._can_name(absent, joined):
+                break
+            # They have not registered yet, or they are not traced.
+            if not pause(wait):
+                break
+        return absent, joined
+
+    def _can_name(self, absent: Collection[int], joined: int | None) -> bool:
+        """Return whether none of the ranks without an entry has joined."""
+        return joined is not None and joined <= self._world_size - len(absent)
 
     def withdraw(self) -> None:
         """Delete what was published: the wait has ended."""
@@ -126,24 +152,23 @@ class ServerSide:
         absent: Collection[int],
         joined: int | None,
         reach: Reach,
-        waited_seconds: float,
+        answers: Answers,
+        others: tuple[str, ...],
     ) -> Verdict:
-        size = self._world_size
-        present = size - len(absent)
         ranks = tuple(sorted(absent))
         known = ""
-        if joined is None or joined > present:
+        if not self._can_name(absent, joined):
+            present = self._world_size - len(absent)
             # Some of them joined without an entry, so none of them can be named.
             count = "an unknown number" if joined is None else str(joined - present)
             known = (
-                f"ranks {ranges.fold(ranks)} have no entry in the store, of which"
+                f"no entry in the store: {ranges.ranks_text(ranks)}, of which"
                 f" {count} joined untraced"
             )
             ranks = ()
         evidence = self._evidence(absent, joined, reach)
-        awaited = self._awaited(ranks)
+        awaited = self._awaited(ranks, answers)
         cause = worst(one.cause for one in awaited)
-        others = self._other_servers()
         if others:
             cause, evidence = "duplicate", (*others, *evidence)
         return Verdict(
@@ -153,7 +178,6 @@ class ServerSide:
             awaited_ranks=ranks,
             known=known,
             waiting_ranks=(self._rank,),
-            waited_seconds=waited_seconds,
             evidence=evidence,
             # Without a name, ranks that never registered are all that is known.
             remedy=REMEDIES[cause if ranks or others else "not_started"],
@@ -169,7 +193,7 @@ class ServerSide:
         entries = rank_registry.read_ranks(self._client, registered[:_MAX_ENTRIES_READ])
         hosts = ranges.by_host(entries, lambda rank: entries[rank].host)
         shown = "; ".join(
-            f"ranks {ranges.fold(ranks)} on {host}"
+            f"{ranges.ranks_text(ranks)} on {host}"
             for host, ranks in list(hosts.items())[:_MAX_HOSTS_SHOWN]
         )
         if more := len(registered) - len(entries):
@@ -222,7 +246,7 @@ class ServerSide:
     def _record(self, absent: Collection[int]) -> BlockedRecord:
         return BlockedRecord(
             rank=self._rank,
-            host=socket.gethostname(),
+            host=host_name(),
             pid=os.getpid(),
             attempt=restart_count(os.environ),
             operation="connect",
@@ -232,13 +256,18 @@ class ServerSide:
             started=self._started,
         )
 
-    def _awaited(self, ranks: Collection[int]) -> tuple[AwaitedRank, ...]:
-        """Describe the first absent ranks: some may have a process on this host."""
+    def _ask(self, ranks: Collection[int]) -> Answers:
+        """Ask the first absent ranks: some may have a process on this host."""
         first = sorted(ranks)[:MAX_AWAITED]
-        answers = examine(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
+        return examine(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
+
+    def _awaited(
+        self, ranks: Collection[int], answers: Answers
+    ) -> tuple[AwaitedRank, ...]:
+        """Describe the first absent ranks."""
         decoder = auto(os.environ)
         awaited = []
-        for rank in first:
+        for rank in sorted(ranks)[:MAX_AWAITED]:
             host = name_of(decoder, rank)
             host = "" if host == default_name(rank) else host
             awaited.append(judge.examine(rank, answers.get(rank), None, host))

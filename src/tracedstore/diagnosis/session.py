@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -14,9 +15,9 @@ from tracedstore.coordination.arrivals import (
     is_one_connection,
     read_key,
 )
-from tracedstore.core.counters import ActiveCall, StoreState
+from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.core.identity import bottom_of, number, process_identity
-from tracedstore.diagnosis.blocked_call import Member
+from tracedstore.diagnosis.blocked_call import Member, describe_call
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
     publish_blocked,
@@ -49,19 +50,27 @@ class Session:
 
     It refers to the store weakly: a store that is kept keeps its server and its port.
 
+    Args:
+        handle: The handle of the store.
+        member: The rank.
+        answers: Whether this process answers questions.
+
     Attributes:
         member: The rank.
     """
 
-    def __init__(self, store: Any, member: Member, *, answers: bool) -> None:
+    def __init__(self, handle: Any, member: Member, *, answers: bool) -> None:
         self.member = member
-        self._store = ref(store)
+        self._handle = ref(handle)
         # A clone, where the store itself cannot be used.
         self._clone: Any = None
         # The store of a blocked call, where it is another one, and its clone.
-        self._call_store: ref[Any] = ref(store)
+        self._call_state: ref[Any] = ref(handle)
         self._call_clone: Any = None
         self._published = False
+        # What the record of a blocked call was published through. Kept until that is
+        # withdrawn, which is after the call: the store may be freed then.
+        self._published_through: Any = None
         self._poll_at = 0.0
         self._responder: Responder | None = None
         # Seconds between two reads of questions; None if another process answers.
@@ -75,11 +84,10 @@ class Session:
             OSError: The server of the store cannot be reached.
             ReferenceError: The store was freed.
         """
-        store = self._store()
-        if store is None:
-            raise ReferenceError("the store was freed")
-        if self._clone is None:
-            self._clone = _clone(store)
+        if self._clone is not None:
+            return self._clone
+        store = _existing(self._handle())
+        self._clone = _clone(store)
         return store if self._clone is None else self._clone
 
     def connection_to(self, state: StoreState) -> Any:
@@ -90,24 +98,49 @@ class Session:
 
         Raises:
             OSError: The server of the store cannot be reached.
+            ReferenceError: The store was freed.
         """
-        if state.inner is self._store():
+        if state is self._handle():
             return self.connection
-        if self._call_store() is not state.inner:
-            self._call_clone = _clone(state.inner)
-            self._call_store = ref(state.inner)
-        return state.inner if self._call_clone is None else self._call_clone
+        store = _existing(state)
+        if self._call_state() is not state:
+            self._call_clone = _clone(store)
+            self._call_state = ref(state)
+        return store if self._call_clone is None else self._call_clone
+
+    def describe(
+        self,
+        call: ActiveCall,
+        started: float,
+        *,
+        complete: bool = False,
+        also: Sequence[int] = (),
+    ) -> BlockedRecord | None:
+        """Return what a blocked call waits for, as `describe_call` does."""
+        return describe_call(
+            self.connection_to(call.state),
+            call,
+            self.member,
+            started,
+            complete=complete,
+            also=also,
+        )
 
     def publish(self, record: BlockedRecord) -> None:
         """Publish the record of a blocked call of this rank."""
+        connection = self.connection
         if not self._published and self.member.agents is None:
-            check_replaced(self.connection, self.member.rank, self.member.world_size)
-        publish_blocked(self.connection, record, first=not self._published)
+            check_replaced(connection, self.member.rank, self.member.world_size)
+        publish_blocked(connection, record, first=not self._published)
         self._published = True
+        self._published_through = connection
 
     def withdraw(self) -> None:
         """Withdraw the record of this rank."""
-        withdraw_blocked(self.connection, self.member.rank)
+        connection, self._published_through = self._published_through, None
+        if connection is None:
+            connection = self.connection
+        withdraw_blocked(connection, self.member.rank)
 
     def take_order(self) -> int:
         """Return the position of this process among those that look, from 1."""
@@ -157,7 +190,7 @@ class Sessions:
 
     def __init__(self, *, answers: bool) -> None:
         self._answers = answers
-        # By store and rank.
+        # By handle and rank.
         self._by_store: WeakKeyDictionary[Any, dict[int, Session]] = WeakKeyDictionary()
 
     def of(self, call: ActiveCall) -> Session | None:
@@ -166,31 +199,29 @@ class Sessions:
         A process that has not registered is registered here, if the environment has
         its rank.
         """
-        for store, own in membership.memberships():
-            if _state_of(store) is call.state:
-                return self._session(store, own.rank, own.world_size)
-        for store, known in rank_registry.registrations():
-            if not _is_store_of(call, store):
+        for handle, own in membership.memberships():
+            if _state_of(handle) is call.state:
+                return self._session(handle, own.rank, own.world_size)
+        for handle, known in rank_registry.registrations():
+            if not _is_store_of(call, handle):
                 continue
-            rank = rank_registry.rank_of_thread(store, call.thread_id)
+            rank = rank_registry.rank_of_thread(handle, call.thread_id)
             if rank is not None:
-                return self._session(store, rank, known[rank].world_size)
+                return self._session(handle, rank, known[rank].world_size)
         return self._register(call.state)
 
     def poll(self) -> None:
         """Answer questions in every store in which this process has registered."""
-        for store, known in rank_registry.registrations():
+        for handle, known in rank_registry.registrations():
             rank = min(known)
-            self._session(store, rank, known[rank].world_size).poll()
+            self._session(handle, rank, known[rank].world_size).poll()
 
-    def _session(self, store: Any, rank: int, world_size: int) -> Session:
-        sessions = self._by_store.setdefault(store, {})
+    def _session(self, handle: Any, rank: int, world_size: int) -> Session:
+        sessions = self._by_store.setdefault(handle, {})
         session = sessions.get(rank)
         if session is None or session.member.world_size != world_size:
             session = sessions[rank] = Session(
-                _untraced(store),
-                _member(store, rank, world_size),
-                answers=self._answers,
+                handle, _member(handle, rank, world_size), answers=self._answers
             )
         return session
 
@@ -199,9 +230,11 @@ class Sessions:
         rank, world_size = identity.rank, identity.world_size
         if rank is None or world_size is None or not rank < world_size:
             return None
-        store = state.inner
-        session = self._session(store, rank, world_size)
-        rank_registry.register(session.connection, rank, world_size)
+        session = self._session(state, rank, world_size)
+        if state.inner is not None:
+            rank_registry.register(
+                state, rank, world_size, connection=session.connection
+            )
         return session
 
 
@@ -226,8 +259,8 @@ def _interval(member: Member) -> float | None:
     )
 
 
-def _member(store: Any, rank: int, world_size: int) -> Member:
-    own = membership.of(store)
+def _member(handle: Any, rank: int, world_size: int) -> Member:
+    own = membership.of(handle)
     if own is not None:
         return Member(
             rank=own.rank,
@@ -258,19 +291,26 @@ def _clone(store: Any) -> Any:
     return connect_again(store)
 
 
-def _is_store_of(call: ActiveCall, store: Any) -> bool:
+def _is_store_of(call: ActiveCall, handle: Any) -> bool:
     """Return whether a call is one of a store, or of a clone of it."""
-    state = _state_of(store)
+    state = _state_of(handle)
     if state is None or state is call.state:
         return state is call.state
     return state.identity == call.state.identity and not state.identity.in_process
 
 
-def _state_of(store: Any) -> StoreState | None:
-    state: StoreState | None = getattr(bottom_of(store), "_traced", None)
-    return state
+def _state_of(handle: Any) -> StoreState | None:
+    bottom = handle_of(bottom_of(handle))
+    return bottom if isinstance(bottom, StoreState) else None
 
 
-def _untraced(store: Any) -> Any:
-    state = getattr(store, "_traced", None)
-    return store if state is None else state.inner
+def _existing(handle: Any) -> Any:
+    """Return the store of a handle.
+
+    Raises:
+        ReferenceError: It was freed.
+    """
+    store = None if handle is None else store_of(handle)
+    if store is None:
+        raise ReferenceError("the store was freed")
+    return store

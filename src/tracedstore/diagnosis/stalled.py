@@ -12,12 +12,13 @@ from tracedstore.diagnosis.verdict import Verdict
 VERDICT: Final = "tracedstore/VERDICT"
 
 
-def report(wait: object, verdict: Verdict) -> None:
+def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
     """Emit `job.stalled` and set the gauges.
 
     Args:
         wait: The wait that the verdict is about; `resumed` gets the same.
         verdict: The verdict.
+        emit: False to set the gauges alone.
     """
     stalled = StalledJob(
         cause=verdict.cause,
@@ -25,7 +26,8 @@ def report(wait: object, verdict: Verdict) -> None:
         awaited={one.rank: (one.host, one.cause) for one in verdict.awaited},
     )
     RECORDER.stalls.begin(wait, stalled)
-    TELEMETRY.emit(names.JOB_STALLED, **verdict.event_fields())
+    if emit:
+        TELEMETRY.emit(names.JOB_STALLED, **verdict.event_fields())
 
 
 def resumed(wait: object, verdict: Verdict) -> None:

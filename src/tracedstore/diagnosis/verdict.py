@@ -27,10 +27,11 @@ CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 
 # What to do about each cause. A verdict with a better remedy has its own.
 REMEDIES: Final[Mapping[Cause, str]] = {
-    "not_started": "check that the launcher started these ranks, and their logs",
-    "gone": "read the logs of these ranks: they ended before the others",
-    "busy": "look at what these ranks execute: they are alive, but elsewhere",
-    "stopped": "resume or kill these processes: they do not run Python code",
+    "not_started": "check that the launcher started each awaited rank, and read its"
+    " log",
+    "gone": "read the log of each awaited rank: it ended before the others",
+    "busy": "look at what each awaited rank executes: it is alive, but elsewhere",
+    "stopped": "resume or kill each awaited process: it does not run Python code",
     "diverged": "make all ranks create the same groups in the same order",
     "circular": "change the order in which these ranks write and wait",
     "stale": "start with a new store, port or prefix: values of an earlier attempt"
@@ -122,7 +123,8 @@ class Verdict:
         texts = [awaited.describe(noun) for awaited in shown]
         named = {awaited.rank for awaited in shown}
         if rest := [rank for rank in self.awaited_ranks if rank not in named]:
-            texts.append(f"and {noun}s {ranges.fold(rest)}")
+            plural = "s" if len(rest) > 1 else ""
+            texts.append(f"and {noun}{plural} {ranges.fold(rest)}")
         return "; ".join(texts)
 
     def describe(self) -> str:

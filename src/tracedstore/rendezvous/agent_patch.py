@@ -1,16 +1,18 @@
 """Replaces the method with which torchrun's agent starts its workers.
 
-Afterwards the agent answers for its workers (`diagnosis.agent_workers`). A torch
-without this method is not patched: then the agent does not answer.
+Afterwards the agent answers for its workers (`diagnosis.agent_workers`), and serves
+their metrics. A torch without this method is not patched: then the agent does neither.
 """
 
 import functools
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
 from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
+from tracedstore.export import node_endpoint
 from tracedstore.export.setup import try_to_configure
 
 _MODULE = "torch.distributed.elastic.agent.server.local_elastic_agent"
@@ -31,8 +33,10 @@ def replace() -> None:
 
     @functools.wraps(original)
     def start_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        started = original(self, *args, **kwargs)
-        if try_to_configure(names.DIAGNOSIS):
+        on = try_to_configure(names.DIAGNOSIS)
+        with node_endpoint.announced() if on else nullcontext():
+            started = original(self, *args, **kwargs)
+        if on:
             processes = getattr(self, "_pcontext", None)
             RECORDER.failures.guarded(names.DIAGNOSIS, AGENT_WORKERS.started, processes)
         return started

@@ -12,7 +12,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import names
-from tracedstore.coordination.arrivals import bare_store, side_connection
+from tracedstore.coordination.arrivals import (
+    bare_store,
+    is_one_connection,
+    side_connection,
+)
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.core.counters import StoreState
 from tracedstore.core.identity import (
@@ -137,23 +141,28 @@ class TracedRendezvousBackend(RendezvousBackend):
         """The nodes that were seen in the state."""
         return self._attendance
 
-    def find_other_runs(self) -> list[OtherRun]:
-        """Return the other jobs with a rendezvous in the store of the state.
+    def find_other_runs(self, *, is_first: bool) -> list[OtherRun]:
+        """Return the other jobs with a rendezvous on the TCPStore server of the state.
 
-        It connects to the store again, because the agent uses its connection.
+        It connects to the server again, because the agent uses its connection.
+
+        Args:
+            is_first: Whether this agent records its job for others.
         """
         inner = self._traced.inner
         store, key = getattr(inner, "_store", None), getattr(inner, "_key", None)
         if not (isinstance(store, Store) and isinstance(key, str)):
             return []
-        with RECORDER.unrecorded(), side_connection(bare_store(store)) as connection:
-            return find_other_runs(connection, key, time.time())
+        bare = bare_store(store)
+        if not is_one_connection(bare):
+            return []
+        with RECORDER.unrecorded(), side_connection(bare) as connection:
+            return find_other_runs(connection, key, is_first=is_first, now=time.time())
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Get the state from the wrapped backend."""
-        started = time.time()
         result: tuple[bytes, Token] | None = self._get_state()
-        self._record_state(result, started)
+        self._record_state(result)
         return result
 
     def set_state(
@@ -167,10 +176,11 @@ class TracedRendezvousBackend(RendezvousBackend):
             if RECORDER.on:
                 RECORDER.rendezvous.record_write(self.name, "failed")
             raise
+        accepted = _accepted((), result)
         if RECORDER.on:
-            outcome: Write = "accepted" if _accepted((), result) else "conflict"
+            outcome: Write = "accepted" if accepted else "conflict"
             RECORDER.rendezvous.record_write(self.name, outcome)
-        self._record_state(result, started)
+        self._record_state(result, wrote=started if accepted else None)
         return result
 
     _get_state = forwarder(_GET_STATE, attrgetter("get_state"))
@@ -182,6 +192,9 @@ class TracedRendezvousBackend(RendezvousBackend):
         torch gives the key a time to live at each write. A TCPStore has no such time.
         """
         inner = self._traced.inner
+        if hasattr(inner, "written_seconds_ago"):
+            seconds: float | None = inner.written_seconds_ago()
+            return seconds
         client, key = getattr(inner, "_client", None), getattr(inner, "_key", None)
         lifetime = getattr(inner, "_ttl", None)
         if client is None or type(lifetime) is not int:
@@ -189,15 +202,15 @@ class TracedRendezvousBackend(RendezvousBackend):
         left = client.read(key, timeout=_ETCD_TIMEOUT).ttl
         return None if type(left) is not int else float(max(0, lifetime - left))
 
-    def _record_state(self, result: Any, started: float) -> None:
-        """Record the state that a call returned, and when the call began."""
+    def _record_state(self, result: Any, *, wrote: float | None = None) -> None:
+        """Record the state that a call returned, and when it began to write it."""
         if not RECORDER.on:
             return
         try:
             state = _state_of(result)
             parsed = parse_state(state) if isinstance(state, bytes) else None
             if parsed is not None:
-                self._attendance.record(parsed, started)
+                self._attendance.record(parsed, wrote=wrote)
                 RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
         except Exception as error:
             RECORDER.failures.add(names.RENDEZVOUS, error)
@@ -236,7 +249,7 @@ def _identify(backend: RendezvousBackend) -> StoreIdentity:
     of a store on the same server.
     """
     store = getattr(backend, "_store", None)
-    client = getattr(backend, "_client", None)
+    client = getattr(backend, "_client", getattr(backend, "_transport", None))
     inner = identify(bottom_of(store)) if isinstance(store, Store) else None
     address = getattr(client, "host", "") if inner is None else inner.address
     port = getattr(client, "port", None) if inner is None else inner.port

@@ -13,10 +13,12 @@ from tracedstore.diagnosis.error_causes import (
     CLOSED,
     CONNECTION_LOST,
     CORRUPT_STATE,
+    FOREIGN,
     NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
     NOT_WRITTEN,
+    RANK_0_REPLACED,
     REFUSED,
     TLS,
     TOO_FEW_NODES,
@@ -41,6 +43,10 @@ _REMEDIES = {
         "the connection broke: the server was stopped or restarted, or it is an etcd"
         " that requires TLS (protocol=https in --rdzv-conf)"
     ),
+    FOREIGN: (
+        "another program answers at the endpoint, not a TCPStore: correct host and"
+        " port, or use another port"
+    ),
     ADDRESS_IN_USE: "another program on this machine uses the port of the endpoint",
     TLS: (
         "the TLS handshake failed: check protocol, ca_cert, ssl_cert and ssl_cert_key"
@@ -61,6 +67,11 @@ _REMEDIES = {
     ),
     TOO_FEW_NODES: "fewer nodes joined than the job needs",
     NO_ROOM: "the job runs with its present nodes, and did not restart for this one",
+    RANK_0_REPLACED: (
+        "this node has become rank 0, and torch starts a server for the workers in the"
+        " first round only (mended in torch 2.13): set"
+        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    ),
     CLOSED: (
         "the rendezvous is closed, because the job has ended or another node gave up;"
         " use a new run id"

@@ -188,7 +188,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         if self._sharing is None and RECORDER.on:
             self._sharing = ""
             # It reads the store, and the workers must not wait for that.
-            _guarded(start_bounded_thread, partial(_guarded, self._look_for_other_runs))
+            look = partial(_guarded, self._look_for_other_runs, info.rank == 0)
+            _guarded(start_bounded_thread, look)
         if RECORDER.on:
             last = self._traced_backend.attendance.last
             check = partial(_guarded, check_master_address, info, last)
@@ -251,11 +252,10 @@ class TracedRendezvousHandler(RendezvousHandler):
             info.bootstrap_store_info,  # type: ignore[arg-type]  # torch's is Optional when read
         )
 
-    def _look_for_other_runs(self) -> None:
+    def _look_for_other_runs(self, is_first: bool) -> None:
         """Report other jobs that use the server of this rendezvous."""
-        self._sharing = report_other_runs(
-            self._traced_backend.find_other_runs(), self._endpoint, self.get_run_id()
-        )
+        runs = self._traced_backend.find_other_runs(is_first=is_first)
+        self._sharing = report_other_runs(runs, self._endpoint, self.get_run_id())
 
     def _failed(self, during: str, error: Exception, started: int) -> None:
         if during == "next_rendezvous":
@@ -308,6 +308,7 @@ class TracedRendezvousHandler(RendezvousHandler):
             where=self._where,
             own=_own_node(self._inner),
             attendance=self._traced_backend.attendance,
+            lacks_server=getattr(self._inner, "_shared_tcp_store_server", "") is None,
             hint=self._sharing or "",
             written_seconds_ago=self._traced_backend.written_seconds_ago,
             heartbeat_interval=_heartbeat_interval(settings),

@@ -2,8 +2,11 @@
 
 A node writes its heartbeat with the time of its own clock, and torch removes a node
 whose last heartbeat is older than 15 s by the clock of the node that reads it. So a
-node with a clock that is behind looks dead to all others. Here a heartbeat is dated by
-the two reads of the state between which it changed.
+node with a clock that is behind looks dead to all others.
+
+Two things are certain about a new heartbeat, however slow nodes and store are. Its node
+read its clock before this process read the state. And it read its clock after the last
+write of this process: a write is a compare-and-set, on a state that was read before.
 """
 
 import time
@@ -12,10 +15,8 @@ from typing import Final, Generic, TypeVar
 
 # Seconds between two heartbeats of a node, by default.
 DEFAULT_INTERVAL: Final = 5.0
-# Seconds. Less is not reported: a clock is as good as the network and the scheduler.
+# Seconds. Less is not reported: clocks of healthy machines differ, too.
 MIN_SKEW: Final = 5.0
-# A process may stop between the reading of its clock and the write, once.
-_CHANGES_COMPARED: Final = 2
 
 NodeT = TypeVar("NodeT")
 
@@ -28,16 +29,17 @@ class _Heartbeat:
         appeared: When the node was first seen, by ``time.monotonic``.
         seen: When it was last seen.
         changed: The heartbeat was seen to change.
-        skews: Smallest and largest skew that the last changes are consistent with.
+        skew: By how much the clock of the node is ahead, at least; negative if it is
+            behind, 0 if that is not certain.
     """
 
-    __slots__ = ("appeared", "changed", "seen", "skews", "value")
+    __slots__ = ("appeared", "changed", "seen", "skew", "value")
 
     def __init__(self, value: float, seen: float) -> None:
         self.value = value
         self.appeared = self.seen = seen
         self.changed = False
-        self.skews: tuple[tuple[float, float], ...] = ()
+        self.skew = 0.0
 
 
 class Heartbeats(Generic[NodeT]):
@@ -45,21 +47,21 @@ class Heartbeats(Generic[NodeT]):
 
     def __init__(self) -> None:
         self._by_node: dict[NodeT, _Heartbeat] = {}
-        self._previous_read: float | None = None
-        # Seconds of the longest read or write: a write of another node, between the
-        # reading of its clock and the moment it takes effect, may take as long.
-        self._longest_call = 0.0
+        # When the last write of this process began; None if new heartbeats cannot be
+        # told from older ones.
+        self._wrote: float | None = None
 
-    def record(self, heartbeats: Mapping[NodeT, float], started: float) -> None:
+    def record(
+        self, heartbeats: Mapping[NodeT, float], *, wrote: float | None = None
+    ) -> None:
         """Record the heartbeats of a state.
 
         Args:
             heartbeats: The time of each node's last heartbeat, by the node's clock.
-            started: When the call that returned the state began, in seconds since the
-                epoch.
+            wrote: When this process began to write this state, in seconds since the
+                epoch; None if it read it.
         """
         now, seen = time.time(), time.monotonic()
-        self._longest_call = max(self._longest_call, now - started)
         for node, value in heartbeats.items():
             known = self._by_node.get(node)
             if known is None:
@@ -69,32 +71,30 @@ class Heartbeats(Generic[NodeT]):
                 continue
             else:
                 known.changed = True
-            # The heartbeats of the first state may have any age.
-            if self._previous_read is not None:
-                interval = value - now, value - self._previous_read
-                known.skews = (*known.skews, interval)[-_CHANGES_COMPARED:]
             known.value, known.seen = value, seen
-        self._previous_read = started
+            # The first heartbeat of a node that was there before may have any age.
+            earliest = value if self._wrote is None else self._wrote
+            known.skew = max(0.0, value - now) + min(0.0, value - earliest)
+        if wrote is not None:
+            self._wrote = wrote
 
     def keep(self, nodes: Iterable[NodeT]) -> None:
         """Forget all other nodes."""
         kept = set(nodes)
         self._by_node = {n: beat for n, beat in self._by_node.items() if n in kept}
+        # One that is seen again is not new.
+        self._wrote = None
 
     def skew_seconds(self, node: NodeT) -> float | None:
         """Return by how much a node's clock is ahead of this one's, at least.
 
         The value is negative if it is behind. None: there is no skew that matters, or
-        too few changes were seen to tell it from one slow write.
+        none that is certain.
         """
         known = self._by_node.get(node)
-        if known is None or len(known.skews) < _CHANGES_COMPARED:
+        if known is None or abs(known.skew) < MIN_SKEW:
             return None
-        ahead = min(low for low, _ in known.skews)
-        behind = min(-high for _, high in known.skews) - self._longest_call
-        if ahead >= MIN_SKEW:
-            return round(ahead, 3)
-        return round(-behind, 3) if behind >= MIN_SKEW else None
+        return round(known.skew, 3)
 
     def silent_seconds(self, node: NodeT, now: float) -> float | None:
         """Return the seconds since a node's last heartbeat, None if it has none."""

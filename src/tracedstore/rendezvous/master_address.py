@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from tracedstore.coordination.arrivals import read_existing, side_connection
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.timeouts import pause
 from tracedstore.diagnosis import incarnations
 from tracedstore.diagnosis.verdict import printable_text
 from tracedstore.rendezvous.state import RendezvousState
@@ -54,11 +55,13 @@ def check_master_address(info: RendezvousInfo, last: RendezvousState | None) -> 
 
 
 def _read_published(store: Any) -> str:
-    """Return the address that rank 0 of the round published, "" if it does not."""
+    """Return the address that rank 0 of the round published.
+
+    "" if it does not publish one, or this process ends meanwhile.
+    """
     deadline = time.monotonic() + _TIMEOUT
     while len(values := read_existing(store, _KEYS)) < len(_KEYS):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or not pause(_INTERVAL):
             return ""
-        time.sleep(_INTERVAL)
     host, port = (value[:_MAX_BYTES].decode("utf-8", "replace") for value in values)
     return printable_text(f"{host}:{port}")

@@ -3,6 +3,10 @@
 A second torchrun on a host connects to the server of the first one, if both have the
 same endpoint. Run ids keep their states apart, but the server ends with the job that
 started it, and takes the other one with it.
+
+The first agent of each traced job adds the key of its state to an index, which the
+agents of later jobs read. They do not list the keys of the store: that costs a reply
+as long as the store is large, and torch holds the GIL until it is there.
 """
 
 from base64 import b64decode
@@ -10,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tracedstore.coordination.arrivals import list_keys, read_existing
+from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.key_index import append_keys, read_index
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis import incarnations
 from tracedstore.rendezvous.state import Node, parse_state
 
+INDEX: Final = "tracedstore/RENDEZVOUS"
 _PREFIX: Final = "torch.rendezvous."
 # Nodes write a heartbeat every 5 s; the clocks of hosts may differ.
 _MAX_SILENT_SECONDS = 30.0
@@ -40,23 +46,30 @@ class OtherRun:
         return f"run {self.run_id!r} (agent {self.node})"
 
 
-def find_other_runs(store: Any, own_key: str, now: float) -> list[OtherRun]:
+def find_other_runs(
+    store: Any, own_key: str, *, is_first: bool, now: float
+) -> list[OtherRun]:
     """Return the other jobs with a rendezvous in a store, as far as they are alive.
 
     Args:
         store: A store that no other thread uses.
         own_key: The key of this job's state.
+        is_first: Whether this agent adds the key to the index for its job.
         now: The time, in seconds since the epoch.
     """
-    if not hasattr(store, "list_keys"):
-        return []
+    # Before reading: of two jobs that start at once, one finds the other.
+    if is_first:
+        append_keys(store, INDEX, own_key)
+    indexed = (
+        key for value in read_existing(store, [INDEX]) for key in read_index(value)
+    )
     keys = [
         key
-        for key in sorted(key.removeprefix("/") for key in list_keys(store))
+        for key in dict.fromkeys(indexed)
         if key.startswith(_PREFIX) and "/" not in key and key != own_key
     ]
     runs = []
-    for key in keys[:_MAX_RUNS_READ]:
+    for key in keys[-_MAX_RUNS_READ:]:
         for value in read_existing(store, [key]):
             run = _parse(key.removeprefix(_PREFIX), value, now)
             if run is not None:

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
+from tracedstore.coordination.agent_hosts import hosts_never_joined
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.diagnosis.error_causes import (
     CLOSED,
     CONNECTION_LOST,
+    FOREIGN,
     NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
     NOT_WRITTEN,
+    RANK_0_REPLACED,
     REFUSED,
     TOO_FEW_NODES,
     UNKNOWN,
@@ -31,7 +34,7 @@ from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
 _NOT_CONNECTED = frozenset(
-    {CONNECTION_LOST, NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE}
+    {CONNECTION_LOST, FOREIGN, NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE}
 )
 
 
@@ -50,6 +53,7 @@ class JoinAttempt:
         where: Host and port of the endpoint, where it has them.
         own: The node that called.
         attendance: The nodes that were seen in the state.
+        lacks_server: Whether this node has no server for the workers.
         hint: A further sentence for a connection that failed, "" without one.
         heartbeat_interval: Seconds between two heartbeats of a node.
         written_seconds_ago: Returns when the state was last written, None if that is
@@ -66,6 +70,7 @@ class JoinAttempt:
     where: tuple[str, int] | None = None
     own: Node | None = None
     attendance: Attendance | None = None
+    lacks_server: bool = False
     hint: str = ""
     heartbeat_interval: float = DEFAULT_INTERVAL
     written_seconds_ago: Callable[[], float | None] = lambda: None
@@ -78,11 +83,15 @@ class MissingNode(NamedTuple):
         node: The node, None if it never joined.
         cause: Why it does not join.
         doing: What is known about it, for people.
+        evidence: How that is known, for people.
+        host: The host of one that never joined, where the launcher's list shows it.
     """
 
     node: Node | None
     cause: Cause
     doing: str
+    evidence: str
+    host: str | None = None
 
 
 def emit_waiting(attempt: JoinAttempt) -> None:
@@ -177,9 +186,12 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
         "left": _addresses(left),
         "left_silent_seconds": silent["left"][:_MAX_NODES_LISTED],
         "missing_count": _missing_count(attempt, joined),
-        "missing_names": [each.node and each.node.addr for each in missing],
+        "missing_names": [
+            each.host if each.node is None else each.node.addr for each in missing
+        ],
         "missing_causes": [each.cause for each in missing],
         "missing_doing": [each.doing for each in missing],
+        "missing_evidence": [each.evidence for each in missing],
         "left_over": _addresses(left_over),
         "skewed": _addresses(list(skewed)),
         "skewed_seconds": list(skewed.values())[:_MAX_NODES_LISTED],
@@ -256,14 +268,33 @@ def _missing(
     for node, seconds in zip(
         known, attempt.attendance.silent_seconds(known, now), strict=True
     ):
-        doing = "left this round" if node in left else f"was in round {absent[node]}"
+        doing, evidence = (
+            "left this round",
+            "this node saw it in the state of the round",
+        )
+        if node not in left:
+            doing = f"was in round {absent[node]}"
+            evidence = "the state of the last complete round has it"
         if seconds is not None:
             doing += f", last heartbeat {seconds:.1f} s ago"
         # A node with a wrong clock is removed by the others while it is alive.
         cause: Cause = "unknown" if node in skewed else "gone"
-        missing.append(MissingNode(node, cause, doing))
-    unknown = MissingNode(None, "not_started", "never joined")
-    return missing + [unknown] * (count - len(missing))
+        if node in skewed:
+            evidence += ", and its clock is wrong"
+        missing.append(MissingNode(node, cause, doing, evidence))
+    never_joined = count - len(missing)
+    waiting = attempt.attendance.waiting(attempt.own)
+    present = [node.addr for node in (*joined, *known, *waiting)]
+    hosts: list[str | None] = []
+    if attempt.min_nodes == attempt.max_nodes and attempt.min_nodes is not None:
+        hosts += hosts_never_joined(present, attempt.min_nodes)
+    if len(hosts) != never_joined:
+        hosts = [None] * never_joined
+    evidence = f"{len(joined)} of {_expected(attempt)} nodes are in the state"
+    return missing + [
+        MissingNode(None, "not_started", "never joined", evidence, host)
+        for host in hosts
+    ]
 
 
 def _title(attempt: JoinAttempt) -> str:
@@ -280,9 +311,14 @@ def _diagnose(
         # No other node joined that could have written it: the server has stopped.
         probed = "" if attempt.where is None else probe_endpoint(*attempt.where)
         return Diagnosis(probed or NO_ANSWER, diagnosis.causes)
+    last = attendance.last
+    participants = {} if last is None else last.participants
+    is_rank_0 = attempt.own is not None and participants.get(attempt.own) == 0
+    if isinstance(error, AssertionError) and is_rank_0 and attempt.lacks_server:
+        # Before 2.13 torch asserts here that rank 0 has one.
+        return Diagnosis(RANK_0_REPLACED, diagnosis.causes)
     if diagnosis.cause != UNKNOWN or not isinstance(error, RendezvousTimeoutError):
         return diagnosis
-    last = attendance.last
     full = last is not None and last.complete
     return Diagnosis(NO_ROOM if full else TOO_FEW_NODES, diagnosis.causes)
 
@@ -302,7 +338,11 @@ def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:
 
 
 def _named_missing(missing: Sequence[MissingNode]) -> str:
-    named = [f"{each.node}: {each.doing}" for each in missing if each.node is not None]
+    named = [
+        f"{each.node or each.host}: {each.doing}"
+        for each in missing
+        if each.node or each.host
+    ]
     unknown = len(missing) - len(named)
     texts = [findings.name_nodes(named)] if named else []
     if unknown:

@@ -4,7 +4,6 @@ torch stores a pickle of its ``_RendezvousState``, and unpickles what it reads. 
 read as plain data here. Other bytes are not an error: `parse_state` returns None.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -149,13 +148,13 @@ class Attendance:
         self.heartbeats.keep([*known, *self._complete[1]])
         self.last = None
 
-    def record(self, state: RendezvousState, started: float | None = None) -> None:
+    def record(self, state: RendezvousState, *, wrote: float | None = None) -> None:
         """Record the nodes of a state.
 
         Args:
             state: The state.
-            started: When the call that returned it began, in seconds since the epoch;
-                by default now.
+            wrote: When this process began to write it, in seconds since the epoch; None
+                if it read it.
         """
         if self.first is None:
             self.first = state
@@ -171,9 +170,7 @@ class Attendance:
         for node in state.wait_list:
             self._waiting[node] = None
             self._joined.pop(node, None)
-        self.heartbeats.record(
-            state.heartbeats, time.time() if started is None else started
-        )
+        self.heartbeats.record(state.heartbeats, wrote=wrote)
 
     def joined(self, own: Node | None) -> list[Node]:
         """List the nodes that joined, and this node even if it has given up."""

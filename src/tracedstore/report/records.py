@@ -40,6 +40,8 @@ _MAX_FAMILIES = 10_000
 _OTHER_FAMILIES = "(others)"
 # A few ranks report a stall, each time the wait has doubled.
 _MAX_STALL_REPORTS = 10_000
+# Seconds after which a completed barrier is logged, at most.
+_MAX_LATE = 60.0
 
 # Event name, key family, operation, store.
 CallKey = tuple[str, str, str, str]
@@ -167,6 +169,10 @@ class Records:
         calls = self.barrier_calls
         calls.barrier.append(barrier)
         calls.rank.append(rank)
+        if outcome == COMPLETED and "completed_at" in event:
+            completed_at = values.duration(event, "completed_at")
+            if 0 < time - completed_at < _MAX_LATE:
+                time = completed_at
         calls.end.append(time)
         calls.waited.append(waited)
         calls.outcome.append(outcome)
