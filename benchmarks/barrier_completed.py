@@ -1,37 +1,28 @@
 """Measures completed barriers: duration, and round trips per rank.
 
-Ranks are threads in a few processes. Each has its own connection, and all arrive at the
-same moment. The duration is from the first arrival to the last return. Round trips are
-counted on the wire, in a separate run. Each rank registers itself in its first barrier
-on a connection; that barrier is counted, and not timed.
+Durations are those of `barrier_durations`, with ranks as processes. Round trips are
+counted on the wire, in a separate run with ranks as threads. Each rank registers itself
+in its first barrier on a connection; that barrier is counted, and not timed.
 """
 
-import multiprocessing
-import statistics
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
 
-import torch.distributed as dist
-from barrier_variants import VARIANTS, configure
+import barrier_durations
+from barrier_variants import FLOORS, VARIANTS, configure
 from wire import CountingStore, Relay, relay
 
 from tracedstore.coordination.protocol import BarrierKeys
 
-WORLDS = (2, 16, 64, 256)
-PROCESSES = 4
-# Seconds until all ranks have received their instructions and wait for the start time.
-_START_DELAY = 0.02
+WORLDS = (2, 8, 16, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
     """Completed barriers of one world size: milliseconds, and round trips of a rank.
 
+    Ours is compared with torch's in the same processes, so there are several of
+    torch's. The floors are the ratios of `barrier_variants.FLOORS` to torch's.
     Round trips are those of the rank with the most. ``before_release`` counts the round
     trips of the last rank before it released the others, ``first`` those of the first
     barrier on a connection.
@@ -40,7 +31,10 @@ class Completed:
     ranks: int
     torch_ms: float
     ours_ms: float
+    configured_torch_ms: float
     configured_ms: float
+    floor: float
+    configured_floor: float
     torch_round_trips: int
     ours_round_trips: int
     configured_round_trips: int
@@ -52,13 +46,23 @@ class Completed:
     ours_calls: int
     configured_calls: int
 
+    @property
+    def ratio(self) -> float:
+        """How many times as long as torch's."""
+        return self.ours_ms / self.torch_ms
+
+    @property
+    def configured_ratio(self) -> float:
+        """The same, with structlog and tracing configured."""
+        return self.configured_ms / self.configured_torch_ms
+
 
 def measure(port: int, repeats: int) -> list[Completed]:
     """Measure all world sizes on the TCPStore at a port."""
-    with _processes(port) as pipes:
-        durations = {
-            world: _median_durations(pipes, world, repeats) for world in WORLDS
-        }
+    ours_timed, configured_timed, floor_timed, configured_floor_timed = (
+        barrier_durations.measure(port, variant, WORLDS, repeats)
+        for variant in ("ours", "configured", *FLOORS)
+    )
     rows = []
     with relay(port) as through:
         for world in WORLDS:
@@ -67,9 +71,12 @@ def measure(port: int, repeats: int) -> list[Completed]:
             rows.append(
                 Completed(
                     ranks=world,
-                    torch_ms=durations[world]["torch"],
-                    ours_ms=durations[world]["ours"],
-                    configured_ms=durations[world]["configured"],
+                    torch_ms=ours_timed[world].torch,
+                    ours_ms=ours_timed[world].ours,
+                    configured_torch_ms=configured_timed[world].torch,
+                    configured_ms=configured_timed[world].ours,
+                    floor=floor_timed[world].ratio,
+                    configured_floor=configured_floor_timed[world].ratio,
                     torch_round_trips=torch.round_trips,
                     ours_round_trips=ours.round_trips,
                     configured_round_trips=configured.round_trips,
@@ -84,113 +91,6 @@ def measure(port: int, repeats: int) -> list[Completed]:
             )
     configure("ours")
     return rows
-
-
-# Durations, in other processes, which receive instructions over pipes.
-
-
-def _run_ranks(pipe: Connection, port: int, process: int) -> None:
-    """Run the ranks of one process: instructions arrive over a pipe, until None."""
-    stores = [
-        dist.TCPStore("127.0.0.1", port, None, is_master=False)
-        for _ in range(process, max(WORLDS), PROCESSES)
-    ]
-    configured = ""
-    with ThreadPoolExecutor(len(stores)) as pool:
-        pipe.send("ready")
-        while (instruction := pipe.recv()) is not None:
-            variant, world, prefix, start = instruction
-            if variant != configured:
-                configure(variant)
-                configured = variant
-            if start is None:
-                pipe.send("configured")
-                continue
-            ranks = range(process, world, PROCESSES)
-            calls = [
-                pool.submit(_call_barrier, variant, store, world, prefix, rank, start)
-                for rank, store in zip(ranks, stores, strict=False)
-            ]
-            pipe.send([call.result() for call in calls])
-
-
-def _call_barrier(
-    variant: str,
-    store: Any,
-    world: int,
-    prefix: str,
-    rank: int,
-    start: float,
-) -> tuple[float, float]:
-    """Call the barrier at the start time; return when it began and ended."""
-    time.sleep(max(0.0, start - time.monotonic()))
-    began = time.monotonic()
-    VARIANTS[variant](store, world, prefix, rank)
-    return began, time.monotonic()
-
-
-@contextmanager
-def _processes(port: int) -> Iterator[list[Connection]]:
-    """Start the processes of the ranks, and yield the pipes to them."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for number in range(PROCESSES):
-        pipe, other_end = spawn.Pipe()
-        process = spawn.Process(
-            target=_run_ranks, args=(other_end, port, number), daemon=True
-        )
-        process.start()
-        pipes.append(pipe)
-        processes.append(process)
-    try:
-        for pipe in pipes:
-            pipe.recv()
-        yield pipes
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join(10)
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _instruct(pipes: list[Connection], *instruction: Any) -> list[Any]:
-    """Send one instruction to all processes, and return their replies."""
-    for pipe in pipes:
-        pipe.send(instruction)
-    return [pipe.recv() for pipe in pipes]
-
-
-def _duration(pipes: list[Connection], variant: str, world: int, prefix: str) -> float:
-    """Run one barrier; return seconds from the first arrival to the last return."""
-    _instruct(pipes, variant, world, prefix, None)
-    start = time.monotonic() + _START_DELAY
-    calls: list[tuple[float, float]] = [
-        call
-        for of_process in _instruct(pipes, variant, world, prefix, start)
-        for call in of_process
-    ]
-    return max(ended for _, ended in calls) - min(began for began, _ in calls)
-
-
-def _median_durations(
-    pipes: list[Connection], world: int, repeats: int
-) -> dict[str, float]:
-    """Measure the median duration of each variant, in milliseconds."""
-    durations: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for turn in range(-1, repeats):
-        for step in range(len(VARIANTS)):
-            # Each turn begins with another variant.
-            variant = list(VARIANTS)[(turn + step) % len(VARIANTS)]
-            prefix = f"timed/{world}/{turn}/{variant}"
-            seconds = _duration(pipes, variant, world, prefix)
-            if turn >= 0:
-                durations[variant].append(seconds)
-    return {
-        variant: 1e3 * statistics.median(seconds)
-        for variant, seconds in durations.items()
-    }
 
 
 # Round trips, in this process.

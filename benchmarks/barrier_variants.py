@@ -1,6 +1,9 @@
 """The barriers that are compared, and the telemetry that each runs with."""
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import structlog
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.utils import store as torch_store_utils
 
 import tracedstore
+from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
 
 Barrier = Callable[[Any, int, str, int], None]
 
@@ -28,15 +32,56 @@ VARIANTS: dict[str, Barrier] = {
 }
 
 
+@cache
+def _tracer() -> Any:
+    return discarding_provider().get_tracer("floor")
+
+
+def _calls(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    keys = BarrierKeys(prefix)
+    store.append(keys.ledger, encode_arrival(rank, time.time()))
+    if store.add(keys.num_members, 1) == world_size:
+        store.set(keys.last_member, "")
+        store.compare_set(keys.ledger, "", "")
+    else:
+        store.wait([keys.last_member], timedelta(seconds=60))
+
+
+def _calls_and_span(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    keys = BarrierKeys(prefix)
+    store.append(keys.ledger, encode_arrival(rank, time.time()))
+    order = store.add(keys.num_members, 1)
+    if order == 1:
+        attributes = {"prefix": prefix, "rank": rank, "world_size": world_size}
+        span = _tracer().start_span("barrier", attributes=attributes)
+        store.append(keys.ledger, f"{span.get_span_context().trace_id:084x}")
+    if order == world_size:
+        store.compare_set(keys.ledger, "", "")
+        store.set(keys.last_member, "")
+        store.check([keys.last_member])
+    else:
+        store.wait([keys.last_member], timedelta(seconds=60))
+        store.compare_set(keys.last_member, "", "")
+
+
+# What a barrier cannot do without, on the bare store: its calls, and with tracing the
+# span of the first rank, whose ids the others need.
+FLOORS: dict[str, Barrier] = {"calls": _calls, "calls and span": _calls_and_span}
+
+
 def configure(variant: str) -> None:
-    """Set up the telemetry of this process for a variant."""
+    """Set up the telemetry of this process for a variant.
+
+    No call counts as slow. With dozens of ranks to a core every call is, which has a
+    cost of its own.
+    """
     structlog.reset_defaults()
-    registry = CollectorRegistry()
+    common: dict[str, Any] = {"registry": CollectorRegistry(), "slow_after": 60}
     if variant != "configured":
-        tracedstore.configure(registry=registry)
+        tracedstore.configure(**common)
         return
     structlog.configure(
         processors=[structlog.processors.JSONRenderer()],
         logger_factory=structlog.ReturnLoggerFactory(),
     )
-    tracedstore.configure(registry=registry, tracer_provider=discarding_provider())
+    tracedstore.configure(**common, tracer_provider=discarding_provider())

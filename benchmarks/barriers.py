@@ -7,45 +7,30 @@ is with structlog and a TracerProvider. Exits with 1 if a bar is missed.
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import barrier_completed
 import barrier_naming
 from barrier_completed import Completed
 from barrier_naming import Naming
-from harness import Bar, finish, parser, tcp_server
+from harness import Bar, discarded_standard_error, finish, parser, tcp_server
 
 MAX_ADDED_ROUND_TRIPS = 1
+MAX_RATIO, MAX_CONFIGURED_RATIO = 1.15, 1.5
 MAX_NAMING_RATIO = 0.01
-
-
-@contextmanager
-def _discarded_standard_error() -> Iterator[None]:
-    """Discard what is written to standard error: torch warns about each timeout."""
-    sys.stderr.flush()
-    saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(devnull)
 
 
 def _print(completed: list[Completed], naming: list[Naming]) -> None:
     print(
         f"{'completed, ranks':<20}{'torch':>10}{'ours':>10}{'':>7}{'configured':>12}"
-        f"{'':>7}   round trips (before release): torch, ours, configured, ours first"
+        f"{'':>7}{'floors':>13}"
+        "   round trips (before release): torch, ours, configured, ours first"
     )
     for row in completed:
         print(
             f"{row.ranks:<20}{row.torch_ms:>8.2f}ms{row.ours_ms:>8.2f}ms"
-            f"{row.ours_ms / row.torch_ms:>6.2f}x{row.configured_ms:>10.2f}ms"
-            f"{row.configured_ms / row.torch_ms:>6.2f}x"
+            f"{row.ratio:>6.2f}x{row.configured_ms:>10.2f}ms"
+            f"{row.configured_ratio:>6.2f}x{row.floor:>6.2f}x{row.configured_floor:>5.2f}x"
             f"   {row.torch_round_trips} ({row.torch_before_release})"
             f", {row.ours_round_trips} ({row.ours_before_release})"
             f", {row.configured_round_trips} ({row.configured_before_release})"
@@ -78,6 +63,16 @@ def _bars(completed: list[Completed], naming: list[Naming]) -> list[Bar]:
             MAX_ADDED_ROUND_TRIPS,
         ),
         Bar.at_most(
+            "a completed barrier, ranks as processes, ours / torch's, worst",
+            max(row.ratio for row in completed),
+            MAX_RATIO,
+        ),
+        Bar.at_most(
+            "that with structlog and tracing configured",
+            max(row.configured_ratio for row in completed),
+            MAX_CONFIGURED_RATIO,
+        ),
+        Bar.at_most(
             f"naming 3 missing of {largest.ranks}, ours / torch's",
             largest.ratio,
             MAX_NAMING_RATIO,
@@ -102,13 +97,13 @@ def main() -> int:
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
     # The child processes inherit this: torch warns if it finds no name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with tcp_server() as port:
+    with tcp_server() as port, discarded_standard_error():
+        # First: processes are forked, and this one must have no threads yet.
         completed = barrier_completed.measure(port, options.repeats)
-        with _discarded_standard_error():
-            naming = [
-                barrier_naming.measure(port, world, options.naming_repeats)
-                for world in barrier_naming.WORLDS
-            ]
+        naming = [
+            barrier_naming.measure(port, world, options.naming_repeats)
+            for world in barrier_naming.WORLDS
+        ]
     _print(completed, naming)
     results = {
         "completed": [asdict(row) for row in completed],

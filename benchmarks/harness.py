@@ -90,17 +90,24 @@ def discarding_provider() -> TracerProvider:
 
 _SERVER = """
 import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+store = dist.TCPStore(
+    "127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=sys.argv[1] == "libuv"
+)
 print(store.port, flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def tcp_server() -> Iterator[int]:
-    """Serve a TCPStore from another process, and yield its port."""
+def tcp_server(*, libuv: bool = True) -> Iterator[int]:
+    """Serve a TCPStore from another process, and yield its port.
+
+    Args:
+        libuv: With torch's newer backend, which is its default.
+    """
+    backend = "libuv" if libuv else "TCP"
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _SERVER],
+        [sys.executable, "-W", "ignore", "-c", _SERVER, backend],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -110,3 +117,18 @@ def tcp_server() -> Iterator[int]:
             yield int(server.stdout.readline())
         finally:
             server.kill()
+
+
+@contextmanager
+def discarded_standard_error() -> Iterator[None]:
+    """Discard standard error: torch warns about each connection and each timeout."""
+    sys.stderr.flush()
+    saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(devnull)

@@ -1,12 +1,13 @@
-"""Measures the cost of tracing: bare, traced, and a span per call, in one run.
+"""Measures the cost of tracing, on both recording bases, and of a span per call.
 
 A round times a few calls of the bare store and then of a variant, so that other load on
 the machine affects both: a round trip to a TCPStore takes 10 us or 80 us, depending on
 whether its server was still awake. The cost of a variant is the median difference over
-thousands of rounds. The TCPStore's server is another process, as for every rank of a
-job but one.
+thousands of rounds. The variants are not measured in one rotation, because each leaves
+the CPU's caches in another state for the next call. The TCPStore's server is another
+process, as for every rank of a job but one.
 
-Exits with 1 if a bar is missed.
+Exits with 1 if a bar is missed. Needs the native base: `tracedstore build-native`.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import native_caller
 import torch.distributed as dist
 from contrib_style import SpanPerCallStore
 from harness import Bar, discarding_provider, finish, parser, tcp_server
@@ -28,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import Store
 
 import tracedstore
+from tracedstore.core.recorder import RECORDER
 
 # compare_set swaps between two values: with equal expected and desired values it only
 # reads the key, and is not counted as a compare-and-set.
@@ -44,10 +47,18 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 # Calls of TCPStore that wait for the server's response.
 BARRED_OPERATIONS = ("get", "add", "check", "compare_set", "wait")
-MAX_TRACED_TO_BARE = 1.10
-MAX_COST_TO_SPAN_PER_CALL = 0.10
+# On the native base, and on the Python base.
+CORES = ("native", "python")
+MAX_TRACED_TO_BARE = {"native": 1.03, "python": 1.10}
+MAX_COST_TO_SPAN_PER_CALL = {"native": 0.02, "python": 0.10}
+# Microseconds that the native base adds to a call: of a HashStore from Python, through
+# a PrefixStore from C++, and on a thread that Python does not know.
+MAX_HASH_STORE_COST, MAX_CPP_COST, MAX_CPP_THREAD_COST = 0.3, 0.2, 0.3
+# Of each kind: those of Python's, and those that Python does not know.
 THREADS, CALLS_EACH = 16, 10_000
 _ROUND_NS = 20_000
+# Calls of a round in C++, which is long enough to be timed and too short for a switch.
+_CPP_CALLS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +68,21 @@ class Row:
     store: str
     operation: str
     bare_us: float
-    traced_ratio: float
-    traced_cost_us: float
+    native_ratio: float
+    native_cost_us: float
+    python_ratio: float
+    python_cost_us: float
     span_per_call_ratio: float
     span_per_call_cost_us: float
 
-    @property
-    def cost_ratio(self) -> float:
-        """The cost of tracing over the cost of a span per call."""
-        return self.traced_cost_us / self.span_per_call_cost_us
+    def ratio(self, core: str) -> float:
+        """The duration of a call on a recording base over that of a bare one."""
+        return self.native_ratio if core == "native" else self.python_ratio
+
+    def cost_ratio(self, core: str) -> float:
+        """The cost of a recording base over the cost of a span per call."""
+        cost = self.native_cost_us if core == "native" else self.python_cost_us
+        return cost / self.span_per_call_cost_us
 
 
 def _stores(folder: Path, port: int) -> dict[str, Store]:
@@ -104,30 +121,71 @@ def _cost(
 
 def _measure(name: str, operation: str, variants: dict[str, Store], rounds: int) -> Row:
     call = OPERATIONS[operation]
-    # In pairs, not all three in turn: a span for every call keeps the SDK's exporter
-    # thread busy, and the next variant would pay for that.
-    bare, traced = _cost(call, variants["bare"], variants["traced"], rounds)
-    _, span_per_call = _cost(call, variants["bare"], variants["span per call"], rounds)
+    # In pairs: a span for every call keeps the SDK's exporter thread busy, and the next
+    # variant would pay for that.
+    cost: dict[str, float] = {}
+    bare: dict[str, float] = {}
+    for variant in (*CORES, "span per call"):
+        bare[variant], cost[variant] = _cost(
+            call, variants["bare"], variants[variant], rounds
+        )
     return Row(
         store=name,
         operation=operation,
-        bare_us=bare / 1e3,
-        traced_ratio=1 + traced / bare,
-        traced_cost_us=traced / 1e3,
-        span_per_call_ratio=1 + span_per_call / bare,
-        span_per_call_cost_us=span_per_call / 1e3,
+        bare_us=bare["native"] / 1e3,
+        native_ratio=1 + cost["native"] / bare["native"],
+        native_cost_us=cost["native"] / 1e3,
+        python_ratio=1 + cost["python"] / bare["python"],
+        python_cost_us=cost["python"] / 1e3,
+        span_per_call_ratio=1 + cost["span per call"] / bare["span per call"],
+        span_per_call_cost_us=cost["span per call"] / 1e3,
     )
+
+
+def _cpp_cost(
+    timed: Callable[[Store, str, int], int], bare: Store, traced: Store, rounds: int
+) -> float:
+    """Measure the microseconds that tracing adds to a call of C++."""
+    differences = []
+    for turn in range(rounds):
+        pair = (bare, traced) if turn % 2 else (traced, bare)
+        taken = {id(store): timed(store, "key", _CPP_CALLS) for store in pair}
+        differences.append((taken[id(traced)] - taken[id(bare)]) / _CPP_CALLS)
+    return statistics.median(differences) / 1e3
+
+
+def _costs_from_cpp(rounds: int) -> dict[str, float]:
+    """Measure what the native base adds to `get` of a HashStore, called by C++."""
+    caller = native_caller.load()
+    bare = dist.HashStore()
+    traced = _traced(bare, "native")
+    bare.set("key", "value")
+    bare.set("prefix/key", "value")
+    above = (dist.PrefixStore("prefix", bare), dist.PrefixStore("prefix", traced))
+
+    def on_new_thread(store: Store, key: str, calls: int) -> int:
+        return int(caller.call_from_threads(store, key, calls, 1))
+
+    return {
+        "prefix_store_us": _cpp_cost(caller.call, *above, rounds),
+        "unknown_thread_us": _cpp_cost(on_new_thread, bare, traced, rounds),
+    }
+
+
+def _traced(bare: Store, core: str) -> tracedstore.TracedStore:
+    """Wrap a store, with one of the recording bases."""
+    RECORDER.core = core
+    traced = tracedstore.wrap(bare)
+    assert (type(traced) is tracedstore.TracedStore) == (core == "python")
+    return traced
 
 
 def _count_exactly() -> int:
     """Make calls from many threads, and return how many the metric counted."""
     registry = CollectorRegistry()
     tracedstore.configure(registry=registry, log_format="off")
-
-    class CountedStore(dist.HashStore):
-        """A separate store kind, so that no other call is counted with these."""
-
-    store = tracedstore.wrap(CountedStore())
+    RECORDER.reset()
+    store = _traced(dist.HashStore(), "native")
     store.set("key", "value")
 
     def work() -> None:
@@ -137,49 +195,74 @@ def _count_exactly() -> int:
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
+    native_caller.load().call_from_threads(store, "key", CALLS_EACH, THREADS)
     for thread in threads:
         thread.join()
     counted = registry.get_sample_value(
-        "tracedstore_operation_duration_seconds_count",
-        {"store": "counted_store", "operation": "get", "error_type": ""},
+        "tracedstore_wait_duration_seconds_count",
+        {"store": "hash_store", "operation": "get", "error_type": ""},
     )
     return int(counted or 0)
 
 
 def _print(rows: list[Row]) -> None:
     print(
-        f"{'store':<24}{'operation':<13}{'bare':>9}{'traced':>9}{'adds':>9}"
-        f"{'span/call':>11}{'adds':>9}{'cost':>7}"
+        f"{'store':<24}{'operation':<13}{'bare':>9}{'native':>9}{'adds':>9}"
+        f"{'python':>9}{'adds':>9}{'span/call':>11}{'adds':>9}"
     )
     for row in rows:
         print(
             f"{row.store:<24}{row.operation:<13}{row.bare_us:>7.2f}us"
-            f"{row.traced_ratio:>8.3f}x{row.traced_cost_us:>7.2f}us"
+            f"{row.native_ratio:>8.3f}x{row.native_cost_us:>7.2f}us"
+            f"{row.python_ratio:>8.3f}x{row.python_cost_us:>7.2f}us"
             f"{row.span_per_call_ratio:>10.2f}x{row.span_per_call_cost_us:>7.2f}us"
-            f"{row.cost_ratio:>7.3f}"
         )
 
 
-def _bars(rows: list[Row], counted: int) -> list[Bar]:
+def _bars(rows: list[Row], from_cpp: dict[str, float], counted: int) -> list[Bar]:
     barred = [
         row
         for row in rows
         if row.store == "TCPStore" and row.operation in BARRED_OPERATIONS
     ]
-    expected = THREADS * CALLS_EACH
+    expected = 2 * THREADS * CALLS_EACH
+    bars = []
+    for core in CORES:
+        bars += [
+            Bar.at_most(
+                f"{core}: TCPStore traced / bare, worst of "
+                + ", ".join(BARRED_OPERATIONS),
+                max(row.ratio(core) for row in barred),
+                MAX_TRACED_TO_BARE[core],
+            ),
+            Bar.at_most(
+                f"{core}: cost added / cost a span per call adds, median",
+                statistics.median(row.cost_ratio(core) for row in rows),
+                MAX_COST_TO_SPAN_PER_CALL[core],
+            ),
+        ]
     return [
+        *bars,
         Bar.at_most(
-            "TCPStore traced / bare, worst of " + ", ".join(BARRED_OPERATIONS),
-            max(row.traced_ratio for row in barred),
-            MAX_TRACED_TO_BARE,
+            "native: us added to a HashStore call, median",
+            statistics.median(
+                row.native_cost_us for row in rows if row.store == "HashStore"
+            ),
+            MAX_HASH_STORE_COST,
         ),
         Bar.at_most(
-            "cost added / cost a span per call adds, median",
-            statistics.median(row.cost_ratio for row in rows),
-            MAX_COST_TO_SPAN_PER_CALL,
+            "native: us added to a call from C++ through a PrefixStore, median",
+            from_cpp["prefix_store_us"],
+            MAX_CPP_COST,
+        ),
+        Bar.at_most(
+            "native: us added to a call of a thread unknown to Python, median",
+            from_cpp["unknown_thread_us"],
+            MAX_CPP_THREAD_COST,
         ),
         Bar(
-            f"calls counted of {THREADS} threads x {CALLS_EACH}",
+            f"native: calls counted of {THREADS} threads of Python's and as many of"
+            f" C++'s x {CALLS_EACH}",
             counted,
             expected,
             counted == expected,
@@ -206,7 +289,7 @@ def main() -> int:
         for name, bare in _stores(Path(folder), port).items():
             variants: dict[str, Store] = {
                 "bare": bare,
-                "traced": tracedstore.wrap(bare),
+                **{core: _traced(bare, core) for core in CORES},
                 "span per call": SpanPerCallStore(bare, tracer),
             }
             under_prefix: dict[str, Store] = {
@@ -224,10 +307,11 @@ def main() -> int:
                     _measure(title, operation, stores, options.rounds)
                     for operation in OPERATIONS
                 ]
+    from_cpp = _costs_from_cpp(options.rounds)
     counted = _count_exactly()
     _print(rows)
-    results = {"rows": [asdict(row) for row in rows]}
-    return finish(_bars(rows, counted), results, options.output)
+    results = {"rows": [asdict(row) for row in rows], "from_cpp": from_cpp}
+    return finish(_bars(rows, from_cpp, counted), results, options.output)
 
 
 if __name__ == "__main__":

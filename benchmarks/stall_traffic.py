@@ -1,111 +1,33 @@
 """Counts what a stall costs the store: requests and bytes of every rank.
 
-All ranks of a world but a few wait in ``init_process_group``. The ranks are simulated:
-each is a `Diagnosis` of its own, which runs the steps of its thread in turn, in one
-process and on a HashStore. Exits with 1 if a bar is missed.
+All ranks of a world but a few wait in ``init_process_group``. The ranks are simulated,
+on a HashStore (see `simulated_ranks`). Exits with 1 if a bar is missed.
 """
 
 import sys
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from harness import Bar, finish, parser
+from log_lines import LogLines
+from simulated_ranks import SimulatedRank, simulate_time, take_turns
 
 from tracedstore.coordination import rank_registry
-from tracedstore.core.counters import ActiveCall, StoreState
-from tracedstore.core.identity import identify
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.store_proxy import RECORDED
 from tracedstore.diagnosis import groups
-from tracedstore.diagnosis.blocked_call import Member
-from tracedstore.diagnosis.service import Diagnosis
-from tracedstore.diagnosis.session import Session
 
 WORLDS = (4, 64, 16_384)
 STALL_AFTER = 5.0
 MAX_REQUESTS_OF_A_RANK = 40
 MAX_KILOBYTES_OF_A_RANK = 64
-# Two look, and two more after each 6 s without a verdict.
-MAX_REPORTS = 8
+MAX_KILOBYTES_OF_A_TIMEOUT = 8
+MAX_REPORTS = 2
 _KEY = "default_pg/0//cpu//0/{}"
-_LIMIT = 1800.0
-# Ranks that take their steps at the same time: the two that look take seconds.
-_THREADS = 8
-
-
-class CountingStore:
-    """Counts the requests of one rank, and the bytes that they send and receive."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self.requests = 0
-        self.bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        if name == "has_extended_api":
-            return method
-
-        def counted(*args: Any) -> Any:
-            result = method(*args)
-            self.requests += 1
-            self.bytes += _size(args) + _size(result)
-            return result
-
-        return counted
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(map(_size, value))
-    return len(value) if isinstance(value, (str, bytes)) else 8
-
-
-class SimulatedRank:
-    """A rank that waits for a key.
-
-    Attributes:
-        store: Counts its requests.
-        looked: It was elected to look for the verdict.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int, key: str) -> None:
-        self.store = CountingStore(store)
-        self.looked = False
-        self._diagnosis = Diagnosis(RECORDER, STALL_AFTER, answers=False)
-        member = Member(rank=rank, world_size=world_size, host_of=lambda _rank: "")
-        session = Session(self.store, member, answers=False)
-        self._diagnosis._sessions = _OneSession(session)  # type: ignore[assignment]  # noqa: SLF001 - drives it
-        state = StoreState(self.store, identify(store), RECORDER)
-        state.timeout = timedelta(minutes=30)
-        call = (RECORDED["get"], state, (key,), 0, None)
-        self._active = ActiveCall(*call, threading.get_ident(), call)
-
-    def step(self, elapsed: float) -> None:
-        """Take the step that is due."""
-        self._diagnosis._advance(self._active, STALL_AFTER + elapsed)  # noqa: SLF001 - drives it
-        self.looked |= self.wait.elected
-
-    @property
-    def wait(self) -> Any:
-        """What its diagnosis knows about the call."""
-        return self._diagnosis._waits.get(id(self._active.call))  # noqa: SLF001 - drives it
-
-    def end(self) -> None:
-        """The call returns."""
-        self._diagnosis._end(self.wait)  # noqa: SLF001 - drives it
-
-
-class _OneSession:
-    def __init__(self, session: Session) -> None:
-        self.of: Callable[[ActiveCall], Session] = lambda _call: session
+_LIMIT = 300.0
+# Seconds between two turns at least.
+_TURN = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +43,9 @@ class Traffic:
         looker_requests: Of a rank that looks, the maximum.
         looker_kilobytes: Of such a rank, the maximum.
         total_megabytes: Of all ranks.
+        timeout_requests: Of a rank whose call times out then, the maximum.
+        timeout_kilobytes: Of such a rank, the maximum.
+        timeout_megabytes: Of all ranks, when the calls of all time out.
         requests_at_the_end: Of a rank, when its call returns.
         named: The ranks that the verdict names.
     """
@@ -133,29 +58,22 @@ class Traffic:
     looker_requests: int
     looker_kilobytes: float
     total_megabytes: float
+    timeout_requests: int
+    timeout_kilobytes: float
+    timeout_megabytes: float
     requests_at_the_end: int
     named: tuple[int, ...]
 
 
 def measure(world_size: int) -> tuple[Traffic, bool]:
     """Make one stall; return its traffic, and whether the verdict is right."""
-    store = dist.HashStore()
-    absent = tuple(sorted({world_size // 3, world_size // 2, world_size - 1}))[-3:]
-    absent = absent if world_size > len(absent) + 1 else absent[-1:]
-    waiting = [rank for rank in range(world_size) if rank not in absent]
-    groups.record("0", (), world_size)
-    for rank in waiting:
-        rank_registry.register_early(store, rank, world_size)
-        store.set(_KEY.format(rank), "an address")
-    first = _KEY.format(absent[0])
-    ranks = [SimulatedRank(store, rank, world_size, first) for rank in waiting]
-    began = time.monotonic()
-    with ThreadPoolExecutor(_THREADS) as threads:
-        while time.monotonic() - began < _LIMIT:
-            list(threads.map(lambda rank: rank.step(time.monotonic() - began), ranks))
-            if all(rank.wait.verdict is not None for rank in ranks):
-                break
-            time.sleep(0.2)
+    absent, ranks = stalled_ranks(dist.HashStore(), world_size, STALL_AFTER)
+    take_turns(
+        ranks,
+        _TURN,
+        _LIMIT,
+        until=lambda: all(rank.wait and rank.wait.verdict for rank in ranks),
+    )
     lookers = [rank for rank in ranks if rank.looked]
     others = [rank for rank in ranks if not rank.looked]
     verdicts = {rank.wait.verdict.awaited_ranks for rank in ranks if rank.wait.verdict}
@@ -169,30 +87,83 @@ def measure(world_size: int) -> tuple[Traffic, bool]:
         looker_requests=max(rank.store.requests for rank in lookers),
         looker_kilobytes=max(rank.store.bytes for rank in lookers) / 1e3,
         total_megabytes=sum(size for _, size in counted) / 1e6,
-        requests_at_the_end=_requests_at_the_end(others),
+        **_at_the_end(ranks, others),
         named=absent,
     )
     return traffic, verdicts == {absent}
 
 
-def _requests_at_the_end(ranks: list[SimulatedRank]) -> int:
-    before = {rank: rank.store.requests for rank in ranks}
+def stalled_ranks(
+    store: dist.Store,
+    world_size: int,
+    stall_after: float,
+    *,
+    waited: float | None = None,
+    lines: LogLines | None = None,
+) -> tuple[tuple[int, ...], list[SimulatedRank]]:
+    """Return the absent ranks, and the others, which wait for the first of them."""
+    simulate_time()
+    absent = tuple(sorted({world_size // 3, world_size // 2, world_size - 1}))[-3:]
+    absent = absent if world_size > len(absent) + 1 else absent[-1:]
+    waiting = [rank for rank in range(world_size) if rank not in absent]
+    groups.record("0", (), world_size)
+    for rank in waiting:
+        rank_registry.register_early(store, rank, world_size)
+        store.set(_KEY.format(rank), "an address")
+    ranks = [
+        SimulatedRank(
+            store,
+            rank,
+            world_size,
+            _KEY.format(absent[0]),
+            stall_after=stall_after,
+            waited=stall_after if waited is None else waited,
+            lines=lines or LogLines(),
+        )
+        for rank in waiting
+    ]
+    return absent, ranks
+
+
+def _at_the_end(
+    ranks: list[SimulatedRank], others: list[SimulatedRank]
+) -> dict[str, Any]:
+    timeouts = _counted(ranks, SimulatedRank.time_out)
+    ends = _counted(others, SimulatedRank.end)
+    return {
+        "timeout_requests": max(requests for requests, _ in timeouts),
+        "timeout_kilobytes": max(size for _, size in timeouts) / 1e3,
+        "timeout_megabytes": sum(size for _, size in timeouts) / 1e6,
+        "requests_at_the_end": max((requests for requests, _ in ends), default=0),
+    }
+
+
+def _counted(
+    ranks: list[SimulatedRank], step: Callable[[SimulatedRank], None]
+) -> list[tuple[int, int]]:
+    """Let ranks take a step; return the requests and the bytes of each."""
+    counted = []
     for rank in ranks:
-        rank.end()
-    return max((rank.store.requests - before[rank] for rank in ranks), default=0)
+        before = rank.store.requests, rank.store.bytes
+        step(rank)
+        counted.append((rank.store.requests - before[0], rank.store.bytes - before[1]))
+    return counted
 
 
 def _print(results: list[Traffic]) -> None:
     print(
         f"{'ranks':>8}{'reports':>9}{'requests of a rank':>20}{'kB':>8}"
-        f"{'of a looker':>13}{'kB':>10}{'all, MB':>10}{'at the end':>12}"
+        f"{'of a looker':>13}{'kB':>10}{'all, MB':>10}{'timeout':>10}"
+        f"{'kB':>10}{'all, MB':>10}{'at the end':>12}"
     )
     for row in results:
         requests = f"{row.requests:.0f} (max {row.max_requests})"
         print(
             f"{row.ranks:>8}{row.reports:>9}{requests:>20}{row.kilobytes:>8.1f}"
             f"{row.looker_requests:>13}{row.looker_kilobytes:>10.1f}"
-            f"{row.total_megabytes:>10.1f}{row.requests_at_the_end:>12}"
+            f"{row.total_megabytes:>10.1f}{row.timeout_requests:>10}"
+            f"{row.timeout_kilobytes:>10.1f}{row.timeout_megabytes:>10.1f}"
+            f"{row.requests_at_the_end:>12}"
         )
 
 
@@ -219,6 +190,13 @@ def main() -> int:
             "kilobytes of a rank that does not look",
             max(row.kilobytes for row in results),
             MAX_KILOBYTES_OF_A_RANK,
+        ),
+    ]
+    bars += [
+        Bar.at_most(
+            "kilobytes of a rank whose call times out",
+            max(row.timeout_kilobytes for row in results),
+            MAX_KILOBYTES_OF_A_TIMEOUT,
         ),
     ]
     worlds = {"worlds": [asdict(row) for row in results]}

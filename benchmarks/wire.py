@@ -31,7 +31,7 @@ class RelayedConnection:
         self.round_trips = 0
         self._client_sent = False
 
-    def count(self, *, client: bool) -> None:
+    def count(self, data: bytes, *, client: bool) -> None:  # noqa: ARG002 - for others
         """Count data that the client or the server has sent."""
         if client:
             self._client_sent = True
@@ -43,13 +43,22 @@ class RelayedConnection:
 class Relay:
     """Forwards data between clients and a server.
 
+    Args:
+        server_port: The port of the server.
+        new_connection: Creates what counts a connection.
+
     Attributes:
         port: The port for clients.
         connections: The connections, in the order in which they were accepted.
     """
 
-    def __init__(self, server_port: int) -> None:
+    def __init__(
+        self,
+        server_port: int,
+        new_connection: Callable[[], RelayedConnection] = RelayedConnection,
+    ) -> None:
         self._server_port = server_port
+        self._new_connection = new_connection
         self._selector = selectors.DefaultSelector()
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -80,7 +89,7 @@ class Relay:
     def _accept(self) -> None:
         client, _ = self._listening.accept()
         server = socket.create_connection(("127.0.0.1", self._server_port))
-        connection = RelayedConnection()
+        connection = self._new_connection()
         self.connections.append(connection)
         for own, other, is_client in ((client, server, True), (server, client, False)):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,14 +111,17 @@ class Relay:
                 end.close()
             return
         # Before it is forwarded, so that a client with a response finds it counted.
-        connection.count(client=is_client)
+        connection.count(data, client=is_client)
         other.sendall(data)
 
 
 @contextmanager
-def relay(server_port: int) -> Iterator[Relay]:
+def relay(
+    server_port: int,
+    new_connection: Callable[[], RelayedConnection] = RelayedConnection,
+) -> Iterator[Relay]:
     """Run a relay to a server in a thread."""
-    running_relay = Relay(server_port)
+    running_relay = Relay(server_port, new_connection)
     thread = threading.Thread(target=running_relay.run)
     thread.start()
     try:

@@ -11,6 +11,8 @@ import os
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+# Ranks are stopped and killed between Store calls of the Python base.
+os.environ["TRACEDSTORE_CORE"] = "python"
 # torch's C++ warns of each connection without a host name, and blocks in a full pipe.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -65,7 +67,7 @@ def main() -> int:
     # Not TemporaryDirectory, which every rank would remove at its exit.
     folder = Path(tempfile.mkdtemp(prefix="tracedstore-faults-", dir=shared))
     try:
-        with serve_store("etcd", folder) as etcd_port:
+        with serve_store("etcd-v2", folder) as etcd_port:
             runner = Runner(options, folder, int(etcd_port), file, done)
             broken = runner.run_one(options.case) if single else runner.run()
     finally:

@@ -17,8 +17,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 import tracedstore
 from faults.cases import Fault
 from faults.channel import Channel
+from tracedstore import names
 
 _MEGABYTE = 2**20
+_CALLS = tuple(f"{metric.name}_count" for metric in names.CALL_DURATIONS)
 _wall, _wall_ns = time.time, time.time_ns
 
 
@@ -149,7 +151,7 @@ def counted(registry: CollectorRegistry) -> dict[str, int]:
     for family in registry.collect():
         for sample in family.samples:
             labels = sample.labels
-            if sample.name == "tracedstore_operation_duration_seconds_count":
+            if sample.name in _CALLS:
                 name = f"{labels['store']}.{labels['operation']}"
             elif sample.name == "tracedstore_barrier_duration_seconds_count":
                 name = f"barriers {labels['result']}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.channel import Channel, Lines
-from tracedstore.demo.parent_death import die_with_parent
+from tracedstore.core.parent_death import die_with_parent
 
 
 class Process:

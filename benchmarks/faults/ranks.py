@@ -180,7 +180,7 @@ def _configure(case: Case, where: Surroundings, script: Script) -> int | None:
     from tracedstore.export import setup  # noqa: PLC0415 - its state, after configure()
 
     telemetry: Any = setup._telemetry  # noqa: SLF001 - no public name has the port
-    return int(telemetry._endpoint.url.rpartition(":")[2].partition("/")[0])  # noqa: SLF001
+    return int(telemetry._endpoint._server.port)  # noqa: SLF001
 
 
 def _barrier(case: Case, rank: int, store: Any) -> dict[str, Any]:

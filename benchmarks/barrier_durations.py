@@ -1,0 +1,122 @@
+"""Measures how long a completed barrier takes, with each rank in a process of its own.
+
+All ranks arrive at a time that they agreed on, each over its own connection to the
+server of a TCPStore. The duration is from the first arrival to the last return. In each
+process torch's barrier and ours take turns, so that both find the same caches. One set
+of processes is as a job that only calls the barrier; one is "configured". Processes are
+forked from one that has imported torch.
+
+The lower quartile of the durations is taken: another process that uses the machine
+makes a barrier longer, and never shorter.
+"""
+
+import gc
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+from barrier_variants import FLOORS, VARIANTS, configure
+
+import tracedstore
+
+# Seconds until all ranks have received their instruction and sleep until the start.
+_START_DELAY, _START_DELAY_PER_RANK = 0.005, 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How long a barrier takes, in milliseconds: torch's, and ours in its turns."""
+
+    torch: float
+    ours: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as torch's ours takes."""
+        return self.ours / self.torch
+
+
+def measure(
+    port: int, variant: str, worlds: tuple[int, ...], repeats: int
+) -> dict[int, Durations]:
+    """Measure a variant of ours against torch's, by world size."""
+    with _ranks(port, max(worlds), variant) as pipes:
+        return {world: _turns(pipes[:world], variant, repeats) for world in worlds}
+
+
+def _turns(pipes: list[Connection], variant: str, repeats: int) -> Durations:
+    seconds: dict[str, list[float]] = {"torch": [], variant: []}
+    # The first turns register the ranks, and warm the caches.
+    for turn in range(-2, repeats):
+        # Each turn begins with the other one.
+        for each in sorted(seconds, reverse=bool(turn % 2)):
+            prefix = f"timed/{variant}/{len(pipes)}/{turn}/{each}"
+            duration = _duration(pipes, each, prefix)
+            if turn >= 0:
+                seconds[each].append(duration)
+    return Durations(
+        *(
+            1e3 * statistics.quantiles(seconds[each], n=4)[0]
+            for each in ("torch", variant)
+        )
+    )
+
+
+def _duration(pipes: list[Connection], variant: str, prefix: str) -> float:
+    """Run one barrier; return seconds from the first arrival to the last return."""
+    start = time.monotonic() + _START_DELAY + _START_DELAY_PER_RANK * len(pipes)
+    for pipe in pipes:
+        pipe.send((variant, len(pipes), prefix, start))
+    calls: list[tuple[float, float]] = [pipe.recv() for pipe in pipes]
+    return max(ended for _, ended in calls) - min(began for began, _ in calls)
+
+
+@contextmanager
+def _ranks(port: int, world: int, variant: str) -> Iterator[list[Connection]]:
+    """Start the processes of the ranks, and yield the pipes to them."""
+    fork = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    gc.freeze()  # the children share what is there
+    try:
+        for rank in range(world):
+            pipe, other_end = fork.Pipe()
+            process = fork.Process(
+                target=_run_rank, args=(other_end, port, rank, variant), daemon=True
+            )
+            process.start()
+            pipes.append(pipe)
+            processes.append(process)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+    finally:
+        gc.unfreeze()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _run_rank(pipe: Connection, port: int, rank: int, variant: str) -> None:
+    """Call the barriers that a pipe asks for."""
+    configure(variant)
+    bare = dist.TCPStore(
+        "127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=60)
+    )
+    traced = tracedstore.wrap(bare)
+    variants = VARIANTS | FLOORS
+    pipe.send("ready")
+    while True:
+        each, world, prefix, start = pipe.recv()
+        store = traced if each in ("ours", "configured") else bare
+        barrier = variants[each]
+        time.sleep(max(0.0, start - time.monotonic()))
+        began = time.monotonic()
+        barrier(store, world, prefix, rank)
+        pipe.send((began, time.monotonic()))
