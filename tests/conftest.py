@@ -5,9 +5,11 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import native_caller
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
@@ -20,13 +22,16 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
 from support.etcd import EtcdServer
+from support.native import use_core, why_not_built
 from tracedstore import barrier_patch
 from tracedstore import store as store_module
 from tracedstore.coordination import rank_registry
 from tracedstore.core.counters import SeriesTable
+from tracedstore.core.errors import CommandError
 from tracedstore.core.identity import set_group_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.watcher import WATCHER
+from tracedstore.etcd import EtcdV3Store
 from tracedstore.export import setup
 
 # torch resolves the address of every connection to a name. No name server has a name
@@ -47,6 +52,38 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+# Seconds. A test with such a timeout runs for minutes.
+_LONG = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first.
+
+    A long test that starts last runs alone, and leaves the cores idle.
+    """
+
+    def is_short(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("timeout")
+        return marker is None or not marker.args or marker.args[0] < _LONG
+
+    items.sort(key=is_short)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the native base before the first test, which has a timeout."""
+    if not session.items or session.config.option.collectonly or why_not_built():
+        return
+    # Without a compiler only the tests that need it fail.
+    with suppress(CommandError):
+        native_caller.load()
+
+
+@pytest.fixture
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The recording base, in tests that select one; see `on_both_cores`."""
+    return use_core(request.param, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -123,5 +160,15 @@ def etcd_store(etcd_server: EtcdServer) -> Callable[[Path], Store]:
     def make(_folder: Path) -> Store:
         store: Store = EtcdStore(etcd_server.client(), f"/test/{next(_prefixes)}")
         return store
+
+    return make
+
+
+@pytest.fixture
+def etcd_v3_store(etcd_server: EtcdServer) -> Callable[[Path], Store]:
+    """Return a function that creates an EtcdV3Store in an unused namespace."""
+
+    def make(_folder: Path) -> Store:
+        return EtcdV3Store(etcd_server.address, f"test/{next(_prefixes)}")
 
     return make

@@ -6,12 +6,12 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from contract.harness import Make
-from support.native import why_not_built
+from support.native import use_core
 from support.stores import KINDS, SHORT
 from tracedstore.testing import FlakyStore
 
 # Stores written in Python: the Python base records them, whatever is set.
-_PYTHON_KINDS = {"python", "etcd"}
+_PYTHON_KINDS = {"python", "etcd", "etcd-v3"}
 
 
 def pytest_collection_modifyitems(
@@ -27,23 +27,10 @@ def pytest_collection_modifyitems(
     items[:] = [item for item in items if not is_for_native(item)]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the native base, if a test needs it, before the first test's timeout."""
-    for item in session.items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("core") == "native":
-            why_not_built()
-            return
-
-
 @pytest.fixture(params=["python", "native"], autouse=True)
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The recording base; tests run once for each base."""
-    name: str = request.param
-    if name == "native" and (reason := why_not_built()):
-        pytest.skip(reason)
-    monkeypatch.setenv("TRACEDSTORE_CORE", name)
-    return name
+    return use_core(request.param, monkeypatch)
 
 
 def _python(_folder: Path) -> Store:
@@ -52,7 +39,15 @@ def _python(_folder: Path) -> Store:
     return FlakyStore(inner)
 
 
-@pytest.fixture(params=[*KINDS, pytest.param("etcd", marks=pytest.mark.etcd)])
+_IN_ETCD = {"etcd": "etcd_store", "etcd-v3": "etcd_v3_store"}
+
+
+@pytest.fixture(
+    params=[
+        *KINDS,
+        *(pytest.param(name, marks=pytest.mark.etcd) for name in _IN_ETCD),
+    ]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     """The name of a kind of store; tests run once for each kind."""
     name: str = request.param
@@ -62,8 +57,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Make:
     """Return a function that creates a new store of that kind."""
-    if kind == "etcd":
-        make = request.getfixturevalue("etcd_store")
+    if kind in _IN_ETCD:
+        make = request.getfixturevalue(_IN_ETCD[kind])
     else:
         make = {**KINDS, "python": _python}[kind]
     # torch's C++ does not keep a Python store alive; this list does.

@@ -18,7 +18,7 @@ _INSTANCE_TEXT = {
     "0x": re.compile(r"0x[0-9a-f]+"),
     "SocketImpl": re.compile(r"SocketImpl\(.*?\)"),
     "port": re.compile(r"port=\d+"),
-    "/test/n": re.compile(r"/test/\d+"),
+    "test/n": re.compile(r"test/\d+"),
     # Which one it is depends on when the server closed the connection.
     "connection lost": re.compile("Connection reset by peer|Broken pipe"),
 }

@@ -10,9 +10,9 @@ from torch.distributed import HashStore, PrefixStore
 
 import tracedstore
 from contract.harness import Step, call
+from support.metrics import exported_calls
 from support.versions import needs_store_barrier
 from tracedstore import wrap
-from tracedstore.names import OPERATION_DURATION
 
 CALLS = [
     call("set", "k", "v"),
@@ -61,11 +61,10 @@ class TestCountedOnce:
     @staticmethod
     def counts(registry: CollectorRegistry) -> dict[tuple[str, str], int]:
         """Return the number of calls by store and operation, without zeros."""
+        calls = exported_calls(registry.collect())
         return {
-            (sample.labels["store"], sample.labels["operation"]): int(sample.value)
-            for family in registry.collect()
-            for sample in family.samples
-            if sample.name == f"{OPERATION_DURATION.name}_count" and sample.value
+            (store, operation): number
+            for (store, operation, _), number in calls.items()
         }
 
     @pytest.mark.parametrize("wrapped", [twice, twice_under_prefixes, thrice])
@@ -93,6 +92,16 @@ class TestCountedOnce:
             store.set("k", 1)
 
         assert self.counts(registry) == {("hash_store", "set"): 1}
+
+    @pytest.mark.parametrize("core", ["native"], indirect=True)
+    def test_rejected_arguments(self, registry: CollectorRegistry) -> None:
+        """A call that torch rejects does not reach the store, and is not counted."""
+        store = twice(HashStore())
+
+        with pytest.raises(TypeError):
+            store.set("k", 1)
+
+        assert self.counts(registry) == {}
 
     def test_from_cpp(self, registry: CollectorRegistry) -> None:
         """A call that C++ makes on the wrapper counts once."""

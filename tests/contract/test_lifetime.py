@@ -1,16 +1,30 @@
-"""A wrapper stays alive while C++ may call it, and can be freed once it is closed."""
+"""A wrapper stays alive while C++ may call it, and is freed when it is not used.
+
+One of the Python base is freed only after it is closed.
+"""
 
 import gc
+import socket
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from torch.distributed import HashStore, PrefixStore
 
+import tracedstore
 from contract.harness import Make
-from support.stores import KINDS
+from contract.scenarios import MINUTE
+from integration.harness import in_background, operation_count, wait_until
+from support.stores import KINDS, client_of
 from tracedstore import TracedStore, wrap
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.arrivals import bare_store
+from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis.blocked_record import read_blocked
 from tracedstore.testing import FlakyStore
 
 KIND_NAMES = sorted(KINDS)
@@ -23,7 +37,7 @@ def is_freed(reference: "weakref.ref[Any]") -> bool:
 
 
 class TestKeptAlive:
-    """torch's C++ keeps no Python object alive, so the wrapper keeps itself alive."""
+    """torch's C++ keeps no Python object alive; a wrapper works without one."""
 
     def test_without_python_reference(self, make: Make) -> None:
         """A PrefixStore keeps working without a Python reference to the wrapper."""
@@ -114,11 +128,11 @@ class TestFreed:
 
         assert is_freed(reference)
 
-    def test_not_before_closed(self) -> None:
-        """A wrapper that is not closed stays alive: C++ may still call it."""
-        reference = weakref.ref(wrap(HashStore()))
+    def test_not_before_closed(self, core: str) -> None:
+        """A wrapper with methods in Python stays alive: C++ may still call it."""
+        reference = weakref.ref(wrap(HashStore())._traced)
 
-        assert not is_freed(reference)
+        assert is_freed(reference) == (core == "native")
 
     def test_second_close_does_nothing(self) -> None:
         """A second close() is allowed, and the store still works."""
@@ -158,3 +172,102 @@ class TestFreed:
         above.set("k", "v")
 
         assert clone.get("q/k") == b"v"
+
+
+@pytest.mark.parametrize("core", ["native"], indirect=True)
+class TestHeldByCpp:
+    """A native store lives exactly as long as Python or C++ refers to it."""
+
+    @pytest.mark.parametrize("kind", ["tcp", "tcp-legacy"])
+    @pytest.mark.parametrize("through", [wrap, lambda s: PrefixStore("p", wrap(s))])
+    def test_port_is_free_when_dropped(
+        self, kind: str, through: Any, tmp_path: Path
+    ) -> None:
+        """The server ends with the last reference, without close()."""
+        store: Any = through(KINDS[kind](tmp_path))
+        port = bare_store(store).port
+        store.set("k", "v")
+
+        del store
+
+        with socket.create_server(("127.0.0.1", port)) as taken:
+            assert taken.getsockname()[1] == port
+
+    def test_inner_store_stays_the_same(self) -> None:
+        """Its text does not change while Python refers to the traced store."""
+        store: Any = wrap(HashStore())
+        kept = [repr(store), HashStore()]
+
+        assert repr(store) == kept[0]
+
+    def test_reader_of_a_call_does_not_keep_it(self, tmp_path: Path) -> None:
+        """What the telemetry still has of a call in flight keeps no server."""
+        store: Any = wrap(KINDS["tcp"](tmp_path))
+        port = store.port
+        with client_of(store) as client:
+            waiting = in_background(partial(store.wait, ["go"], MINUTE))
+            (call,) = wait_until(RECORDER.counters.calls)
+            client.set("go", "")
+            waiting.result(20)
+        state = call.state
+
+        del store, waiting
+
+        assert state.inner is None
+        assert state.wrapper() is None
+        socket.create_server(("127.0.0.1", port)).close()
+
+    def test_goes_on(self, registry: CollectorRegistry) -> None:
+        """Calls, counts, calls in flight and the registration of a rank."""
+        tracedstore.configure(registry=registry, log_format="off")
+        above: Any = PrefixStore("p", wrap(HashStore()))
+        rank_registry.register(above.underlying_store, 0, 2)
+        gc.collect()
+
+        waiting = in_background(partial(above.wait, ["go"], MINUTE))
+        (shown,) = wait_until(tracedstore.in_flight)
+        ((handle, ranks),) = rank_registry.registrations()
+        above.set("go", "")
+        waiting.result(20)
+        tracedstore.barrier(above.underlying_store, 1, "b", 5, rank=0)
+
+        assert shown.key == "p/go"
+        assert (list(ranks), handle.inner.get("p/go")) == ([0], b"")
+        assert operation_count(registry, "hash_store", "wait") == 1
+        again = above.underlying_store
+        assert isinstance(again, TracedStore)
+        assert repr(again).startswith("TracedStore(<")
+        with again as same:
+            assert same.get("p/go") == b""
+
+        del above, again, same, handle, waiting
+
+        # The diagnosis refers to a store while it reads questions from it.
+        wait_until(lambda: rank_registry.registrations() == [])
+
+    @pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
+    def test_stall_is_diagnosed(
+        self,
+        kind: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        events: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        """A wait of C++ is reported with the rank that is missing, and withdrawn."""
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        tracedstore.configure(stall_after=0.4, log_format="json")
+        above: Any = PrefixStore("p", wrap(KINDS[kind](tmp_path)))
+        other = above.clone()
+        gc.collect()
+
+        # A key of its own: which keys this process has written is not forgotten.
+        waiting = in_background(lambda: above.wait([kind], MINUTE))
+        (stall,) = wait_until(
+            lambda: [e for e in events() if e["event"] == "job.stalled"]
+        )
+        other.set(kind, "")
+        waiting.result(20)
+
+        assert (stall["phase"], stall["awaited_ranks"]) == (f"key p/{kind}", [1])
+        wait_until(lambda: read_blocked(bare_store(above), 2) == {})

@@ -2,22 +2,27 @@
 
 import gc
 import os
+import signal
 import threading
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import native_caller
 import pytest
 from prometheus_client import CollectorRegistry
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore
 
 import tracedstore
 from contract.harness import SHAPES, Make, outcomes
 from contract.scenarios import MINUTE, NOT_FROM_CPP, SCENARIOS
+from integration.harness import wait_until
+from support.metrics import exported_calls
 from support.versions import needs_store_barrier
 from tracedstore import TracedStore, wrap
 from tracedstore.core.recorder import RECORDER
-from tracedstore.names import BUILD_INFO, OPERATION_DURATION
+from tracedstore.names import BUILD_INFO, OPERATIONS_DROPPED
 from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 pytestmark = pytest.mark.parametrize("core", ["native"], indirect=True)
@@ -34,15 +39,17 @@ def log(registry: CollectorRegistry) -> OperationLog:
     return log
 
 
+@pytest.fixture
+def caller() -> Any:
+    """Calls of a store from C++."""
+    return native_caller.load()
+
+
 def counts(registry: CollectorRegistry) -> Counter[tuple[str, str]]:
     """Return the number of calls by operation and error type, without zeros."""
+    calls = exported_calls(registry.collect())
     return Counter(
-        {
-            (sample.labels["operation"], sample.labels["error_type"]): int(sample.value)
-            for family in registry.collect()
-            for sample in family.samples
-            if sample.name == f"{OPERATION_DURATION.name}_count" and sample.value
-        }
+        {(operation, error): number for (_, operation, error), number in calls.items()}
     )
 
 
@@ -158,10 +165,13 @@ class TestRecorded:
         ]
         assert log.operations[1].losses_in_a_row == 1
 
-    def test_counted_exactly_by_many_threads(self, registry: CollectorRegistry) -> None:
-        """No call of 8 threads at once is lost or counted twice."""
+    def test_counted_exactly_by_many_threads(
+        self, registry: CollectorRegistry, caller: Any
+    ) -> None:
+        """No call of 8 threads of Python's and 8 of C++'s is lost or counted twice."""
         tracedstore.configure(registry=registry, log_format="off")
         store: Any = wrap(HashStore())
+        store.set("k", "v")
 
         def work() -> None:
             for _ in range(1000):
@@ -170,11 +180,16 @@ class TestRecorded:
         threads = [threading.Thread(target=work) for _ in range(8)]
         for thread in threads:
             thread.start()
+        caller.call_from_threads(store, "k", 1000, 8)
         for thread in threads:
             thread.join()
 
         assert store.add("n", 0) == 8000
-        assert counts(registry) == {("add", ""): 8001}
+        assert counts(registry) == {
+            ("set", ""): 1,
+            ("add", ""): 8001,
+            ("get", ""): 8000,
+        }
 
     def test_call_in_flight_keeps_its_identity(self, log: OperationLog) -> None:
         """A blocked call is shown with all keys, and is the same at each reading."""
@@ -182,8 +197,7 @@ class TestRecorded:
         keys = [f"k{number}" for number in range(40)]
         thread = threading.Thread(target=store.wait, args=(keys, MINUTE))
         thread.start()
-        while not (first := RECORDER.counters.calls()):
-            pass
+        first = wait_until(RECORDER.counters.calls)
         second = RECORDER.counters.calls()
         (shown,) = tracedstore.in_flight()
         store.multi_set(keys, ["v"] * len(keys))
@@ -217,6 +231,44 @@ class TestRecorded:
         assert RECORDER.counters.sums() == {}
 
 
+class TestThreadsUnknownToPython:
+    """Threads that torch's C++ starts."""
+
+    def test_notable_calls(
+        self, log: OperationLog, registry: CollectorRegistry, caller: Any
+    ) -> None:
+        """All are counted; those that the ring has no room for are not observed."""
+        store: Any = wrap(HashStore())
+        store.set("k", "v")
+
+        caller.call_from_threads(store, "k", 5000, 2)
+
+        assert counts(registry) == {("set", ""): 1, ("get", ""): 10_000}
+        (*_, last) = observed = [o for o in log.operations if o.method.name == "get"]
+        dropped = registry.get_sample_value(OPERATIONS_DROPPED.name)
+        assert dropped == 10_000 - len(observed)
+        assert 1024 <= len(observed) < 10_000
+        assert (last.keys, last.value_bytes) == (("k",), 1)
+        assert last.thread_id not in {t.ident for t in threading.enumerate()}
+
+    def test_are_watched(
+        self, registry: CollectorRegistry, caller: Any, events: Any
+    ) -> None:
+        """A stall is reported though no thread of Python ever calls the store."""
+        tracedstore.configure(registry=registry, log_format="json", stall_after=0.1)
+        inner = HashStore()
+        caller.wait_in_background(wrap(inner), "late")
+
+        found = wait_until(
+            lambda: [e for e in events() if e["event"] == "store.operation.stalled"]
+        )
+        inner.set("late", "")
+        wait_until(lambda: not tracedstore.in_flight())
+
+        assert (found[0]["operation"], found[0]["key"]) == ("wait", "late")
+        assert found[0]["thread"].startswith("native-")
+
+
 @pytest.mark.processes
 class TestFork:
     """A forked child records its own calls only."""
@@ -227,8 +279,7 @@ class TestFork:
         store.set("k", "v")
         thread = threading.Thread(target=store.wait, args=(["other"], MINUTE))
         thread.start()
-        while not tracedstore.in_flight():
-            pass
+        wait_until(tracedstore.in_flight)
         pid = os.fork()
         if pid == 0:
             store.check(["k"])
@@ -272,3 +323,45 @@ class TestNote:
         assert str(errors[0]) == str(errors[1])
         assert errors[0].__notes__ == ["tracedstore: rank 3 is missing"]
         assert not hasattr(errors[1], "__notes__")
+
+
+class TestSignals:
+    """What a signal handler raises while a call waits."""
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+    @pytest.mark.parametrize("found", [True, False])
+    def test_reaches_the_caller(
+        self, log: OperationLog, error: type[BaseException], *, found: bool
+    ) -> None:
+        """The call is notable; telemetry must not take the exception for its own."""
+
+        def handle(*_: object) -> None:
+            raise error("from the handler")
+
+        inner = HashStore()
+        store = wrap(inner)
+
+        def send() -> None:
+            wait_until(lambda: bool(RECORDER.counters.calls()))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            if found:
+                inner.set("key", "value")
+
+        sender = threading.Thread(target=send)
+
+        def wait() -> None:
+            sender.start()
+            with suppress(DistStoreError):
+                store.wait(["key"], MINUTE if found else timedelta(seconds=1))
+            sender.join()
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            with pytest.raises(error, match="from the handler"):
+                wait()
+        finally:
+            sender.join()
+            signal.signal(signal.SIGUSR1, before)
+        assert [each.method.name for each in log.operations] == ["wait"]
+        store.set("key", "value")
+        assert len(log.operations) == 2

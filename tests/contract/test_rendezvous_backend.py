@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 import tracedstore
 from support.etcd import EtcdServer
 from support.rendezvous import BACKENDS, Rendezvous
+from tracedstore.core.recorder import RECORDER
 from tracedstore.rendezvous import TracedRendezvousBackend
 from tracedstore.testing import FlakyStore
 
@@ -133,6 +134,10 @@ class TestDocumented:
         states = [outcome[0] for _, outcome in bare.outcomes if outcome is not None]
         assert {b"one", b"two", b"theirs", b"\x00" * 100_000} <= set(states)
 
+    # The v3 API stores the bytes of a state as they are.
+    @pytest.mark.parametrize(
+        "kind", [b for b in BACKENDS if b != "etcd"], indirect=True
+    )
     def test_corrupt(self, pair: tuple[Journal, Journal]) -> None:
         """A state that is not base64 raises RendezvousStateError."""
         for journal in pair:
@@ -162,7 +167,8 @@ class TestObject:
         assert traced.backend.name == bare.backend.name
         assert type(traced.backend._key) is str
         assert not hasattr(traced.backend, "no_such_thing")
-        assert repr(traced.backend).startswith("TracedRendezvousBackend(<torch.")
+        inner = type(bare.backend).__module__
+        assert repr(traced.backend).startswith(f"TracedRendezvousBackend(<{inner}.")
 
     def test_wrapped_twice(
         self, pair: tuple[Journal, Journal], registry: CollectorRegistry
@@ -186,20 +192,13 @@ class TestTelemetry:
     """Unparsable states and disabled telemetry do not change the results."""
 
     @pytest.mark.parametrize("state", [b"", b"not a pickle", pickle.dumps({"a": 1})])
-    def test_other_states(
-        self,
-        pair: tuple[Journal, Journal],
-        registry: CollectorRegistry,
-        state: bytes,
-    ) -> None:
+    def test_other_states(self, pair: tuple[Journal, Journal], state: bytes) -> None:
         """A state that is not torch's is returned, and is no telemetry failure."""
         backend = pair[1].backend
         backend.set_state(state)
 
         assert backend.get_state()[0] == state
-        failures = "tracedstore_telemetry_failures_total"
-        for observer in ("recording", "rendezvous"):
-            assert registry.get_sample_value(failures, {"observer": observer}) == 0
+        assert RECORDER.failures.counts() == {}
 
     def test_disabled(
         self, pair: tuple[Journal, Journal], registry: CollectorRegistry

@@ -137,6 +137,7 @@ def _texts(data: bytes) -> None:
         lambda: rosters.parse_node_list(text),
         lambda: rosters.parse_task_counts(text),
         lambda: rosters.parse_host_file(text.splitlines()),
+        lambda: rosters.parse_slurm_host_file(text.splitlines()),
     ):
         try:
             parse()

@@ -12,9 +12,14 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 from integration.harness import Child, Running
 from support.etcd import EtcdServer
+from support.torchrun import Agent
 
 StartChild = Callable[..., Child]
 StartCommand = Callable[..., Running]
+StartAgent = Callable[..., Agent]
+
+# How often agents check their workers; torchrun's default is five seconds.
+_MONITOR = ("--monitor-interval", "0.1")
 
 
 @pytest.fixture
@@ -22,9 +27,15 @@ def start_child(tmp_path: Path) -> Iterator[StartChild]:
     """Return a function that starts a script of children/ as a process."""
     started: list[Child] = []
 
-    def start(script: str, *args: object, env: dict[str, str] | None = None) -> Child:
-        started.append(Child(tmp_path, script, *args, env=env or {}))
-        return started[-1]
+    def start(
+        script: str,
+        *args: object,
+        env: dict[str, str] | None = None,
+        forked: bool = True,
+    ) -> Child:
+        child = Child(tmp_path, script, *args, env=env or {}, forked=forked)
+        started.append(child)
+        return child
 
     yield start
     for child in started:
@@ -51,6 +62,27 @@ def start_command(tmp_path: Path) -> Iterator[StartCommand]:
     yield start
     for running in started:
         running.kill()
+
+
+@pytest.fixture
+def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
+    """Start torchrun; it is killed at the end of the test."""
+    started: list[Agent] = []
+
+    def start(
+        backend: str, endpoint: str, run_id: str, *args: str, **env: str
+    ) -> Agent:
+        folder = tmp_path / f"agent-{len(started)}"
+        rendezvous = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+        agent = Agent(
+            folder, *rendezvous, "--rdzv-id", run_id, *_MONITOR, *args, env=env
+        )
+        started.append(agent)
+        return agent
+
+    yield start
+    for agent in started:
+        agent.kill()
 
 
 @pytest.fixture

@@ -11,13 +11,16 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import coverage
 from prometheus_client import CollectorRegistry
 
-T = TypeVar("T")
+from support.fork_server import ForkedProcess, fork_server, python_path
+from support.metrics import exported_calls
+from support.processes import kill_tree
 
-_TESTS = Path(__file__).parent.parent
+T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T | None], timeout: float = 15.0) -> T:
@@ -79,27 +82,22 @@ def in_background(work: Callable[[], T], name: str = "background") -> "Future[T]
 
 def operation_count(
     registry: CollectorRegistry, store: str, operation: str, error_type: str = ""
-) -> float:
+) -> int:
     """Return the exported number of calls of an operation with this error type."""
-    labels = {"store": store, "operation": operation, "error_type": error_type}
-    name = "tracedstore_operation_duration_seconds_count"
-    return registry.get_sample_value(name, labels) or 0
+    calls = exported_calls(registry.collect())
+    return calls.get((store, operation, error_type), 0)
 
 
-def operation_counts(registry: CollectorRegistry) -> dict[str, float]:
+def operation_counts(registry: CollectorRegistry) -> dict[str, int]:
     """Return the exported number of calls by operation, without zeros.
 
     Operations are named with their store, as in "hash_store.get". Successful and
     failed calls are added up.
     """
-    counts: dict[str, float] = {}
-    for family in registry.collect():
-        for sample in family.samples:
-            if sample.value and sample.name == (
-                "tracedstore_operation_duration_seconds_count"
-            ):
-                name = f"{sample.labels['store']}.{sample.labels['operation']}"
-                counts[name] = counts.get(name, 0) + sample.value
+    counts: dict[str, int] = {}
+    for (store, operation, _), number in exported_calls(registry.collect()).items():
+        name = f"{store}.{operation}"
+        counts[name] = counts.get(name, 0) + number
     return counts
 
 
@@ -147,22 +145,29 @@ class Running:
         pid: Its process id.
     """
 
+    _process: "subprocess.Popen[str] | ForkedProcess"
+
     def __init__(
         self, folder: Path, name: str, *command: object, env: dict[str, str]
     ) -> None:
         self._errors = folder / f"{name}-{time.monotonic_ns()}.stderr"
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [str(part) for part in command],
-                env={**os.environ, **env},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                # A new process group, so that its children are killed with it.
-                start_new_session=True,
-            )
+            self._process = self._start([str(part) for part in command], env, errors)
         self.pid = self._process.pid
+
+    def _start(
+        self, command: list[str], env: dict[str, str], errors: IO[bytes]
+    ) -> "subprocess.Popen[str] | ForkedProcess":
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # A new process group, so that its children are killed with it.
+            start_new_session=True,
+        )
 
     def exit_status(self, timeout: float = 30.0) -> int:
         """Wait until the command ends, and return its exit status."""
@@ -179,9 +184,9 @@ class Running:
         return [event for event in events if name in (None, event["event"])]
 
     def kill(self) -> None:
-        """Kill the command and its children with SIGKILL unless it has ended."""
+        """Kill the command and its descendants unless it has ended."""
         if self._process.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_tree(self.pid)
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -189,16 +194,35 @@ class Running:
 
 
 class Child(Running):
-    """A process that runs a script of children/ and writes reports in JSON."""
+    """A process that runs a script of children/ and writes reports in JSON.
+
+    It is forked from one that has imported torch, unless it gets variables that the
+    interpreter or a library reads when it starts, or that others read in /proc.
+
+    Args:
+        forked: False for an interpreter of its own.
+    """
 
     def __init__(
-        self, folder: Path, script: str, *args: object, env: dict[str, str]
+        self,
+        folder: Path,
+        script: str,
+        *args: object,
+        env: dict[str, str],
+        forked: bool = True,
     ) -> None:
+        self._forked = forked and all(name.startswith("TRACEDSTORE_") for name in env)
         module = f"integration.children.{script}"
-        environ = {"PYTHONPATH": str(_TESTS), **env}
-        super().__init__(
-            folder, script, sys.executable, "-m", module, *args, env=environ
-        )
+        super().__init__(folder, script, module, *args, env=env)
+
+    def _start(
+        self, command: list[str], env: dict[str, str], errors: IO[bytes]
+    ) -> "subprocess.Popen[str] | ForkedProcess":
+        # Coverage begins when an interpreter starts.
+        if self._forked and coverage.Coverage.current() is None:
+            return fork_server().start(*command, env=env, errors=errors.fileno())
+        environ = {"PYTHONPATH": python_path(), **env}
+        return super()._start([sys.executable, "-m", *command], environ, errors)
 
     def next_report(self) -> dict[str, Any]:
         """Wait for the next report. pytest's timeout bounds the wait."""

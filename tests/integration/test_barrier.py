@@ -148,7 +148,7 @@ class TestReusedPrefix:
 
         for report in barrier.assert_timed_out([3, 4], 0, 1, 2):
             assert report["duplicates"] == [2]
-            assert "ranks 2 arrived more than once" in report["text"]
+            assert "rank 2 arrived more than once" in report["text"]
 
 
 def name_timeout(barrier: FleetBarrier) -> float:

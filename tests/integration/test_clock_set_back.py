@@ -116,6 +116,7 @@ class TestClockSetBack:
         tracedstore.barrier(store, 2, "b", 20, rank=1)
         first.result(20)
         elapsed = time.monotonic() - started
+        assert setup._deferred.flush(20)
         assert setup._event_writer.flush(20)
 
         completed = [e for e in log.entries if e["event"] == "barrier.completed"]

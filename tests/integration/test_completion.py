@@ -85,7 +85,7 @@ def shell(*command: str, folder: Path, path: str) -> Iterator[Shell]:
 COMPLETIONS = [
     ("tracedstore stat", "tracedstore status "),
     ("tracedstore report --ou", "tracedstore report --output "),
-    ("tracedstore demo --store e", "tracedstore demo --store etcd "),
+    ("tracedstore demo --store f", "tracedstore demo --store file "),
     ("tracedstore report joblog.", "tracedstore report joblog.txt "),
     ("tracedstore dashboards export jobl", "tracedstore dashboards export joblogs/"),
     ("tracedstore-run printen", "tracedstore-run printenv "),

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from integration.harness import wait_until
 from support.events import check
-from support.terminal import frames, without_styles
+from support.terminal import without_styles
 from tracedstore import names
 from tracedstore.cli.main import main
 from tracedstore.demo.fetch import fetch
@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(_DEMO_TIMEOUT + 30)]
 
 # What changes the output on a terminal.
 _ENVIRONMENT = ("NO_COLOR", "LINES", "COLUMNS")
-_VIEW = re.compile("[━╸╺] Scenario 1 of 5: healthy steps")
 
 
 def _take_terminal() -> None:
@@ -69,7 +68,8 @@ class Run:
             },
             stdin=theirs if terminal else subprocess.DEVNULL,
             stdout=theirs,
-            stderr=subprocess.PIPE,
+            # Textual draws on standard error.
+            stderr=theirs if "--top" in options else subprocess.PIPE,
             start_new_session=True,
             preexec_fn=_take_terminal if terminal else None,  # noqa: PLW1509 - one system call
         )
@@ -91,13 +91,6 @@ class Run:
         """The output so far."""
         return self._written.decode().replace("\r\n", "\n")
 
-    @property
-    def frames(self) -> list[list[str]]:
-        """The lines on the terminal before each redraw and at the end."""
-        return [
-            [without_styles(line) for line in lines] for lines in frames(self.output)
-        ]
-
     def send(self, number: int) -> None:
         """Send a signal to the process group, as a terminal does."""
         os.killpg(self._process.pid, number)
@@ -117,18 +110,18 @@ class Run:
 
     def wait(self, timeout: float = _DEMO_TIMEOUT) -> tuple[int, str]:
         """Wait for its end; return the exit code and standard error."""
-        assert self._process.stderr is not None
         code = self._process.wait(max(1.0, self._began + timeout - time.monotonic()))
         self._reader.join(5)
-        return code, self._process.stderr.read().decode()
+        errors = self._process.stderr
+        return code, errors.read().decode() if errors is not None else ""
 
     def close(self) -> None:
         """Kill it if it runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(10)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
 
     def events(self) -> list[dict[str, Any]]:
         """Return all events of the ranks."""
@@ -177,9 +170,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
     folder = tmp_path_factory.mktemp("demo")
     started = {
         "plain": Run(folder / "plain"),
-        "terminal": Run(
-            folder / "terminal", "--store=file", "--ranks=4", "--serve", terminal=True
-        ),
+        "top": Run(folder / "top", "--store=file", "--ranks=4", "--top", terminal=True),
         "served": Run(
             folder / "served", "--store=etcd", "--ranks=5", "--json", "--serve"
         ),
@@ -198,12 +189,12 @@ def plain(runs: dict[str, Run]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def terminal(runs: dict[str, Run]) -> Run:
-    """Interrupt the demo on a terminal while it serves."""
-    run = runs["terminal"]
-    wait_until(lambda: "tracedstore sd --store" in run.output, timeout=_DEMO_TIMEOUT)
-    run.pids = run.children()
-    run.press(b"\x03")
+def on_top(runs: dict[str, Run]) -> Run:
+    """Press q on the screen of top, once the last scenario has ended."""
+    run = runs["top"]
+    wait_until(lambda: "the demo has ended" in run.output, timeout=_DEMO_TIMEOUT)
+    run.pids = [*run.ranks().values(), *run.children()]
+    run.press(b"q")
     assert run.wait() == (0, "")
     return run
 
@@ -292,7 +283,9 @@ class TestPlain:
         calls, lost, last = 0.0, 0.0, Counter[str]()
         for rank, page in pages.items():
             calls += sum(
-                s.value for s in samples(page, names.OPERATION_DURATION, "_count")
+                sample.value
+                for metric in names.CALL_DURATIONS
+                for sample in samples(page, metric, "_count")
             )
             lost += sum(
                 sample.value
@@ -389,58 +382,37 @@ class TestPlain:
         assert not any(map(alive, pids.values()))
 
 
-class TestTerminal:
-    """The demo on a terminal, with another store, until Ctrl-C."""
+class TestTop:
+    """The demo on the screen of top, with another store."""
 
-    def test_view(self, terminal: Run) -> None:
-        """The view has the scenario and the state of each rank, in 80 columns."""
-        views = ["\n".join(lines) for lines in terminal.frames]
-        view = next(
-            text
-            for text in views
-            if "Scenario 5 of 5: two ranks die, " in text
-            and re.search(r"waiting [1-5]\.\d s at checkpoint/1", text)
-        )
+    def test_screen(self, on_top: Run) -> None:
+        """The screen has the scenarios from the first on, and the culprits."""
+        screen, _, lines = on_top.output.rpartition("\x1b[?1049l")
+        summary = on_top.summary()
 
-        assert re.search(
-            "^[━╸╺]{24} Scenario 5 of 5: two ranks die, [0-9]+ s$", view, re.MULTILINE
-        )
-        assert re.search(r"^   0  sim-node-1   no answer  ", view, re.MULTILINE)
-        assert re.search(
-            r"^   1  sim-node-1   waiting \d\.\d s at checkpoint/1  ",
-            view,
-            re.MULTILINE,
-        )
-        for line in view.splitlines():
-            assert len(line) <= 80
-        assert terminal.summary()["missing"]["ranks"] == terminal.summary()["killed"]
-        assert terminal.summary()["stalled"]["ranks"] == [terminal.summary()["busy"]]
-
-    def test_final_screen(self, terminal: Run) -> None:
-        """The lines stay, the view is removed, and ^C has its own line."""
-        lines = terminal.frames[-1]
-
-        assert not [line for line in lines if line.startswith(("━", "rank  host"))]
-        assert [line for line in lines if line.startswith("Scenario ")] == [
+        for number, title in enumerate(("healthy steps", "contention"), 1):
+            assert f"Scenario {number} of 5: {title}" in without_styles(screen)
+        assert summary["missing"]["ranks"] == summary["killed"]
+        assert summary["stalled"]["ranks"] == [summary["busy"]]
+        # The headline of the last scenario, and the killed ranks in the fleet.
+        first, second = summary["killed"]
+        assert f"missing 2 of 4: {os.uname().nodename} (ranks" in screen
+        fleet = ["X" if rank in (first, second) else "[.w]" for rank in range(4)]
+        assert re.search("".join(fleet), without_styles(screen))
+        # The lines are printed when the screen is gone, and nothing is left of it.
+        assert re.findall("^Scenario .*", lines, re.MULTILINE) == [
             "Scenario 1 of 5: healthy steps",
             "Scenario 2 of 5: contention",
             "Scenario 3 of 5: a straggler",
             "Scenario 4 of 5: a busy rank",
             "Scenario 5 of 5: two ranks die",
         ]
-        assert lines[-3].startswith("  tracedstore sd --store file://")
-        # The terminal sends the signal before it echoes the key, so that either may be
-        # first.
-        assert sorted(lines[-2:]) == ["", "^C"]
-        # Every style is reset, and the cursor was never hidden.
-        styles = re.findall(r"\x1b\[([\d;]+)m", terminal.output)
-        assert styles.count("0") * 2 == len(styles)
-        assert "\x1b[?" not in terminal.output
+        assert "Summary of " in lines
 
-    def test_no_process_is_left(self, terminal: Run) -> None:
-        """The two survivors served, and have ended."""
-        assert len(terminal.pids) == 2
-        assert not any(map(alive, terminal.pids))
+    def test_no_process_is_left(self, on_top: Run) -> None:
+        """Ranks, demo and reader have ended."""
+        assert len(on_top.pids) == 4 + 2
+        assert not any(map(alive, on_top.pids))
 
 
 class TestServe:
@@ -499,18 +471,22 @@ class TestEnd:
         assert not any(map(alive, pids.values()))
 
     def test_ctrl_c_on_a_terminal(self, tmp_path: Path) -> None:
-        """Ctrl-C in a scenario removes the live view from the terminal."""
+        """On a terminal the lines have styles; Ctrl-C in a scenario ends it."""
         run = Run(tmp_path / "demo", "--ranks=4", terminal=True)
         try:
-            wait_until(lambda: _VIEW.search(without_styles(run.output)), timeout=30)
+            wait_until(
+                lambda: "\x1b[1mScenario 1 of 5: healthy steps\x1b[0m" in run.output,
+                timeout=30,
+            )
             pids = run.children()
             run.press(b"\x03")
 
             assert run.wait() == (130, "")
         finally:
             run.close()
-        assert not _VIEW.search("\n".join(run.frames[-1]))
-        assert run.frames[-1][-1] in ("", "^C")
+        # Every style is reset, and no mode of the terminal was changed.
+        styles = re.findall(r"\x1b\[([\d;]+)m", run.output)
+        assert styles.count("0") * 2 == len(styles)
         assert "\x1b[?" not in run.output
         assert len(pids) == 4
         assert not any(map(alive, pids))

@@ -88,7 +88,7 @@ class TestPages:
 
         assert status == 200
         assert content_type.startswith("text/plain; version=")
-        assert b'tracedstore_operations_in_flight{operation="set"' in body
+        assert b'operation_duration_seconds_count{error_type="",operation="set"' in body
 
     def test_openmetrics(
         self, registry: CollectorRegistry, provider: TracerProvider, endpoint: Endpoint
@@ -267,11 +267,18 @@ class TestAccess:
         [
             ("Bearer hunter2", 200),
             ("Basic " + b64encode(b"user:secret").decode(), 200),
+            # As a browser sends the token.
+            ("Basic " + b64encode(b"anyone:hunter2").decode(), 200),
+            ("basic " + b64encode(b":hunter2").decode(), 200),
             ("", 401),
             ("Bearer hunter3", 401),
             ("Bearer", 401),
             ("Basic " + b64encode(b"user:wrong").decode(), 401),
             ("Bearer \xe9", 401),
+            ("Bearer user:secret", 401),
+            ("Basic hunter2", 401),
+            ("Basic " + b64encode(b"hunter2").decode(), 401),
+            ("Basic " + b64encode(b"user:\xff").decode(), 401),
         ],
     )
     def test_credentials(

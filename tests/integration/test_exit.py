@@ -5,8 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import native_caller
 import pytest
+
+from support.native import on_both_cores
 
 pytestmark = pytest.mark.processes
 
@@ -62,11 +66,45 @@ for attempt in range(20):
 print(completed)
 """
 
+# The provider ends with the process, by a hook that is registered after ours.
+BARRIER_AT_THE_END = """
+import torch.distributed as dist, tracedstore
+store = tracedstore.wrap(dist.HashStore())
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+provider = TracerProvider()
+exporter = ConsoleSpanExporter(formatter=lambda span: span.name + "\\n")
+provider.add_span_processor(BatchSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+tracedstore.barrier(store, 1, "b", rank=0)
+"""
 
-def start(script: str, **environ: str) -> subprocess.Popen[str]:
+# Each child ends while threads that Python does not know are in calls that do not
+# return.
+CALLS_OF_CPP = """
+import os, sys, time
+import native_caller, torch.distributed as dist, tracedstore
+caller = native_caller.load()
+statuses = []
+for attempt in range(int(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        store = tracedstore.wrap(dist.HashStore())
+        for _ in range(3):
+            caller.wait_in_background(store, "never")
+        while len(tracedstore.in_flight()) < 3:
+            time.sleep(0.001)
+        sys.exit(7)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(statuses)
+"""
+
+
+def start(script: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
     """Start a script."""
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script],
+        [sys.executable, "-W", "ignore", "-c", script, *arguments],
         env={"PATH": "/usr/bin:/bin", "RES_OPTIONS": "attempts:0", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -115,6 +153,15 @@ class TestCollector:
         # One second, and what Python and a busy machine need to end a process.
         assert ended - float(output) < 15
 
+    @on_both_cores
+    def test_barrier_at_the_end(self, core: str) -> None:
+        """The span of a barrier that completes just before the end is exported."""
+        child = start(BARRIER_AT_THE_END, TRACEDSTORE_CORE=core)
+        output, errors = child.communicate(timeout=50)
+
+        assert "barrier b\n" in output, errors
+        assert child.returncode == 0
+
 
 class TestServer:
     """A process that serves the store and ends."""
@@ -126,3 +173,22 @@ class TestServer:
         output, errors = child.communicate(timeout=100)
 
         assert (output, child.returncode) == ("20\n", 0), errors
+
+
+class TestCallsOfCpp:
+    """Threads that Python does not know are in Store calls when the process ends."""
+
+    @on_both_cores
+    @pytest.mark.timeout(120)
+    def test_exit_status_is_kept(self, core: str) -> None:
+        """The process ends, though the calls would last for minutes more."""
+        child = start(
+            CALLS_OF_CPP,
+            "3",
+            PYTHONPATH=str(Path(native_caller.__file__).parent),
+            TRACEDSTORE_CORE=core,
+            TRACEDSTORE_EXIT_TIMEOUT="0.2",
+        )
+        output, errors = child.communicate(timeout=100)
+
+        assert output == "[7, 7, 7]\n", errors

@@ -6,8 +6,13 @@ import pytest
 
 from integration.conftest import StartChild
 from integration.harness import Child
+from support.native import on_both_cores
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.usefixtures("core"),
+    on_both_cores,
+]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class TestPaths:
         self, start_child: StartChild, tmp_path: Path, order: str
     ) -> None:
         """Names of torch may be imported before or after instrument()."""
-        child = start_child("traced_paths", tmp_path, order)
+        child = start_child("traced_paths", tmp_path, order, forked=False)
 
         report = child.next_report()
 
@@ -58,6 +58,15 @@ class TestPaths:
             *("one_group", f"traced+{scheme}://{addresses[scheme]}"),
             env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         )
+
+        report = child.next_report()
+
+        assert (report["store"], report["value"]) == ("TracedStore", 3)
+        assert report["registered"] == [[0, 1, child.pid]]
+
+    def test_store_that_the_program_wrapped(self, start_child: StartChild) -> None:
+        """Its rank is registered, which the environment does not have."""
+        child = start_child("one_group", "wrapped", "instrument")
 
         report = child.next_report()
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from integration.harness import Child, pause, wait_until
+from integration.harness import Child, in_background, pause, wait_until
+from tracedstore import names
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.core.recorder import RECORDER
 from tracedstore.diagnosis import socket_directory
 from tracedstore.diagnosis.local_client import ask_local, local_processes
 from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.local_ranks import ask_host, ranks_of_host
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.local_socket import LOCAL_SOCKET, METRICS_PAGE, STATUS_PAGE
 
 # Seconds for an answer on a loaded machine, and for none.
 LONG, SHORT = 20.0, 0.5
@@ -255,6 +257,45 @@ class TestAnswers:
             assert helper in local_processes(LONG)
             assert found[4].pid == rank.pid
             rank.communicate()
+
+
+class TestPages:
+    """What a worker lets its agent serve."""
+
+    def test_page_that_blocks(self) -> None:
+        """A collector that blocks delays neither questions nor other pages."""
+        began, end = threading.Event(), threading.Event()
+
+        def blocks() -> list[int]:
+            began.set()
+            end.wait(LONG)
+            return [7]
+
+        LOCAL_SOCKET.pages = {METRICS_PAGE: blocks, STATUS_PAGE: lambda: "in flight"}
+        LOCAL_SOCKET.start()
+        pid = os.getpid()
+        first = in_background(lambda: ask_local(pid, METRICS_PAGE, LONG))
+        assert began.wait(LONG)
+
+        assert ask_local(pid, "status", LONG) is not None
+        status = ask_local(pid, STATUS_PAGE, LONG)
+        assert status is not None
+        assert status.page == "in flight"
+        # One thread renders a page.
+        assert ask_local(pid, METRICS_PAGE, LONG) is None
+        end.set()
+        reply = first.result(LONG)
+        assert reply is not None
+        assert reply.page == [7]
+        assert wait_until(lambda: ask_local(pid, METRICS_PAGE, LONG)).page == [7]
+
+    def test_page_that_fails(self) -> None:
+        """A page that cannot be rendered is no reply, and a counted failure."""
+        LOCAL_SOCKET.pages = {METRICS_PAGE: lambda: 1 / 0}
+        LOCAL_SOCKET.start()
+
+        assert ask_local(os.getpid(), METRICS_PAGE, LONG) is None
+        assert RECORDER.failures.counts() == {names.ENDPOINT: 1}
 
 
 class TestLifetime:

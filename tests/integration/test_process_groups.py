@@ -8,8 +8,8 @@ import pytest
 import tracedstore
 from integration.conftest import StartChild
 from integration.harness import Child, forked, wait_until
-from support.native import why_not_built
-from support.versions import SPLIT_GROUP, TORCH
+from support.native import on_both_cores
+from support.versions import has_split_group
 from tracedstore.core.recorder import RECORDER
 
 pytestmark = pytest.mark.processes
@@ -31,13 +31,18 @@ def start_ranks(
     return [first, *others]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["tcp", "file"])
+@on_both_cores
+@pytest.mark.parametrize(("kind", "world_size"), [("tcp", 4), ("file", 2)])
 class TestGloo:
     """The caller drops the store at once and never closes it."""
 
     def test_collectives(
-        self, start_child: StartChild, tmp_path: Path, kind: str, world_size: int
+        self,
+        start_child: StartChild,
+        tmp_path: Path,
+        kind: str,
+        world_size: int,
+        core: str,
     ) -> None:
         """Later groups and split groups work and are counted; all ranks exit with 0."""
         ranks = start_ranks(start_child, kind, tmp_path / "store", world_size)
@@ -45,7 +50,7 @@ class TestGloo:
         reports: list[dict[str, Any]] = [rank.next_report() for rank in ranks]
         statuses = [rank.exit_status() for rank in ranks]
 
-        splits = int(TORCH >= SPLIT_GROUP)
+        splits = int(has_split_group())
         assert statuses == [0] * world_size
         total = world_size * (world_size + 1) / 2
         for number, report in enumerate(reports):
@@ -60,7 +65,8 @@ class TestGloo:
             assert calls[f"{kind}_store.get"] >= (2 + splits) * (world_size - 1)
             clones = calls.get(f"{kind}_store.clone", 0)
             assert clones >= splits
-            assert report["kept_alive"] == 1 + clones
+            # C++ keeps native stores and their clones by itself.
+            assert report["kept_alive"] == (1 + clones if core == "python" else 0)
             if splits:
                 assert report["split"] == total
         for rank in ranks:
@@ -69,14 +75,14 @@ class TestGloo:
 
 
 LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
-LAZY_NATIVE = {**LAZY, "TRACEDSTORE_CORE": "native"}
 
 
 class TestNativeThreads:
     """Gloo's lazy connections call the store from native threads."""
 
+    @on_both_cores
     def test_in_flight_and_counted(
-        self, start_child: StartChild, tcp_server: Child
+        self, start_child: StartChild, tcp_server: Child, core: str
     ) -> None:
         """A native thread's call is in flight while it blocks, then counted."""
         port = tcp_server.next_report()["port"]
@@ -96,14 +102,18 @@ class TestNativeThreads:
         )
         for report in reports:
             assert report["sum"] == 3
-            assert report["native_threads"] >= 1
+            if core == "python":
+                assert report["native_threads"] >= 1
             assert report["counted"]["tcp_store.wait"] == 1
             assert report["counted"]["tcp_store.get"] == 1
             assert report["in_flight"] == 0
         assert statuses == [0, 0]
 
+    @pytest.mark.parametrize("core", ["python"], indirect=True)
     @pytest.mark.parametrize("telemetry", ["on", "disabled", "shut-down"])
-    def test_exit_during_a_call(self, start_child: StartChild, telemetry: str) -> None:
+    def test_exit_during_a_call(
+        self, start_child: StartChild, telemetry: str, core: str
+    ) -> None:
         """A process exits as with a bare store while torch's thread is blocked."""
         bare, traced = (
             start_child("exit_while_blocked", mode, env=LAZY)
@@ -117,15 +127,13 @@ class TestNativeThreads:
         assert statuses == {"bare": 0, "traced": 0}, traced.errors()[-500:]
 
 
-@pytest.mark.timeout(600)  # the first use compiles it
+@pytest.mark.parametrize("core", ["native"], indirect=True)
 class TestNativeBase:
     """The native base, called by threads that Python does not know."""
 
-    def test_calls_wait_in_the_ring(self, start_child: StartChild) -> None:
+    def test_calls_wait_in_the_ring(self, start_child: StartChild, core: str) -> None:
         """A failed call is counted and observed when the ring is read."""
-        if reason := why_not_built():
-            pytest.skip(reason)
-        child = start_child("native_ring", "wait", env=LAZY_NATIVE)
+        child = start_child("native_ring", "wait", env=LAZY)
 
         report = child.next_report()
 
@@ -137,11 +145,9 @@ class TestNativeBase:
         }
         assert child.exit_status() == 0
 
-    def test_exit_during_a_call(self, start_child: StartChild) -> None:
+    def test_exit_during_a_call(self, start_child: StartChild, core: str) -> None:
         """A process exits without waiting for Python, and without an abort."""
-        if reason := why_not_built():
-            pytest.skip(reason)
-        child = start_child("native_ring", "exit", env=LAZY_NATIVE)
+        child = start_child("native_ring", "exit", env=LAZY)
 
         assert child.next_report()["thread"].startswith("native-")
         assert child.exit_status() == 0, child.errors()[-500:]

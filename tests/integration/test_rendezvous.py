@@ -28,6 +28,7 @@ from integration.harness import (
 from support.certificates import Authority, Pair
 from support.etcd import EtcdServer, free_port
 from support.events import Events, check
+from support.native import on_both_cores
 from support.rendezvous import handler, new_run_id
 from support.versions import needs_list_keys
 from tracedstore import TracedStore, names
@@ -48,6 +49,7 @@ def endpoints(etcd_server: EtcdServer) -> dict[str, str]:
     return {
         "c10d": f"127.0.0.1:{free_port()}",
         "etcd-v2": f"127.0.0.1:{etcd_server.port}",
+        "etcd-v3": f"127.0.0.1:{etcd_server.port}",
     }
 
 
@@ -87,7 +89,7 @@ class TestMixedNodes:
         info = node.next_rendezvous()
 
         assert (info.rank, info.world_size) == (0, 1)
-        assert type(info.store) is not TracedStore
+        assert not isinstance(info.store, TracedStore)
         assert node.shutdown()
         assert RECORDER.failures.counts()[names.RENDEZVOUS] == 1
 
@@ -109,7 +111,7 @@ class TestMixedNodes:
         assert {info.world_size for info in infos} == {3}
         masters = {vars(info.bootstrap_store_info)["master_port"] for info in infos}
         assert len(masters) == 1
-        assert [type(info.store) is TracedStore for info in infos] == [
+        assert [isinstance(info.store, TracedStore) for info in infos] == [
             False,
             True,
             True,
@@ -119,6 +121,28 @@ class TestMixedNodes:
         for node in nodes:
             assert node.num_nodes_waiting() == 0
             assert node.is_closed() is False
+        assert all(node.shutdown() for node in nodes)
+        assert all(node.is_closed() for node in nodes)
+
+    def test_join_etcd_v3(self, endpoints: dict[str, str]) -> None:
+        """Nodes meet over the v3 API, and their store has every operation."""
+        run_id = "a run/with % and ä"
+        nodes = [
+            handler("traced-etcd", endpoints["etcd-v3"], run_id, nodes=(3, 3))
+            for _ in range(3)
+        ]
+
+        infos = join_all(nodes)
+
+        assert sorted(info.rank for info in infos) == [0, 1, 2]
+        masters = {vars(info.bootstrap_store_info)["master_port"] for info in infos}
+        assert len(masters) == 1
+        assert {type(info.store) for info in infos} == {TracedStore}
+        infos[0].store.append("word", "v3")
+        assert infos[1].store.get("word") == b"v3"
+        for node in nodes:
+            assert node.get_backend() == "traced-etcd"
+            assert node.num_nodes_waiting() == 0
         assert all(node.shutdown() for node in nodes)
         assert all(node.is_closed() for node in nodes)
 
@@ -140,15 +164,20 @@ class TestMixedNodes:
         assert "MASTER_ADDR" in "".join(store.list_keys())
         node.shutdown()
 
-    def test_store_of_an_earlier_round(self, endpoints: dict[str, str]) -> None:
-        """It is closed in the next round."""
+    @on_both_cores
+    def test_store_of_an_earlier_round(
+        self, endpoints: dict[str, str], core: str
+    ) -> None:
+        """It is closed in the next round; a native one is not kept at all."""
         from tracedstore import store as store_module
 
+        # The fixture of this module has configured it before the base was selected.
+        tracedstore.configure(core=core)
         node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))
         for _ in range(3):
             node.next_rendezvous()
 
-        assert len(store_module._kept_alive) == 1
+        assert len(store_module._kept_alive) == (1 if core == "python" else 0)
         node.shutdown()
 
 
@@ -321,6 +350,26 @@ class TestUnreachable:
         assert len(event["causes"]) >= 2
         assert raised[1].__notes__ == [event["message"]]
 
+    @pytest.mark.parametrize(
+        ("address", "cause"),
+        [
+            ("no.such.host.invalid:4711", "name_resolution"),
+            ("refused", "refused"),
+            ("silent", "no_answer"),
+        ],
+    )
+    def test_causes_etcd_v3(self, address: str, cause: str, events: Events) -> None:
+        """The exception has torch's class and text, and one event has the cause."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            ports = {"refused": free_port(), "silent": silent.getsockname()[1]}
+            endpoint = f"127.0.0.1:{ports[address]}" if address in ports else address
+            with pytest.raises(RendezvousConnectionError, match="to etcd has failed"):
+                handler("traced-etcd", endpoint, "run", read_timeout="1")
+
+        event = only(events, names.RENDEZVOUS_FAILED)
+        assert (event["cause"], event["backend"]) == (cause, "etcd")
+        assert "EtcdUnreachableError" in event["causes"][1]
+
     def test_port_in_use(self, events: Events) -> None:
         """The port of the node that hosts the c10d store is in use."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -466,9 +515,11 @@ class TestTLS:
             handler(name, endpoint, run_id, **config)
             for name in ("etcd-v2", "traced-etcd-v2")
         ]
+        v3 = [handler("traced-etcd", endpoint, run_id, **config) for _ in range(2)]
 
         assert sorted(info.rank for info in join_all(nodes)) == [0, 1]
-        for node in nodes:
+        assert sorted(info.rank for info in join_all(v3)) == [0, 1]
+        for node in nodes + v3:
             node.shutdown()
         assert [e for e in events() if e["event"] == names.RENDEZVOUS_FAILED] == []
 

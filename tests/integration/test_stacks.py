@@ -33,6 +33,31 @@ load_dataset()
 """
 
 
+# Rank 0 is in a monitored_barrier with rank 3, ranks 1 and 2 are in a barrier with it.
+COLLECTIVES = """
+import sys, time
+import torch.distributed as dist
+import tracedstore
+
+def load_dataset():
+    time.sleep(150)
+
+port, rank, world_size = map(int, sys.argv[1:])
+tracedstore.instrument()
+dist.init_process_group(
+    "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+)
+pair, rest = dist.new_group([0, 3]), dist.new_group([1, 2, 3])
+print("ready", file=sys.stderr, flush=True)
+if rank == 3:
+    load_dataset()
+elif rank == 0:
+    dist.monitored_barrier(pair)
+else:
+    dist.barrier(rest)
+"""
+
+
 @pytest.fixture
 def port() -> int:
     """The port of the job's store."""
@@ -76,7 +101,7 @@ def test_busy_stopped_and_not_started(job: list[Running], port: int) -> None:
     text = " ".join(run.stdout.split())
     assert "rank 0: <string>:8 load_dataset" in text
     assert f"(pid {job[1].pid}): alive, but does not answer: stopped by a" in text
-    assert "no answer: ranks 2; never registered in this store: 2" in text
+    assert "no answer: rank 2; never registered in this store: 2" in text
 
     run = tracedstore(port, "stacks", "--json")
 
@@ -85,6 +110,47 @@ def test_busy_stopped_and_not_started(job: list[Running], port: int) -> None:
     states = {one["rank"]: one["state"] for one in group["answers"]}
     assert states == {0: "running", 1: "stopped"}
     assert group["silent_ranks"] == [2]
+
+
+@pytest.fixture
+def collectives(tmp_path: Path, port: int) -> Iterator[list[Running]]:
+    """Four ranks, of which three are in collectives and wait for rank 3."""
+    ranks: list[Running] = []
+    try:
+        for rank in range(4):
+            command = (sys.executable, "-c", COLLECTIVES, port, rank, 4)
+            env = {"RANK": str(rank)}
+            ranks.append(Running(tmp_path, f"rank{rank}", *command, env=env))
+        for process in ranks:
+            wait_until(lambda: "ready" in process.errors(), 120)  # noqa: B023 - called in this turn
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_hang_in_collectives(collectives: list[Running], port: int) -> None:
+    """No Store call shows it: the rank that is not in a collective has a group."""
+
+    def stacks() -> str:
+        run = tracedstore(port, "stacks")
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
+
+    def are_waiting() -> str:
+        text = stacks()
+        return text if " barrier\n" in text and " monitored_barrier\n" in text else ""
+
+    text = wait_until(are_waiting, 90)
+
+    titles = [line for line in text.splitlines() if line.startswith("rank")]
+    by_rank = {title.split(":")[0]: title.split()[-1] for title in titles}
+    assert by_rank == {
+        "rank 0": "monitored_barrier",
+        "rank 3": "load_dataset",
+        "ranks 1-2": "barrier",
+    }
+    assert titles[-1].startswith("ranks 1-2")
 
 
 def test_status_ask(job: list[Running], port: int) -> None:

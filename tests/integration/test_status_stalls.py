@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from support.terminal import without_styles
+from support.versions import needs_list_keys
 from tracedstore.cli.main import main
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.diagnosis.blocked_record import BlockedRecord, blocked_key
 from tracedstore.diagnosis.stalled import VERDICT
@@ -26,6 +28,7 @@ def register(store: Store, *ranks: int, world_size: int = 4) -> None:
         entry = {"rank": rank, "host": "node1", "pid": 100 + rank}
         entry |= {"world_size": world_size, "started": time.time() - 60}
         store.set(f"{REGISTRY}/{rank}", json.dumps(entry))
+        record_keys(store, f"{REGISTRY}/{rank}")
 
 
 def blocked(rank: int, seconds: float = 41.0) -> BlockedRecord:
@@ -88,7 +91,9 @@ def tcp_job() -> tuple[Store, str]:
     return store, f"tcp://127.0.0.1:{store.port}"
 
 
-@pytest.mark.parametrize("prefix", ["", "job/attempt_1"])
+@pytest.mark.parametrize(
+    "prefix", ["", pytest.param("job/attempt_1", marks=needs_list_keys)]
+)
 def test_stalled_job(
     job: tuple[Store, str], prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +241,7 @@ def test_unknown_culprit(
     assert "for one of ranks 0-1 (get default_pg" in " ".join(out.split())
 
 
+@needs_list_keys
 def test_killed_rank(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +259,7 @@ def test_killed_rank(
     assert "blocked ranks" not in out
 
 
+@needs_list_keys
 def test_other_job(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +281,7 @@ def test_other_job(
     assert "new_group" not in out
 
 
+@needs_list_keys
 def test_store_is_unchanged(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +295,7 @@ def test_store_is_unchanged(
     assert {key: store.get(key) for key in store.list_keys()} == before
 
 
+@needs_list_keys
 def test_thousands_of_ranks(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +329,7 @@ def test_thousands_of_ranks(
     assert document["blocked"][1]["awaits"] == "0,2-3999"
 
 
+@needs_list_keys
 class TestHostile:
     """Any client of the store can write any value."""
 

@@ -4,13 +4,16 @@ import json
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.conftest import StartCommand
+from integration.harness import wait_until
 from support.etcd import free_port
 from support.events import check
+from support.metrics import exported_calls
 from support.torchrun import one_node
 
 pytestmark = pytest.mark.processes
@@ -20,14 +23,11 @@ JOBS = Path(__file__).parent / "jobs"
 
 def counted(folder: Path, rank: int) -> dict[str, float]:
     """Return the number of calls of each operation in a rank's metrics."""
+    page = (folder / f"{rank}.prom").read_text()
+    calls = exported_calls(text_string_to_metric_families(page))
     return {
-        f"{sample.labels['store']}.{sample.labels['operation']}": sample.value
-        for family in text_string_to_metric_families(
-            (folder / f"{rank}.prom").read_text()
-        )
-        for sample in family.samples
-        if sample.name == "tracedstore_operation_duration_seconds_count"
-        and sample.value
+        f"{store}.{operation}": number
+        for (store, operation, _), number in calls.items()
     }
 
 
@@ -117,3 +117,25 @@ class TestWithoutTorchrun:
             by_process.setdefault(event["pid"], set()).add(identity)
         assert sorted(map(sorted, by_process.values())) == [[(0, 2)], [(1, 2)]]
         assert "Traceback" not in job.errors()
+
+
+@pytest.mark.timeout(120)
+def test_checkpoint_helper(start_command: StartCommand, tmp_path: Path) -> None:
+    """The helper processes of a checkpoint have a store of their own, traced too."""
+    job = start_command(
+        *("tracedstore-run", "torchrun", "--nproc-per-node", 2),
+        *(JOBS / "async_checkpoint.py", tmp_path / "checkpoint"),
+        TRACEDSTORE_STALL_AFTER="2",
+        **one_node(),
+    )
+
+    def stalls() -> list[dict[str, Any]]:
+        # On a busy machine a rank may be late for the training's own group.
+        found = job.events("job.stalled")
+        return [one for one in found if one["phase"] == "connecting to the store"]
+
+    (stall, *_) = wait_until(stalls, 100)
+
+    assert stall["awaited_ranks"] == [1]
+    assert stall["cause"] == "not_started"
+    assert "1 of 2 clients joined" in stall["evidence"][0]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +21,11 @@ import torch.distributed as dist
 
 import tracedstore
 from integration.harness import wait_until
+from support import processes
 from support.etcd import EtcdServer, free_port
+from support.log_events import completed_event
+from support.otlp_receiver import OTLPReceiver, resources_of
+from support.pseudo_terminal import Terminal
 from support.tools import ROOT
 from support.torchrun import one_node
 from tracedstore.cli.main import COMMANDS, make_parser
@@ -36,6 +40,7 @@ WHOLE_PAGES = {
     "torchrun.md",
     "zero-code.md",
     "configuration.md",
+    "otlp.md",
     "debug-server.md",
     "demo.md",
 }
@@ -46,20 +51,39 @@ RUN_BELOW = {
     "make bench",
     "tracedstore-run torchrun",
     "torchrun --nnodes 2",
-    "TRACEDSTORE_HTTP_PORT=9400 torchrun",
+    "TRACEDSTORE_HTTP_PORT=9400 tracedstore-run torchrun",
     "tracedstore sd",
     "tracedstore stacks",
     "tracedstore status",
+    "tracedstore top",
     "tracedstore report",
     "tracedstore dashboards",
 }
+# It needs a terminal. The other commands of its page do not.
+DEMO_ON_TOP = "tracedstore demo --top"
 # The tests have no Docker. tests/dashboards/test_compose.py checks the compose file
 # against the files it mounts, and integration/test_stack.py runs the same programs.
-NOT_RUN = {"docker compose up --build"}
+# They have no Slurm and no Kubernetes either. integration/test_slurm.py runs the batch
+# scripts with a fake of srun, and dashboards/test_kubernetes.py validates manifests.
+NOT_RUN = {
+    "docker compose up --build",
+    "TARGETS=/shared/prometheus/targets sbatch many-nodes.sbatch",
+    "kubectl apply -f manifests/",
+    "kubectl apply -f examples/kubernetes/indexed-job.yaml",
+    "kubectl exec job/train -- tracedstore status --store tcp://train-0.train:29500",
+    (
+        "kubectl logs --selector batch.kubernetes.io/job-name=train --prefix --tail=-1"
+        " --max-log-requests=64 > logs/train.log"
+    ),
+}
 BIN = Path(sys.executable).parent
 
 # Seconds. These tests start up to ten processes each, while other workers run tests.
 _TIMEOUT = 120
+SMALL_JOB = (
+    "--ranks 2 --simulated-ranks 16 --capacity 0.01 --idle 1 --barrier-timeout 1"
+    " --hang 1"
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(_TIMEOUT + 30)]
 
@@ -85,36 +109,18 @@ def commands(begin: str) -> list[str]:
     return list(dict.fromkeys(matches))
 
 
-@contextmanager
-def running(command: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def running(
+    command: str, folder: Path
+) -> "AbstractContextManager[subprocess.Popen[str]]":
     """Run a command in a shell, and end its processes afterwards."""
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        executable="/bin/bash",
-        cwd=folder,
-        env={
-            **os.environ,
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            # torchrun's workers are in other sessions; torchrun ends them.
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+    environ = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    shell = ["/bin/bash", "-c", command]
+    return processes.running(shell, folder, environ, errors=subprocess.PIPE)
 
 
 @contextmanager
@@ -195,9 +201,11 @@ class TestMake:
         "script",
         [
             "overhead.py --rounds 20",
-            "barriers.py --repeats 1 --naming-repeats 1",
+            "barriers.py --repeats 2 --naming-repeats 1",
             "exposition.py --times 1",
             "report.py --ranks 10 --barriers 10",
+            "fleet.py --nodes 2 --interval 1",
+            f"job_traffic.py {SMALL_JOB}",
         ],
         ids=lambda script: script.partition(".")[0],
     )
@@ -216,6 +224,7 @@ class TestMake:
         (make,) = commands("make demo")
         scripts = blocks(ROOT / "docs/demo.md")
         assert make in scripts
+        scripts.remove(DEMO_ON_TOP)
         venv = f"VENV={BIN.parent} --assume-old={BIN.parent}/.ready"
         lines = [
             # pytest removes the temporary files of the demo with its own folder.
@@ -229,6 +238,17 @@ class TestMake:
                 assert (demo.returncode, err) == (0, ""), (demo.args, out)
                 assert "sim-node-1" in out
         assert (tmp_path / "here/report.html").is_file()
+
+    def test_demo_on_top(self, tmp_path: Path) -> None:
+        """The demo on the screen of top ends on `q`, and prints its lines."""
+        environ = {"PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+        with Terminal(["bash", "-c", DEMO_ON_TOP], tmp_path, environ) as screen:
+            screen.wait_for("Scenario 1 of 5")
+            screen.press(b"q")
+
+            assert screen.end() == 0
+            printed = screen.output.rpartition("\x1b[?1049l")[2]
+            assert "Scenario 1 of 5: healthy steps" in printed
 
 
 class TestTorchrun:
@@ -288,10 +308,10 @@ class TestTorchrun:
         with running_all(lines, ROOT) as jobs:
             outputs = [job.communicate(timeout=_TIMEOUT) for job in jobs]
 
-        assert [job.returncode for job in jobs] == [0, 0, 1], outputs
-        for out, _ in outputs[:2]:
+        assert [job.returncode for job in jobs] == [0, 0, 0, 1], outputs
+        for out, _ in outputs[:3]:
             assert len(re.findall(r"rank [01] of 2: done after 10 steps", out)) == 2
-        _, errors = outputs[2]
+        _, errors = outputs[3]
         assert "rendezvous.timeout" in errors
         text = page.read_text("utf-8")
         printed = re.search(r"```\n(RendezvousTimeoutError: .*)\n```", text)
@@ -301,19 +321,22 @@ class TestTorchrun:
         assert re.search(".*".join(map(re.escape, parts)), errors), errors
 
     def test_endpoint(self, tmp_path: Path) -> None:
-        """Rank 0 serves its metrics while it trains."""
-        (command,) = commands("TRACEDSTORE_HTTP_PORT=9400 torchrun")
+        """The agent serves the metrics of its ranks while they train."""
+        (command,) = commands("TRACEDSTORE_HTTP_PORT=9400 tracedstore-run torchrun")
         port, stop = free_port(), tmp_path / "stop"
         command = command.replace("9400", str(port)).replace("-node 4", "-node 2")
         (tmp_path / "train.py").write_text(
-            "import runpy, sys, tracedstore\n"
-            "tracedstore.instrument()\n"
+            "import runpy, sys\n"
             f"sys.argv[1:] = ['--steps=99999', '--pause=0.01', '--stop-file={stop}']\n"
             f"runpy.run_path('{ROOT}/examples/train_ddp.py', run_name='__main__')\n"
         )
         with running(command, tmp_path) as job:
             url = f"http://127.0.0.1:{port}/metrics"
-            metrics = wait_until(lambda: fetch(url), _TIMEOUT)
+            served = 'tracedstore_worker_up{local_rank="1",rank="1"} 1.0'
+            metrics = wait_until(
+                lambda: page if (page := fetch(url)) and served in page else None,
+                _TIMEOUT,
+            )
             stop.touch()
             _, err = job.communicate(timeout=_TIMEOUT)
 
@@ -332,6 +355,39 @@ class TestTracedstore:
         assert (code, err) == (2, "")
         assert "checkpoint/7: 1 of 2 arrived" in out
         assert "missing 1 of 2" in out
+
+    def test_top(self, store_url: str, tmp_path: Path) -> None:
+        """`tracedstore top` shows both on a terminal: a running job, and logs."""
+        live, replay, _ = commands("tracedstore top")
+        (tmp_path / "logs").mkdir()
+        event = completed_event(0, 20, 10)
+        (tmp_path / "logs/rank0.log").write_text(json.dumps(event) + "\n")
+        for command, text in (
+            (live.replace("tcp://node1:29400", store_url), "missing 1 of 2"),
+            (replay, "no long wait"),
+        ):
+            # A terminal of 80x24, until the text is there and `q` is pressed.
+            path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+            with Terminal(["bash", "-c", command], tmp_path, path) as screen:
+                screen.wait_for(text)
+                screen.press(b"q")
+
+                assert screen.end() == 0
+
+    def test_top_in_a_browser(self, store_url: str, tmp_path: Path) -> None:
+        """`tracedstore top --web` serves a page, until Ctrl-C."""
+        *_, command = commands("tracedstore top")
+        command = command.replace("tcp://node1:29400", store_url)
+        assert command.endswith("--web 8080")
+        with running(f"exec {command.replace('8080', '0')}", tmp_path) as server:
+            assert server.stdout is not None
+            (url,) = re.findall("serving on (http.*) until", server.stdout.readline())
+            with urllib.request.urlopen(url, timeout=20) as page:
+                assert b"tracedstore top tcp://" in page.read()
+            server.send_signal(signal.SIGINT)
+            _, err = server.communicate(timeout=20)
+
+        assert (server.returncode, err) == (130, "")
 
     def test_stacks(self, store_url: str, tmp_path: Path) -> None:
         """`tracedstore stacks` shows that rank 0 of 2 never registered."""
@@ -378,6 +434,23 @@ class TestTracedstore:
             assert (code, err) == (0, "")
             assert all((tmp_path / line).is_file() for line in out.splitlines())
         assert (tmp_path / "monitoring/rules/prometheus.yaml").is_file()
+
+
+def test_push_to_a_collector(tmp_path: Path) -> None:
+    """The command of docs/otlp.md, with a train.py and a collector."""
+    (command,) = commands_of(ROOT / "docs/otlp.md")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    )
+    receiver = OTLPReceiver()
+    command = command.replace("--nproc-per-node 8", "--nproc-per-node 2")
+    code, _, err = run(command.replace("http://collector:4318", receiver.url), tmp_path)
+    receiver.close()
+
+    assert code == 0, err
+    ranks = {resources_of(one)[0].get("tracedstore.rank") for one in receiver.metrics}
+    # The agent has no rank.
+    assert ranks == {None, 0, 1}
 
 
 def test_traces_on_the_console(tmp_path: Path) -> None:

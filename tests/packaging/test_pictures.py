@@ -15,8 +15,8 @@ from tracedstore.names import JOB_RESUMED
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
 SVG = PICTURES / "demo.svg"
-# Text of the picture itself, between its two parts and in its title.
-PICTURE_TEXT = {"", "a few seconds later", "tracedstore demo"}
+# The title of the picture, and empty lines.
+PICTURE_TEXT = {"", "tracedstore demo"}
 # In an SVG of rich.
 CHARACTER_WIDTH = 12.2
 WORD = re.compile(r"[A-Za-z]{2,}")
@@ -30,7 +30,13 @@ def texts() -> list[str]:
         column = round(float(text.attrib["x"]) / CHARACTER_WIDTH)
         lines[height] = lines.get(height, "").ljust(column) + "".join(text.itertext())
     ordered = [lines[height].replace("\xa0", " ").rstrip() for height in sorted(lines)]
-    return [line for line in ordered if line.strip(" -") not in PICTURE_TEXT]
+    return [line for line in ordered if line.strip() not in PICTURE_TEXT]
+
+
+def words() -> set[str]:
+    """Return the words that a run of the demo can print."""
+    printed = f"{strings()} {load_dataset.__name__} {JOB_RESUMED}"
+    return {*WORD.findall(printed), "demo", "host"}
 
 
 def strings() -> str:
@@ -65,16 +71,16 @@ class TestDemo:
         assert len(svg) < 100_000
 
     def test_nothing_of_its_maker(self) -> None:
-        """The picture has no path, and only simulated hosts."""
+        """The picture has no path, and no host of its maker."""
         for line in texts():
             assert not re.search(r"(^|\s)[/~]\S", line), line
         named = set(re.findall(r"\bon ([\w-]+)", "\n".join(texts())))
         assert named
-        assert all(re.fullmatch(r"sim-node-\d", name) for name in named - {"the"})
+        assert all(re.fullmatch(r"sim-node-\d|demo-host", name) for name in named)
 
     def test_text_is_current(self) -> None:
         """Every word in the picture is in a string of the program."""
-        known = set(WORD.findall(strings()))
+        known = words()
 
         assert len(texts()) > 20
         for line in texts():
@@ -84,30 +90,47 @@ class TestDemo:
         """Every word of the run in docs/demo.md is in a string of the program."""
         page = (ROOT / "docs/demo.md").read_text("utf-8")
         (shown,) = re.findall(r"\n\n```\n(.*?)\n```\n", page, re.DOTALL)
-        busy_in = load_dataset.__name__
-        known = {*WORD.findall(f"{strings()} {busy_in} {JOB_RESUMED}"), "demo", "host"}
 
-        assert set(WORD.findall(shown)) <= known
+        assert set(WORD.findall(shown)) <= words()
         for title in re.findall(r"Scenario \d of \d: (.*)", shown):
             assert title in strings()
         assert all(len(line) <= 80 for line in shown.splitlines())
 
-    def test_last_scenario(self) -> None:
-        """The killed ranks are named while others wait, and at the end."""
+    def test_scenarios(self) -> None:
+        """The busy rank and the killed ranks are named while others wait."""
         lines = texts()
         picture = "\n".join(lines)
-        (heading, *_) = lines
-        warned = re.findall(r"\(rank (\d+)\)", lines[4])
-        silent = re.findall(r"^ +(\d+) +\S+ +no answer ", picture, re.MULTILINE)
-        waiting = re.findall(r"waiting \d\.\d s at checkpoint/1", picture)
+        headings = [line for line in lines if line.startswith("Scenario ")]
+        (warned,) = re.findall(r"missing 2 of 8: (?:.|\n)*?; ", picture)
+        killed = re.findall(r"\(rank (\d+)\)", warned)
 
-        assert heading == f"Scenario {SCENARIOS} of {SCENARIOS}: two ranks die"
-        assert heading.partition(": ")[2] in strings()
-        assert lines[1] in strings()
-        assert warned == silent == re.findall(r"\d+", lines[-2].partition(" on ")[0])
-        assert len(waiting) == 8 - len(warned)
-        assert f"missing ranks {','.join(warned)}" in picture
+        assert headings == [
+            f"Scenario {SCENARIOS - 1} of {SCENARIOS}: a busy rank",
+            f"Scenario {SCENARIOS} of {SCENARIOS}: two ranks die",
+        ]
+        assert all(heading.partition(": ")[2] in strings() for heading in headings)
+        assert re.search(
+            r"job\.stalled: rank \d on demo-host(?:.|\n)*load_dataset", picture
+        )
+        assert killed == re.findall(r"\d+", lines[-2].partition(" on ")[0])
+        assert f"missing ranks {','.join(killed)}" in picture
         assert all(len(line) <= 80 for line in lines)
+
+
+class TestTop:
+    """docs/pictures/top.svg."""
+
+    def test_picture(self) -> None:
+        """It loads nothing, has no path or host of its maker, and names the rank."""
+        svg = (PICTURES / "top.svg").read_text("utf-8")
+        text = "".join(ET.fromstring(svg).itertext()).replace("\xa0", " ")
+
+        assert not re.findall(r"url\((?!#)", svg)
+        assert not re.search(r"@import|@font-face|href|<script|<image|\son\w+=", svg)
+        assert set(re.findall(r" on ([\w-]+)", text)) == {"demo-host"}
+        assert not re.search(r"\s/(?:root|home|tmp)", text)
+        assert "waiting for rank 5 on demo-host" in text
+        assert "in job/train.py:9 load_dataset" in text
 
 
 class TestReport:

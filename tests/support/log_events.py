@@ -93,7 +93,7 @@ def stall_event(
         key="default_pg/0//1//cpu//0/2",
         waited_seconds=waited,
         evidence=("rank 2 answered itself",),
-        remedy="look at what these ranks execute",
+        remedy="look at what each awaited rank executes",
     )
     return event(name, second, rank, **verdict.event_fields() | fields)
 

@@ -1,26 +1,36 @@
-"""Builds the native base for tests, once for all sessions and workers."""
+"""Which recording base a test runs on, and the build of the native one.
 
-import fcntl
+The tests run on the native base, which ``TRACEDSTORE_CORE=auto`` selects for torch's
+C++ stores. Tests of what depends on the base run on both.
+"""
+
 from functools import cache
+
+import pytest
+from native_caller import one_builder
 
 from tracedstore.core.errors import CommandError
 from tracedstore.native.build import build
-from tracedstore.native.load import NativeUnavailable, find, user_directory
+from tracedstore.native.load import PACKAGE_DIRECTORY, file_in
+
+on_both_cores = pytest.mark.parametrize("core", ["python", "native"], indirect=True)
+
+
+def use_core(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Record on one base from now on, in child processes too; return its name."""
+    if name == "native" and (reason := why_not_built()):
+        pytest.fail(reason)
+    monkeypatch.setenv("TRACEDSTORE_CORE", name)
+    return name
 
 
 @cache
 def why_not_built() -> str:
-    """Build into the user's cache, unless a build is there; return why not, or ""."""
-    directory = user_directory()
-    directory.mkdir(parents=True, exist_ok=True)
-    # pytest's workers would all compile. The lock ends with its process.
-    with (directory / "tests.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            find()
-        except NativeUnavailable:
+    """Build it into this checkout, unless a build is there; return why not, or ""."""
+    with one_builder():
+        if not file_in(PACKAGE_DIRECTORY).is_file():
             try:
-                build(directory, print)
+                build(PACKAGE_DIRECTORY, print)
             except CommandError as error:
                 return str(error)
     return ""

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 from support.tools import tool
 
 # Chromium uses a new profile and no network.
-_BROWSER_OPTIONS = (
+BROWSER_OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
     *("--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
@@ -85,7 +85,7 @@ def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             [
-                *(tool("chromium"), *_BROWSER_OPTIONS, f"--user-data-dir={profile}"),
+                *(tool("chromium"), *BROWSER_OPTIONS, f"--user-data-dir={profile}"),
                 *(*options, page.resolve().as_uri()),
             ],
             capture_output=True,

@@ -24,12 +24,14 @@ from torch.distributed.elastic.rendezvous.etcd_rendezvous_backend import (
 
 from support.etcd import EtcdServer
 from support.stores import tcp
+from tracedstore.etcd import EtcdV3Store
+from tracedstore.rendezvous.etcd_v3 import EtcdV3RendezvousBackend
 
 _runs = itertools.count()
 
 # Connects another node to a rendezvous.
 Connect = Callable[[], RendezvousBackend]
-BACKENDS = ("c10d-tcp", "c10d-file", "etcd-v2")
+BACKENDS = ("c10d-tcp", "c10d-file", "etcd-v2", "etcd")
 
 
 def new_run_id() -> str:
@@ -58,6 +60,9 @@ class Rendezvous:
         if self.kind == "etcd-v2":
             client = self._etcd.client()
             return EtcdRendezvousBackend(client, self.run_id, key_prefix="/rdzv")
+        if self.kind == "etcd":
+            store = EtcdV3Store(self._etcd.address, self.run_id)
+            return EtcdV3RendezvousBackend(store.transport, self.run_id)
         return C10dRendezvousBackend(self._store(), self.run_id)
 
     def corrupt(self) -> None:

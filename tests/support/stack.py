@@ -2,13 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from integration.harness import wait_until
 from support.etcd import free_port
+from support.processes import kill_tree
 from support.tools import ROOT, tool
 
 
@@ -72,29 +71,10 @@ class Program:
         assert self._process.poll() is None, self.log()[-4000:]
 
     def stop(self) -> None:
-        """Kill the program and its descendants.
-
-        torchrun's ranks lead process groups, so killing one group is not enough.
-        """
-        pids = [self._process.pid, *_descendants(self._process.pid)]
+        """Kill the program and its descendants."""
         if self._process.poll() is None:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_tree(self._process.pid)
         self._process.wait(10)
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the process ids of all descendants of a process."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [
-        descendant
-        for child in map(int, children)
-        for descendant in (child, *_descendants(child))
-    ]
 
 
 class Server(Program):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.fork_server import python_path
+from support.processes import kill_tree
 from support.versions import TORCH
 
 _ROOT = Path(__file__).parents[2]
@@ -26,12 +27,8 @@ def one_node() -> dict[str, str]:
     return {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 
 
-def _python_path() -> list[str]:
-    return [str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-
-
 class Agent:
-    """One torchrun process; it and its workers share one process group.
+    """One torchrun process.
 
     Attributes:
         pid: The process id of the agent.
@@ -48,7 +45,7 @@ class Agent:
                 ],
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(_python_path()),
+                    "PYTHONPATH": python_path(),
                     "OMP_NUM_THREADS": "1",
                     **env,
                 },
@@ -108,5 +105,5 @@ class Agent:
     def kill(self) -> None:
         """Send SIGKILL to the agent and its workers."""
         if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_tree(self.pid)
             self._process.wait(10)

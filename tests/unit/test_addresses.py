@@ -3,6 +3,9 @@
 import os
 import socket
 import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tracedstore
 from support.etcd import free_port
+from support.versions import TORCH
 from tracedstore.diagnosis import (
     addresses,
     connect_target,
+    connecting,
     file_store,
     gloo_addresses,
     reach,
@@ -119,14 +125,24 @@ class TestTarget:
         assert (target.server, target.rank, target.world_size) == ("h:1", 0, 2)
         assert target.serving
 
-    def test_agent_store(self) -> None:
-        """Rank 0 does not serve if the agent does."""
-        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    @pytest.mark.parametrize(
+        ("port", "serving"), [("7", False), ("8", TORCH >= (2, 14))]
+    )
+    def test_agent_store(self, port: str, serving: bool) -> None:
+        """Rank 0 does not serve if the agent does.
+
+        From torch 2.14 on it serves at any other address than the agent's.
+        """
+        environ = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "::1",
+            "MASTER_PORT": port,
+        }
         url = "tcp://[::1]:7?rank=0&world_size=2"
         target = connect_target.from_url(url, None, environ)
 
         assert target is not None
-        assert (target.server, target.serving) == ("[::1]:7", False)
+        assert (target.server, target.serving) == ("[::1]:7", serving)
 
     @pytest.mark.parametrize("url", ["env://", "tcp://h:x", "tcp://[h:1", "tcp://h:-1"])
     def test_rejected_by_torch(self, url: str) -> None:
@@ -251,28 +267,39 @@ class TestFile:
             assert "cannot be read" in file_store.describe_wait(str(path), 2)
 
 
+@contextmanager
+def serving(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Answer one connection in another thread, and yield the port."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                answer(connection)
+
+        served = pool.submit(serve)
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)  # ends an accept without a connection
+        served.result(10)
+
+
 class TestReach:
     """One connection attempt."""
 
     def test_foreign_server(self) -> None:
         """A server that answers something else is no store."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            # It answers before the request, as an SSH server does.
-            import threading
 
-            def answer() -> None:
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(b"SSH-2.0-x\r\n")
-                    connection.recv(100)
+        # It answers before the request, as an SSH server does.
+        def answer(connection: socket.socket) -> None:
+            connection.sendall(b"SSH-2.0-x\r\n")
+            connection.recv(100)
 
-            thread = threading.Thread(target=answer)
-            thread.start()
-            target = ConnectTarget(
-                host="127.0.0.1", port_text=str(server.getsockname()[1]), rank=1
-            )
+        with serving(answer) as port:
+            target = ConnectTarget(host="127.0.0.1", port_text=str(port), rank=1)
             found = reach.examine(target)
-            thread.join(10)
         verdict = reach.verdict(target, found, 3)
 
         assert found.result == reach.FOREIGN
@@ -292,6 +319,20 @@ class TestReach:
         assert reach.verdict(target, found, 3) is None
         del joined
 
+    def test_no_count(self) -> None:
+        """A TCPStore that hangs up when it is asked for the count has answered."""
+
+        def answer(connection: socket.socket) -> None:
+            request = connection.recv(10, socket.MSG_WAITALL)
+            connection.sendall(request[-4:])
+
+        with serving(answer) as port:
+            target = ConnectTarget(host="127.0.0.1", port_text=str(port), rank=1)
+            found = reach.examine(target)
+
+        assert (found.result, found.joined) == (reach.ANSWERED, None)
+        assert reach.verdict(target, found, 3) is None
+
     def test_agents(self) -> None:
         """The agent that serves a static rendezvous reports how many joined."""
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
@@ -302,6 +343,39 @@ class TestReach:
         assert verdict is not None
         assert verdict.cause == "unknown"
         assert verdict.known.startswith("0 of 3 agents have connected")
+
+
+class TestFailedConstructor:
+    """The note on torch's exception, if the watcher has not looked before."""
+
+    @pytest.fixture
+    def resetting_port(self) -> Iterator[int]:
+        """The port of a server that resets its connections."""
+
+        def reset(connection: socket.socket) -> None:
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+        with serving(reset) as port:
+            yield port
+
+    def test_reset(self, resetting_port: int) -> None:
+        """Torch's text is that of any failure, so the server is examined once more."""
+        tracedstore.configure(log_format="off")
+        target = ConnectTarget(
+            host="127.0.0.1", port_text=str(resetting_port), rank=1, timeout=600
+        )
+        text = "The client socket has timed out after 600000ms"
+
+        with (
+            pytest.raises(dist.DistNetworkError) as caught,
+            connecting.watched(target),
+        ):
+            raise dist.DistNetworkError(text)
+
+        (note,) = caught.value.__notes__
+        assert f"127.0.0.1:{resetting_port} resets connections" in note
+        assert str(caught.value) == text
 
 
 class TestEndpoint:

@@ -3,6 +3,8 @@
 import inspect
 import pickle
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,18 +18,21 @@ from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from support.events import Events, check
+from support.native import on_both_cores
 from tracedstore import BarrierTimeout
 from tracedstore.coordination.arrivals import record_arrival
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.watcher import WATCHER
 from tracedstore.export import setup
 from tracedstore.testing import FakeClock, FlakyStore
 
+pytestmark = on_both_cores
+
 
 @pytest.fixture(autouse=True)
-def _configured(registry: CollectorRegistry) -> None:
+def _configured(registry: CollectorRegistry, core: str) -> None:
     tracedstore.configure(registry=registry, log_format="json", spans="off")
 
 
@@ -139,7 +144,7 @@ class TestStoppedWhileArriving:
 
         for error in errors:
             assert error.missing_ranks == (stopped,)
-            assert f"ranks {stopped} stopped while arriving" in str(error)
+            assert f"rank {stopped} stopped while arriving" in str(error)
         waiting = [e for e in events() if e["event"] == "barrier.waiting"]
         assert waiting
         assert all(stopped in event["possibly_missing_ranks"] for event in waiting)
@@ -277,6 +282,7 @@ class TestEvents:
         with structlog.testing.capture_logs() as captured:
             structlog.configure(processors=structlog.get_config()["processors"])
             run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)
+            assert setup._deferred.flush(20)
             assert setup._event_writer.flush(20)
 
         completed = [e for e in captured if e["event"] == "barrier.completed"]
@@ -301,7 +307,7 @@ class TestMetrics:
             )
 
         assert sample("duration_seconds_count", result="completed") == 2
-        assert sample("duration_seconds_count", result="timeout") == 0
+        assert sample("duration_seconds_count", result="timeout") is None
         assert sample("last_arrivals_total") == 1
 
     def test_gauges_while_stalled(
@@ -379,7 +385,7 @@ class TestMetrics:
         with pytest.raises(KeyboardInterrupt):
             tracedstore.barrier(store, 2, "b", 20, 0)
 
-        assert RECORDER.barriers._calls == {}
+        assert RECORDER.barriers.stalled() == []
         labels = {"barrier": "b", "result": "failed"}
         duration = "tracedstore_barrier_duration_seconds_count"
         assert registry.get_sample_value(duration, labels) == 1
@@ -395,6 +401,39 @@ class TestMetrics:
         labels = {"barrier": "b", "result": "completed"}
         duration = "tracedstore_barrier_duration_seconds_sum"
         assert registry.get_sample_value(duration, labels) == 5
+
+    def test_calls(self, store: Any, registry: CollectorRegistry) -> None:
+        """Both bases make and count the same calls, and write the same ledger."""
+        run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)  # registers
+        before = calls(registry)
+        started = time.time()
+        with ThreadPoolExecutor(2) as pool:
+            for rank in (0, 1):
+                pool.submit(tracedstore.barrier, store, 2, "b", 20, rank)
+
+        assert calls(registry) - before == {
+            "append": 2,
+            "add": 2,
+            "wait": 1,
+            "set": 1,
+            "compare_set": 1,
+        }
+        ledger = Ledger(store.get("b/ARRIVALS"))
+        assert sorted(ledger.ranks()) == [0, 1]
+        assert all(started <= each <= time.time() for each in ledger.times())
+
+
+def calls(registry: CollectorRegistry) -> Counter[str]:
+    """Return the number of calls of a store, by method."""
+    return Counter(
+        {
+            sample.labels["operation"]: int(sample.value)
+            for metric in registry.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_duration_seconds_count")
+            and "operation" in sample.labels
+        }
+    )
 
 
 class TestOptionalSteps:

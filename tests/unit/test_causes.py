@@ -2,13 +2,15 @@
 
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import pairwise
 
 import etcd
 import pytest
 import urllib3
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -106,6 +108,44 @@ class TestClassification:
     def test_values_are_not_quoted(self) -> None:
         """A message that may contain a value is omitted."""
         assert diagnose(ValueError("secret")).causes == ("ValueError",)
+
+
+class TestForeign:
+    """Another program answers at the endpoint."""
+
+    @pytest.fixture
+    def answering(self) -> Iterator[int]:
+        """A port where everything is answered as an HTTP server answers it."""
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=answer)
+            thread.start()
+            yield server.getsockname()[1]
+            # Closing alone does not end accept().
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def test_tcpstore(self, answering: int) -> None:
+        """The exception of this torch is classified; 2.8 has another type and text."""
+        with pytest.raises(RuntimeError) as raised:
+            TCPStore(
+                *("127.0.0.1", answering),
+                is_master=False,
+                timeout=timedelta(seconds=1),
+            )
+
+        assert diagnose(raised.value, ("127.0.0.1", answering)).cause == "foreign"
 
 
 class TestProbe:

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ class TestStatus:
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
-        RECORDER.barriers.record_stall(RECORDER.barriers.begin(), STALLED)
+        RECORDER.barriers.record_stall(SimpleNamespace(ended=False), STALLED)
         server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
@@ -418,7 +419,7 @@ class TestAdd:
             frontend = FrontendServer.__new__(FrontendServer)
 
         RECORDER.barriers.record_stall(
-            RECORDER.barriers.begin(),
+            SimpleNamespace(ended=False),
             StalledBarrier(family="<b>", arrived=1, missing={1: "node1"}, possible=0),
         )
         (_, page, *_) = debug_page.add()["handlers"]

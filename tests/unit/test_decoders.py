@@ -1,15 +1,18 @@
 """Decoders, and the errors of their factories."""
 
+import json
 import os
 import re
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.tools import ROOT
 from tracedstore.coordination.decoders import (
     Decoder,
     DecoderError,
@@ -26,10 +29,18 @@ from tracedstore.coordination.decoders import (
 from tracedstore.coordination.rosters import (
     assign_tasks,
     parse_node_list,
+    parse_slurm_host_file,
     parse_task_counts,
 )
 from tracedstore.core.errors import TracedStoreError
 
+# What Slurm 22.05.8 (Debian's packages) set for the tasks of steps on three nodes of 4,
+# 4 and 2 processors. Three slurmd ran on one machine. "job" is the same for all tasks.
+RECORDED: dict[str, Any] = json.loads(
+    (ROOT / "tests/support/slurm/recorded.json").read_text("utf-8")
+)
+# The file that SLURM_HOSTFILE named in these steps.
+RECORDED_HOSTS = ["node02", "node01", "node03", "node01", "node02", "node02"]
 # The environment of task 9 under srun, in a job of 4 nodes with 4 tasks each.
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -476,6 +487,103 @@ class TestSlurm:
         )
 
 
+class TestRecordedSlurm:
+    """What a real Slurm sets, in each distribution."""
+
+    @pytest.fixture
+    def _in_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The recorded SLURM_HOSTFILE is a relative path, as the job script set it.
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "hosts.txt").write_text("\n".join(RECORDED_HOSTS))
+
+    @pytest.mark.usefixtures("_in_folder")
+    @pytest.mark.parametrize("step", RECORDED)
+    def test_never_wrong(self, step: str) -> None:
+        """Every task names the hosts of all tasks right, or none of them."""
+        recorded = RECORDED[step]
+        ran_on = [task["SLURMD_NODENAME"] for task in recorded["tasks"]]
+        refused = {"w_file_arb", "over_cyclic", "over_plane"}
+        for task in recorded["tasks"]:
+            environ = recorded["job"] | task
+            if step in refused:
+                error_of(slurm, **environ)
+            else:
+                assert names(slurm(environ), len(ran_on)) == ran_on
+            # A script that starts one rank per task copies Slurm's numbers.
+            rank = {"RANK": task["SLURM_PROCID"], "WORLD_SIZE": str(len(ran_on))}
+            for other, host in enumerate(ran_on):
+                assert auto(environ | rank)(other) in {host, f"rank {other}"}
+
+    def test_other_host_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A host file that has changed since the step began is refused."""
+        environ = RECORDED["hostfile"]["job"] | RECORDED["hostfile"]["tasks"][1]
+        file = tmp_path / "hosts.txt"
+        monkeypatch.chdir(tmp_path)
+
+        assert error_of(slurm, **environ) == (
+            "host file 'hosts.txt' cannot be read (No such file or directory); correct"
+            " the path, or pass your own decoder"
+        )
+        file.write_text("node01\n" * 6)
+        assert error_of(slurm, **environ) == (
+            "SLURM_HOSTFILE is 'hosts.txt', which assigns other numbers of tasks to the"
+            " nodes than SLURM_STEP_TASKS_PER_NODE; use hostfile:PATH, or pass your own"
+            " decoder"
+        )
+        file.write_text("\n".join(reversed(RECORDED_HOSTS)))
+        assert error_of(slurm, **environ) == (
+            "SLURMD_NODENAME is 'node01', but SLURM_HOSTFILE puts task 1 elsewhere;"
+            " pass your own decoder"
+        )
+        # Task 1 is where Slurm has put it, and the other task of its node is not.
+        file.write_text("node02\nnode01\nnode01\nnode02\nnode03\nnode02\n")
+        assert error_of(slurm, **environ) == (
+            "SLURM_GTIDS is '1,3', but SLURM_HOSTFILE puts other tasks on this node;"
+            " pass your own decoder"
+        )
+
+    def test_overcommitted(self) -> None:
+        """The error has the variables and the remedy."""
+        recorded = RECORDED["over_cyclic"]
+
+        assert error_of(slurm, **recorded["job"] | recorded["tasks"][0]) == (
+            "SLURM_OVERCOMMIT is set, and SLURM_JOB_CPUS_PER_NODE is '4(x2),2': on"
+            " nodes of different size, the order of the tasks is not known; use"
+            " --distribution=block, or pass your own decoder"
+        )
+
+    def test_overcommitted_on_equal_nodes(self) -> None:
+        """On nodes of equal size, each node takes one task in turn."""
+        environ = minimal_slurm("a,b", "3,2", "cyclic") | {
+            "SLURM_OVERCOMMIT": "1",
+            "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
+        }
+
+        assert names(slurm(environ), 5) == ["a", "b", "a", "b", "a"]
+
+    def test_host_file(self) -> None:
+        """Lines are node lists, with a number of tasks and comments."""
+        lines = ["# first", "", "b,a[1-2]", " c*2 # two tasks"]
+
+        assert parse_slurm_host_file(lines) == ["b", "a1", "a2", "c", "c"]
+
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ("a*", "1: 'a*' is not a host such as n1*4"),
+            ("a*b", "1: 'a*b' is not a host such as n1*4"),
+            ("a b", "1: unbalanced brackets, or an empty name"),
+            ("a*1000001", "1: more than 1000000 tasks"),
+        ],
+    )
+    def test_malformed_host_file(self, line: str, reason: str) -> None:
+        """The error names the line."""
+        with pytest.raises(ValueError, match=f"^{re.escape(reason)}$"):
+            parse_slurm_host_file([line])
+
+
 class TestTorchrun:
     """What torchrun's variables show about hosts."""
 
@@ -599,6 +707,45 @@ class TestKubernetes:
         environ = KUBERNETES | TORCHRUN | {"GROUP_RANK": "2", "RANK": "19"} | change
 
         assert "use the torchrun decoder" in error_of(kubernetes, **environ)
+
+    def test_pod_of_a_job_set(self) -> None:
+        """A JobSet with one Job has the pods of that Job."""
+        environ = {"HOSTNAME": "train-workers-0-1", "JOB_COMPLETION_INDEX": "1"}
+        decoder = kubernetes(environ | {"TRACEDSTORE_JOBSET_REPLICAS": "1"})
+
+        assert names(decoder, 3) == [f"train-workers-0-{pod}" for pod in range(3)]
+
+    @pytest.mark.parametrize("replicas", ["", "2"])
+    def test_job_set_with_more_jobs(self, replicas: str) -> None:
+        """The ranks of other Jobs are in pods that this one cannot name."""
+        environ = {"HOSTNAME": "train-workers-0-1", "JOB_COMPLETION_INDEX": "1"}
+        environ |= {"TRACEDSTORE_JOBSET_REPLICAS": replicas}
+
+        assert error_of(kubernetes, **environ) == (
+            "HOSTNAME is 'train-workers-0-1', as in the first Job of a JobSet, and"
+            " TRACEDSTORE_JOBSET_REPLICAS is not 1; set it from the label"
+            " jobset.sigs.k8s.io/replicatedjob-replicas, or pass your own decoder"
+        )
+        # The first pod of the second Job has rank 2 and index 0.
+        second = {"HOSTNAME": "train-workers-1-0", "JOB_COMPLETION_INDEX": "0"}
+        assert "not a rank of pod" in error_of(kubernetes, **second, RANK="2")
+
+    def test_train_job(self) -> None:
+        """Kubeflow's trainer sets torchrun's options as PET_ variables."""
+        environ = {
+            "HOSTNAME": "llm-node-0-1",
+            "JOB_COMPLETION_INDEX": "1",
+            "TRACEDSTORE_JOBSET_REPLICAS": "1",
+            "PET_NNODES": "4",
+            "PET_NPROC_PER_NODE": "8",
+            "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "llm-node-0-0.llm",
+            "PET_MASTER_PORT": "29500",
+        }
+        decoder = auto(environ | TORCHRUN)
+
+        assert decoder(0) == "llm-node-0-0"
+        assert decoder(31) == "llm-node-0-3"
 
     def test_mpirun_inside(self) -> None:
         """Inside a pod, mpirun assigns the ranks."""

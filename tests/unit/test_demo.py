@@ -1,7 +1,6 @@
 """The parts of ``tracedstore demo`` that need no ranks."""
 
 import errno
-import io
 import json
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
 
 from tracedstore import names
 from tracedstore.cli.main import USAGE, main
@@ -21,129 +19,24 @@ from tracedstore.demo.output_folder import OutputFolder
 from tracedstore.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
 from tracedstore.demo.printer import Printer
 from tracedstore.demo.rank import CHECKPOINT
-from tracedstore.demo.rank_table import Progress, live_view, rank_state
 from tracedstore.export.process_status import ProcessStatus
-from tracedstore.signals.inflight import InFlight
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
 
-def rendered(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> str:
-    """Render a view without styles."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding)
-    Console(file=stream, width=width, color_system=None).print(view)
-    stream.seek(0)
-    return stream.read()
-
-
-class TestView:
-    """The live view."""
-
-    PROGRESS = Progress(3, 4, "a straggler", 0.5, 10.4)
-
-    @staticmethod
-    def outputs(folder: Path, count: int) -> RankOutputs:
-        """Rank 0 is dead, rank 1 has not started, 2 works, 3 and the others wait."""
-        outputs = RankOutputs(OutputFolder(folder), range(count))
-        outputs._urls = dict.fromkeys({*range(count)} - {1}, "http://127.0.0.1/")
-        for rank in range(2, count):
-            wait = InFlight(
-                operation="wait",
-                store="tcp_store",
-                server="",
-                key="step/13/last_member",
-                key_count=1,
-                key_family="",
-                started=0.0,
-                waited_seconds=0.3 if rank == 3 else 12.34,
-                thread="",
-            )
-            outputs.statuses[rank] = ProcessStatus(
-                process={},
-                recording=True,
-                calls=() if rank == 2 else (wait,),
-                more_calls=0,
-                barriers=(),
-            )
-        return outputs
-
-    def test_row_per_rank(self, tmp_path: Path) -> None:
-        """Each rank has a row with what it is doing and its metrics."""
-        view = live_view(self.PROGRESS, self.outputs(tmp_path, 5), 80, 9)
-
-        lines = rendered(view, encoding="ascii").splitlines()
-        assert [line.rstrip() for line in lines] == [
-            "",
-            "---------------          Scenario 3 of 4: a straggler, 10 s",
-            f"rank  host         {'now':30}  calls  CAS lost  was last",
-            *(
-                f"   {rank}  sim-node-{rank // 2 + 1}   {now:30}      0         0"
-                "         0"
-                for rank, now in enumerate(
-                    [
-                        "no answer",
-                        "starting",
-                        "working",
-                        "waiting 0.3 s at step/13",
-                        "waiting 12.3 s at step/13",
-                    ]
-                )
-            ),
-        ]
-
-    def test_styles(self, tmp_path: Path) -> None:
-        """A rank that does not answer is red, and one that waits long is yellow."""
-        outputs = self.outputs(tmp_path, 5)
-
-        styles = [rank_state(outputs, rank).style for rank in range(5)]
-        assert styles == ["red", *["dim"] * 3, "yellow"]
-
-    def test_more_ranks_than_rows(self, tmp_path: Path) -> None:
-        """Ranks are grouped by what they are doing, the smallest group first."""
-        view = live_view(self.PROGRESS, self.outputs(tmp_path, 64), 80, 20)
-
-        rows = [line.split() for line in rendered(view).splitlines()[3:]]
-        assert [row[0] for row in rows] == [*"1111", "60"]
-        assert rows[0] == ["1", "no", "answer", "0"]
-        assert rows[-1][1:] == ["waiting", "at", "step/13", "4-63"]
-
-    def test_more_groups_than_rows(self, tmp_path: Path) -> None:
-        """Groups that do not fit are counted, and the view is no taller."""
-        view = live_view(self.PROGRESS, self.outputs(tmp_path, 64), 80, 7)
-
-        lines = rendered(view).splitlines()
-        assert len(lines) == 7 - 1
-        assert lines[-1].split() == ["...", "and", "3", "more"]
-
-    @pytest.mark.parametrize(
-        ("width", "last"),
-        [(78, "was last"), (77, "CAS lost"), (51, "now"), (30, "now")],
-    )
-    def test_narrow(self, tmp_path: Path, width: int, last: str) -> None:
-        """The last columns are left out, and then the activity is cut."""
-        view = live_view(self.PROGRESS, self.outputs(tmp_path, 5), width, 9)
-
-        lines = rendered(view, width).splitlines()
-        assert lines[2].rstrip().endswith(last)
-        assert lines[6].startswith("   3  sim-node-2   waiting 0")
-        assert max(map(len, lines)) <= width
-
-    def test_start(self) -> None:
-        """Before the first scenario nothing is done."""
-        text = rendered(Progress(0, 4, "starting", 1.0, 0.6), encoding="ascii")
-
-        assert text.split() == ["starting,", "1", "s"]
-
-
-def test_quiet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A quiet printer prints nothing."""
-    printer = Printer(quiet=True)
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quiet printer prints nothing, and announces everything."""
+    announced: list[dict[str, str]] = []
+    printer = Printer(lambda **given: announced.append(given), quiet=True)
     with printer.screen:
         printer.scenario("heading", "question")
-        printer.view(TestView.PROGRESS, TestView.outputs(tmp_path, 4))
         printer.result("result")
 
     assert capsys.readouterr().out == ""
+    assert announced == [
+        {"scenario": "heading", "question": "question"},
+        {"note": "result", "style": "green"},
+    ]
 
 
 def checkpoint(folder: OutputFolder, **different: list[int]) -> RankOutputs:
@@ -282,7 +175,8 @@ class TestStall:
 
     def test_printed(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         """The first report and the first end are printed, but not those of barriers."""
-        Printer(quiet=False).events(stall(tmp_path).events, ranks_wait=True)
+        printer = Printer(lambda **_: None, quiet=False)
+        printer.events(stall(tmp_path).events, ranks_wait=True)
 
         lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
         assert lines == [
@@ -385,7 +279,7 @@ class TestParentDeath:
     def test_orphan(self) -> None:
         """A child whose parent has ended already exits."""
         script = (
-            "from tracedstore.demo.parent_death import die_with_parent\n"
+            "from tracedstore.core.parent_death import die_with_parent\n"
             "die_with_parent(0)\n"
             "print(1)\n"
         )
@@ -423,11 +317,27 @@ class TestCommandLine:
     def test_too_many_for_etcd(self, capsys: pytest.CaptureFixture[str]) -> None:
         """More ranks than finish in time on etcd are refused."""
         with pytest.raises(SystemExit) as ended:
-            main(["demo", "--store=etcd", "--ranks=17"])
+            main(["demo", "--store=etcd-v2", "--ranks=17"])
 
         assert ended.value.code == USAGE
-        assert "--ranks 17 is too many for --store etcd, at most 16" in (
+        assert "--ranks 17 is too many for --store etcd-v2, at most 16" in (
             capsys.readouterr().err
+        )
+
+    @pytest.mark.parametrize("other", ["--json", "--serve"])
+    def test_top_alone(self, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """The screen goes with neither --json nor --serve."""
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--top", other])
+
+        assert ended.value.code == USAGE
+        assert "--top goes with neither" in capsys.readouterr().err
+
+    def test_top_needs_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Without a terminal, one sentence says what to use instead."""
+        assert main(["demo", "--top"]) == 1
+        assert capsys.readouterr().err == (
+            "tracedstore: top needs a terminal: tracedstore demo prints lines\n"
         )
 
     def test_folder_in_use(self, tmp_path: Path) -> None:

@@ -1,36 +1,52 @@
 """The diagnosis thread of one process, on a HashStore."""
 
 import gc
+import json
+import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import pytest
-from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPStore
 
 import tracedstore
 from integration.harness import forked, in_background, wait_until
+from support.native import on_both_cores
 from support.stores import KINDS
 from tracedstore.coordination import rank_registry
+from tracedstore.core import procfs
 from tracedstore.core.recorder import RECORDER
+from tracedstore.diagnosis import inquiry, service
 from tracedstore.diagnosis.blocked_call import Member
-from tracedstore.diagnosis.blocked_record import read_blocked
+from tracedstore.diagnosis.blocked_record import (
+    BlockedRecord,
+    publish_blocked,
+    read_blocked,
+)
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.waits import Wait, blocked_calls
 
 Events = Callable[[], list[dict[str, Any]]]
 STALL_AFTER = 0.4
 
 
+pytestmark = on_both_cores
+
+
 @pytest.fixture(autouse=True)
-def rank_0_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank_0_of_2(monkeypatch: pytest.MonkeyPatch, core: str) -> None:
     """This process is rank 0 of 2; rank 1 was never started."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -68,7 +84,154 @@ def test_stall_is_published_reported_and_withdrawn(
     assert verdict is not None
     assert verdict.awaited_ranks == (1,)
     assert resumed["awaited_ranks"] == [1]
+    # Of the whole wait, not of the report.
+    assert resumed["waited_seconds"] > stall["waited_seconds"]
     wait_until(lambda: read_blocked(bare, 2) == {})
+
+
+@pytest.mark.parametrize("arrives", ["while it is asked", "after the verdict"])
+def test_rank_that_arrives_meanwhile_is_not_named(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch, arrives: str
+) -> None:
+    """Looking takes seconds: who arrives in them is not awaited, the other one is."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    tracedstore.configure(stall_after=STALL_AFTER, log_format="json")
+    where, name = {
+        "while it is asked": (inquiry, "examine"),
+        "after the verdict": (Session, "publish_verdict"),
+    }[arrives]
+    slow = getattr(where, name)
+
+    def arrive_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        result = slow(*args, **kwargs)
+        bare.set("ready/2", "")
+        return result
+
+    monkeypatch.setattr(where, name, arrive_meanwhile)
+    store = tracedstore.wrap(bare)
+    bare.set("ready/0", "")
+    keys = ["ready/0", "ready/1", "ready/2"]
+    waiting = in_background(lambda: store.wait(keys, timedelta(seconds=60)))
+
+    (stall,) = wait_until(lambda: named(events, "job.stalled"))
+    bare.set("ready/1", "")
+    waiting.result(20)
+
+    assert stall["awaited_ranks"] == [1]
+    wait_until(lambda: read_blocked(bare, 3) == {})
+
+
+def test_rank_that_arrives_late_is_not_in_the_note(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last report names two ranks. One of them arrives before the timeout."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    tracedstore.configure(stall_after=STALL_AFTER, log_format="json")
+    store = tracedstore.wrap(bare)
+    bare.set("ready/0", "")
+    keys = ["ready/0", "ready/1", "ready/2"]
+    timeout = 4.0
+    waiting = in_background(lambda: store.wait(keys, timedelta(seconds=timeout)))
+
+    def last_report() -> list[dict[str, Any]]:
+        # The next one is due when the wait has doubled.
+        stalls = named(events, "job.stalled")
+        return [one for one in stalls if one["waited_seconds"] > timeout / 2]
+
+    (stall, *_) = wait_until(last_report)
+    bare.set("ready/2", "")
+    with pytest.raises(DistStoreError) as caught:
+        waiting.result(20)
+
+    assert stall["awaited_ranks"] == [1, 2]
+    (note,) = caught.value.__notes__
+    assert "rank 1: never registered" in note
+    assert "rank 2" not in note
+
+
+def test_rank_that_was_killed_in_a_wait_is_named(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record stays in the store, and says that it waits for a busy rank."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    tracedstore.configure(stall_after=STALL_AFTER, log_format="json")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    start_ticks = procfs.start_ticks(ended.pid)
+    ended.wait(60)
+    killed = replace(
+        rank_registry.own_entry(1, 3), pid=ended.pid, start_ticks=start_ticks
+    )
+    bare.set("tracedstore/RANKS/1", json.dumps(asdict(killed)))
+    record = BlockedRecord(
+        rank=1,
+        host=killed.host,
+        pid=killed.pid,
+        operation="wait",
+        keys=("other",),
+        phase="key other",
+        awaits=(2,),
+        started=time.time(),
+    )
+    publish_blocked(bare, record, first=True)
+    store = tracedstore.wrap(bare)
+    for rank in (0, 2):
+        bare.set(f"ready/{rank}", "")
+    keys = ["ready/0", "ready/1", "ready/2"]
+    waiting = in_background(lambda: store.wait(keys, timedelta(seconds=60)))
+
+    (stall,) = wait_until(lambda: named(events, "job.stalled"))
+    bare.set("ready/1", "")
+    waiting.result(20)
+
+    assert (stall["cause"], stall["awaited_ranks"]) == ("gone", [1])
+
+
+def test_server_that_ends_resumes_nothing(events: Events) -> None:
+    """A reported wait whose server ends emits no job.resumed, and has both causes."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = tracedstore.wrap(TCPStore("127.0.0.1", server.port, None, False))
+    waiting = in_background(lambda: client.wait(["go"], timedelta(seconds=60)))
+    wait_until(lambda: named(events, "job.stalled"))
+
+    del server
+    with pytest.raises(DistNetworkError) as failed:
+        waiting.result(20)
+
+    (note,) = failed.value.__notes__
+    assert "server_gone" in note
+    assert "before that rank 1: never registered in this store was awaited" in note
+    wait_until(lambda: RECORDER.stalls.current() is None)
+    assert not named(events, "job.resumed")
+
+
+def test_repeated_wait_is_reported_when_it_has_doubled(
+    bare: HashStore, events: Events
+) -> None:
+    """A wait that a program repeats after each timeout is one wait."""
+    store = tracedstore.wrap(bare)
+    for _ in range(8):
+        with pytest.raises(DistStoreError):
+            store.wait(["go"], timedelta(seconds=0.6))
+
+    count = len(named(events, "job.stalled"))
+
+    # 4.8 seconds after the first one: reported after 0.6, 1.2, 2.4 and 4.8.
+    assert 2 <= count <= 4
+    assert not named(events, "job.resumed")
+
+
+def test_wait_after_one_that_returned_is_reported(
+    bare: HashStore, events: Events
+) -> None:
+    """A stall that is over does not hide the next one of the same key."""
+    store = tracedstore.wrap(bare)
+    for number in (1, 2):
+        waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+        wait_until(lambda: len(named(events, "job.stalled")) >= number)  # noqa: B023 - called in this turn
+        bare.set("go", "")
+        waiting.result(20)
+        wait_until(lambda: len(named(events, "job.resumed")) == number)  # noqa: B023 - called in this turn
+        bare.delete_key("go")
 
 
 def test_timeout_before_the_stall_is_explained(bare: HashStore, events: Events) -> None:
@@ -87,6 +250,19 @@ def test_timeout_before_the_stall_is_explained(bare: HashStore, events: Events) 
     assert note.startswith("tracedstore: waiting in key go for rank 1")
     (failed,) = named(events, "store.operation.failed")
     assert (failed["cause"], failed["awaited_ranks"]) == ("not_started", [1])
+
+
+def test_stall_that_is_explained_at_its_timeout_is_reported(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine no verdict is found before the call times out."""
+    monkeypatch.setattr(service, "examine_after", lambda *_args: math.inf)
+    with pytest.raises(DistStoreError) as raised:
+        tracedstore.wrap(bare).wait(["go"], timedelta(seconds=1.2))
+
+    (stall,) = named(events, "job.stalled")
+    assert stall["awaited_ranks"] == [1]
+    assert len(raised.value.__notes__) == 1
 
 
 def test_short_timeout_is_not_delayed(bare: HashStore) -> None:
@@ -157,6 +333,52 @@ def test_server_that_has_ended_is_no_failure() -> None:
     assert session._poll_at > time.monotonic() + 10
 
 
+def test_description_is_progress(bare: HashStore) -> None:
+    """A store that is slow, but responds, is not reported as one that does not."""
+    store = tracedstore.wrap(bare)
+    diagnosis = Diagnosis(RECORDER, 0.2, answers=False)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=20)))
+    (call,) = wait_until(lambda: blocked_calls(RECORDER))
+    member = Member(rank=0, world_size=2, host_of=lambda _rank: "")
+    session = Session(bare, member, answers=False)
+    before = time.monotonic()
+
+    record = diagnosis._describe(session, Wait(call), 0.0)
+
+    bare.set("go", "")
+    waiting.result(20)
+    assert record is not None
+    assert diagnosis._busy_since is not None
+    assert diagnosis._busy_since >= before
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected"), [(2048, False), (16_384, None), (65_536, None)]
+)
+def test_verdict_of_a_large_job_takes_longer(
+    bare: HashStore,
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    expected: bool | None,
+) -> None:
+    """Its ranks read the verdict less often; until then none reports by itself."""
+    store = tracedstore.wrap(bare)
+    diagnosis = Diagnosis(RECORDER, 30.0, answers=False)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=20)))
+    (active,) = wait_until(lambda: blocked_calls(RECORDER))
+    member = Member(rank=0, world_size=world_size, host_of=lambda _rank: "")
+    session = Session(bare, member, answers=False)
+    monkeypatch.setattr(diagnosis._sessions, "of", lambda _call: session)
+    diagnosis._advance(active, 24.0)
+    diagnosis._waits[id(active.call)].round_started -= 10.0
+
+    covered = diagnosis.covers(active.call)
+
+    bare.set("go", "")
+    waiting.result(20)
+    assert covered is expected
+
+
 class HangingStore(HashStore):
     """A store whose checks hang."""
 
@@ -217,10 +439,15 @@ def test_store_is_freed(kind: str, tmp_path: Path) -> None:
     rank_registry.register(store, 0, 2)
     sessions = Sessions(answers=True)
     sessions.poll()
-    freed = ref(store)
+    # C++ frees the state of a native store with the store.
+    freed = ref(store._traced)
 
     store.close()
     del store
-    gc.collect()
 
-    assert freed() is None
+    def is_freed() -> bool:
+        gc.collect()
+        return freed() is None
+
+    # The thread of the process's own diagnosis refers to a store while it polls it.
+    wait_until(is_freed)

@@ -1,7 +1,9 @@
 """The identity of a store and of a process in telemetry."""
 
+import json
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 from torch.distributed import PrefixStore, Store
 
 from support.stores import KINDS, tcp
-from tracedstore.core.identity import ProcessIdentity, bottom_of, identify
+from tracedstore.coordination import rank_registry
+from tracedstore.core.identity import ProcessIdentity, bottom_of, host_name, identify
 
 
 class TestStoreIdentity:
@@ -92,3 +95,34 @@ class TestProcessIdentity:
 
         assert identity == ProcessIdentity()
         assert set(identity.fields()) == {"host", "pid"}
+
+
+class TestHostName:
+    """The name of the host, in a pod and elsewhere."""
+
+    def test_machine(self) -> None:
+        """Outside of a pod it is the host name."""
+        assert host_name({}) == socket.gethostname()
+
+    def test_pod(self) -> None:
+        """A pod is named with its node, as far as its manifest passes the names."""
+        pod = {"TRACEDSTORE_POD_NAME": "train-2-x7f9k"}
+        node = {"TRACEDSTORE_NODE_NAME": "gpu-17"}
+
+        assert host_name(pod | node) == "train-2-x7f9k@gpu-17"
+        assert host_name(pod) == "train-2-x7f9k"
+        assert host_name(node) == f"{socket.gethostname()}@gpu-17"
+
+    def test_registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The registry entry of a rank in a pod is valid, and has both names."""
+        monkeypatch.setenv("TRACEDSTORE_POD_NAME", "train-2-x7f9k")
+        monkeypatch.setenv("TRACEDSTORE_NODE_NAME", "gpu-17.example")
+        written = json.dumps(asdict(rank_registry.own_entry(2, 4)))
+        entry = rank_registry.parse_entry(written.encode())
+
+        assert entry is not None
+        assert entry.host == "train-2-x7f9k@gpu-17.example"
+
+    def test_long_names(self) -> None:
+        """A name is bounded, because every event and entry carries it."""
+        assert len(host_name({"TRACEDSTORE_POD_NAME": "p" * 5000})) == 256

@@ -126,8 +126,8 @@ def test_ended_process_left_stale_keys(events: Events) -> None:
     assert duplicates(store) == []
     host = ProcessIdentity().host
     assert launches_in(read_replacements(store)) == [
-        f"attempt 0 (ended): ranks 1, pids {pid} on {host}",
-        f"attempt 0: ranks 1, pids {os.getpid()} on {host}",
+        f"attempt 0 (ended): rank 1, pid {pid} on {host}",
+        f"attempt 0: rank 1, pid {os.getpid()} on {host}",
     ]
 
 
@@ -157,8 +157,8 @@ def test_living_process_of_another_run(
         register(store, pid, run_id="a")
         check_earlier(store, 1, 2)
         assert jobs_in(read_replacements(store), "b") == [
-            f"run 'a': ranks 1, pids {pid} on {host}",
-            f"run 'b': ranks 1, pids {os.getpid()} on {host}",
+            f"run 'a': rank 1, pid {pid} on {host}",
+            f"run 'b': rank 1, pid {os.getpid()} on {host}",
         ]
         assert jobs_in(read_replacements(store), "c") == []
     (event,) = stale(events)

@@ -97,7 +97,7 @@ class TestInFlight:
         assert tracedstore.in_flight() == []
 
     def test_gauges(self, blocked: Blocked, registry: CollectorRegistry) -> None:
-        """Gauges have the number of calls, and the oldest start while there is one."""
+        """The gauges exist while there is a call: the number and the oldest start."""
         labels = {"store": "flaky_store", "operation": "wait"}
 
         def gauges() -> tuple[float | None, float | None]:
@@ -108,12 +108,12 @@ class TestInFlight:
                 ),
             )
 
-        assert gauges() == (0, None)
+        assert gauges() == (None, None)
         with blocked.call("first"):
             blocked.clock.advance(5)
             with blocked.call("second"):
                 assert gauges() == (2, 1_700_000_000.0)
-        assert gauges() == (0, None)
+        assert gauges() == (None, None)
 
 
 class TestStallReporter:

@@ -155,6 +155,23 @@ class TestElimination:
         verdict = verdict_on(*waits, answers=(running(2), gone))
         assert (verdict.cause, verdict.awaited_ranks) == ("gone", (3,))
 
+    @pytest.mark.parametrize(
+        ("state", "detail"),
+        [
+            ("gone", "exited with code 0"),
+            ("stopped", "did not answer within 2 s: it holds the GIL, or gets no CPU"),
+        ],
+    )
+    def test_process_that_finished_or_is_slow_is_not_named(
+        self, state: str, detail: str
+    ) -> None:
+        """The busy rank may be the writer; the text has what is known of both."""
+        waits = [record(rank, phase="key go", protocol="", group="") for rank in (0, 1)]
+        answer = ProcessAnswer(rank=3, host="node3", state=state, detail=detail)  # type: ignore[arg-type]  # parametrized
+        verdict = verdict_on(*waits, answers=(running(2), answer))
+        assert (verdict.cause, verdict.awaited_ranks) == ("unknown", ())
+        assert detail in verdict.describe()
+
     def test_ranks_outside_the_group_are_not_candidates(self) -> None:
         """The barrier of ranks 0 and 1 does not wait for rank 2."""
         verdict = verdict_on(

@@ -96,7 +96,8 @@ class TestStore:
 
         assert out.splitlines() == ["b'v' b'w' b'w'", "[]", "[]"]
 
-    def test_timeout(self) -> None:
+    @pytest.mark.parametrize("core", ["python"], indirect=True)
+    def test_timeout(self, core: str) -> None:
         """Without Store.timeout, the timeout set on the wrapper is the inner one's."""
         script = (
             "from datetime import timedelta\n"

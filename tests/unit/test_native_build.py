@@ -1,5 +1,9 @@
 """The builder and the loader of the native base: refusals, and what must match."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +131,58 @@ class TestRefusals:
         assert not load.file_in(directory).exists()
 
 
+WRAP = """
+import pathlib, sys
+from torch.distributed import HashStore
+import tracedstore
+from tracedstore.native import load
+load.PACKAGE_DIRECTORY = pathlib.Path(sys.argv[1])
+try:
+    for _ in range(2):
+        store = tracedstore.wrap(HashStore())
+        print("python" if type(store) is tracedstore.TracedStore else "native")
+except tracedstore.ConfigurationError as error:
+    print(error)
+"""
+
+
+class TestFallBack:
+    """A process without a build that can be used."""
+
+    @pytest.mark.parametrize(
+        ("core", "broken", "expected"),
+        [
+            ("auto", False, "python\npython\n"),
+            ("auto", True, "python\npython\n"),
+            ("native", False, "core is 'native', but no build for torch .*\n"),
+            ("native", True, "core is 'native', but .* cannot be loaded: .*\n"),
+        ],
+    )
+    def test_to_python(
+        self, core: str, broken: bool, expected: str, tmp_path: Path
+    ) -> None:
+        """Stores are traced by Python; an error is only for those who ask for it."""
+        if broken:
+            file = load.file_in(tmp_path)
+            file.parent.mkdir()
+            file.write_text("no extension")
+
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", WRAP, str(tmp_path)],
+            env={
+                "PATH": os.environ["PATH"],
+                "XDG_CACHE_HOME": str(tmp_path / "cache"),
+                "TRACEDSTORE_CORE": core,
+            },
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+
+        assert re.fullmatch(expected, done.stdout)
+
+
 class TestFind:
     """Where a build is looked for."""
 
@@ -135,6 +191,7 @@ class TestFind:
         given, cache = tmp_path / "given", tmp_path / "cache"
         monkeypatch.setenv(load.DIRECTORY_VARIABLE, str(given))
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.setattr(load, "PACKAGE_DIRECTORY", tmp_path / "package")
         with pytest.raises(load.NativeUnavailable, match="build-native"):
             load.find()
 
@@ -148,6 +205,29 @@ class TestFind:
         assert load.user_directory() == cache / "tracedstore" / "native"
         assert found == [True, True]
 
+    def test_unreadable_directory(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A directory that cannot be looked into has no build."""
+        built = load.find()
+        unreadable = tmp_path / ("long" * 100)
+        monkeypatch.setenv(load.DIRECTORY_VARIABLE, str(unreadable))
+
+        with pytest.raises(OSError, match="too long"):
+            load.file_in(unreadable).is_file()
+        assert load.find() == built
+
+    def test_exception_is_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each caller gets one of its own, whose traceback has no other caller."""
+        monkeypatch.setattr(load, "_load_once", lambda: "there is none")
+        raised = []
+        for _ in range(2):
+            with pytest.raises(load.NativeUnavailable, match="there is none") as error:
+                load.load()
+            raised.append(error.value)
+
+        assert raised[0] is not raised[1]
+
     def test_other_file_is_not_loaded(self, tmp_path: Path) -> None:
         """A file that is no extension is refused with its name."""
         file = tmp_path / "tracedstore_native.so"
@@ -155,6 +235,24 @@ class TestFind:
 
         with pytest.raises(load.NativeUnavailable, match="cannot be loaded"):
             load.load_file(file)
+
+    @pytest.mark.parametrize("core", ["auto", "python"])
+    def test_description(
+        self,
+        core: str,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        """One line has the base that records, and why not the other."""
+        monkeypatch.setenv("TRACEDSTORE_CORE", core)
+        built = load.describe()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(load, "PACKAGE_DIRECTORY", tmp_path)
+        monkeypatch.delenv(load.DIRECTORY_VARIABLE, raising=False)
+
+        selected = {"auto": "core: native, /", "python": "core: python, by TRACED"}
+        assert built.startswith(selected[core])
+        assert load.describe().startswith("core: python; native is not available: no")
 
     def test_key_has_versions(self) -> None:
         """A build for another torch is in another folder."""

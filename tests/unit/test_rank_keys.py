@@ -58,7 +58,7 @@ class TestFindAwaited:
     @pytest.mark.parametrize(
         ("present", "key", "blocked"),
         [
-            # Epochs: 0 to 2 are over, whoever wrote them.
+            # Epochs: 0 to 2 are over, no matter who wrote them.
             (["go/0", "go/1", "go/2"], "go/3", {0, 1, 2}),
             # Rank 4 wrote its key, and does not wait.
             (["a/0", "a/2", "a/4"], "a/1", {0, 2}),

@@ -1,6 +1,7 @@
 """The causes that events of a failed rendezvous have."""
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,21 @@ class TestMissingNodes:
         assert event["missing_causes"] == ["not_started", "not_started"]
         assert event["message"].endswith("waiting for 2 nodes that have not joined yet")
 
+    def test_hosts_of_a_launcher(
+        self, events: Events, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nodes that never joined have the names of Slurm's other hosts."""
+        monkeypatch.setenv("SLURM_STEP_NODELIST", "node[0-3]")
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x4)")
+        earlier = seen("node0", "node1.cluster", round=0, complete=True)
+        tried = attempt("node0", earlier=earlier, min_nodes=4)
+
+        event = self.waiting(events, tried)
+
+        assert event["missing_names"] == ["node1.cluster", "node2", "node3"]
+        assert event["missing_causes"] == ["gone", "not_started", "not_started"]
+        assert event["message"].endswith("; node2: never joined; node3: never joined")
+
     def test_left(self, events: Events) -> None:
         """A node that left this round is gone."""
         tried = attempt("node0", earlier=seen("node0", "node1", round=1))
@@ -149,3 +165,18 @@ class TestKeyThatWasNotWritten:
             tried = attempt("node0", endpoint=server.getsockname())
 
             assert self.cause(events, tried) == "no_answer"
+
+
+@pytest.mark.parametrize(
+    ("lacks_server", "cause"), [(True, "rank_0_replaced"), (False, "unknown")]
+)
+def test_rank_0_is_replaced(events: Events, lacks_server: bool, cause: str) -> None:
+    """Torch before 2.13 asserts that a node which becomes rank 0 has a server."""
+    tracedstore.configure(log_format="json")
+    error = AssertionError()
+
+    emit_failure(error, replace(attempt("node0", "node1"), lacks_server=lacks_server))
+
+    assert events()[-1]["cause"] == cause
+    helps = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(error)
+    assert helps is lacks_server

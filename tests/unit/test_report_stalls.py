@@ -18,7 +18,10 @@ from tracedstore.report.records import Records
 
 AWAITED = "rank 2 on node1 (pid 812): in data.py:88 load"
 WAITING = f"The job was waiting in new_group 1 for {AWAITED}"
-WHY = "Cause: busy. Rank 2 answered itself. Remedy: look at what these ranks execute."
+WHY = (
+    "Cause: busy. Rank 2 answered itself. Remedy: look at what each awaited rank"
+    " executes."
+)
 
 
 def resumed(rank: int, second: float, waited: float) -> Event:
@@ -239,7 +242,7 @@ class TestSection:
             "first report (UTC)": "09:01:00.000",
             "phase": "new_group 1default_pg/0//1//cpu//0/2waiting: 0-1,3",
             "waited for": f"{AWAITED} rank 2 answered itself"
-            "Remedy: look at what these ranks execute",
+            "Remedy: look at what each awaited rank executes",
             "cause": "busy, then gone",
             "duration": "60 sno end",
             "reported by": "ranks 0-1",

@@ -43,7 +43,7 @@ def test_watch(
             raise KeyboardInterrupt
         return RegisteredRanks(infos=[INFO], invalid_count=count)
 
-    monkeypatch.setattr(sd, "Address", Reachable)
+    monkeypatch.setattr(sd, "store_address", Reachable)
     monkeypatch.setattr(job_discovery, "registered_ranks", registered)
     arguments = argparse.Namespace(
         store="tcp://h:1", run_id=None, output=None, watch=True, interval=0.0

@@ -70,6 +70,31 @@ class TestConfigure:
         )
         assert count == 1
 
+    @pytest.mark.parametrize(
+        ("variable", "value", "message"),
+        [
+            (
+                "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL",
+                "grpc",
+                "METRICS_EXPORTER is 'otlp', and the exporter 'otlp_proto_grpc' is not",
+            ),
+            ("OTEL_METRIC_EXPORT_INTERVAL", "1m", "'1m'; accepted is a number of"),
+            (
+                "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE",
+                "sum",
+                "is 'sum'; accepted is one of cumulative, delta, lowmemory",
+            ),
+        ],
+    )
+    def test_unusable_otlp(
+        self, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+    ) -> None:
+        """A variable of OpenTelemetry that cannot be used is named."""
+        monkeypatch.setenv(variable, value)
+
+        with pytest.raises(ConfigurationError, match=message):
+            tracedstore.configure(metrics_exporter="otlp")
+
     def test_applies_to_wrapped_stores(
         self, provider: TracerProvider, spans: InMemorySpanExporter
     ) -> None:
@@ -240,6 +265,7 @@ class TestTracing:
             "trace.set_tracer_provider(provider)\n"
             "import torch.distributed as dist, tracedstore\n"
             "tracedstore.barrier(dist.HashStore(), 1, 'b', rank=0)\n"
+            "provider.force_flush()\n"
             "print([span.name for span in spans.get_finished_spans()])\n"
         )
 

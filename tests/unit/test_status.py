@@ -20,7 +20,8 @@ from tracedstore.attach.collect import (
 from tracedstore.attach.job_state import JobState
 from tracedstore.attach.job_status import Status
 from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.status_text import duration, status_lines
+from tracedstore.attach.status_text import status_lines
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
@@ -28,7 +29,7 @@ from tracedstore.coordination.protocol import (
     encode_traceparent,
 )
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.terminal import Screen
+from tracedstore.terminal import Screen, duration
 
 
 class Shrinking:
@@ -79,6 +80,7 @@ class TestLedgerLimit:
             keys = BarrierKeys(f"step/{number}")
             store.set(keys.num_members, "1")
             store.set(keys.ledger, encode_arrival(0, 1.0 + number).decode("latin-1"))
+            record_keys(store, keys.num_members)
         return store
 
     def test_newest_are_read(self, store: dist.Store) -> None:

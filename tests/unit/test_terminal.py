@@ -159,7 +159,8 @@ class TestScreen:
 
         erased = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * 2
         assert printed == f"{erased}\x1b[31mnews\x1b[0m\nhead\n\x1b[2mrow\x1b[0m\n"
-        assert [*frames(stream.getvalue())][-1] == ["\x1b[31mnews\x1b[0m", ""]
+        styled = ["\x1b[31mnews\x1b[0m", "head", "\x1b[2mrow\x1b[0m", ""]
+        assert [*frames(stream.getvalue())][-1] == styled
 
     def test_cursor_stays_visible(self) -> None:
         """No mode of the terminal is changed, so SIGKILL leaves none changed."""
@@ -170,10 +171,10 @@ class TestScreen:
         assert "\x1b[?" not in stream.getvalue()
 
     def test_view_is_kept(self) -> None:
-        """With keep_view all of the last view stays, also what did not fit."""
+        """All of the last view stays, also what did not fit."""
         stream = Terminal()
         rows = [f"row {number}" for number in range(30)]
-        with Screen(stream, keep_view=True) as screen:
+        with Screen(stream) as screen:
             screen.show(Group(*map(Line, rows)))
             (shown,) = frames(stream.getvalue())
         *_, kept = frames(stream.getvalue())
@@ -181,6 +182,34 @@ class TestScreen:
         # The last line is for the cursor, and for keys that the terminal echoes.
         assert shown == [*rows[:22], "... 8 more lines", ""]
         assert kept == [*rows, ""]
+
+    @pytest.mark.parametrize("position", range(3))
+    def test_interrupted_redraw(self, position: int) -> None:
+        """Ctrl-C in the middle of a redraw leaves the whole view."""
+
+        class Interrupted(Terminal):
+            texts = 0
+
+            def write(self, text: str) -> int:
+                if "new" in text:
+                    if self.texts == position:
+                        signal.raise_signal(signal.SIGINT)
+                    self.texts += 1
+                return super().write(text)
+
+        def draw() -> None:
+            with Screen(stream) as screen:
+                screen.show(Group(Line("old 1"), Line("old 2"), Line("old 3")))
+                for _ in range(3):
+                    screen.show(Group(Line("new 1"), Line("new 2")))
+
+        stream = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            draw()
+
+        *_, kept = frames(stream.getvalue())
+        assert kept == ["new 1", "new 2", ""]
+        assert stream.getvalue().endswith("\n")
 
     def test_narrower(self) -> None:
         """On a narrower terminal the lines are printed again on a cleared screen."""

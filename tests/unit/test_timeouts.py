@@ -4,8 +4,11 @@ import threading
 
 import pytest
 
+from tracedstore.core import timeouts
 from tracedstore.core.timeouts import (
+    end_pauses,
     join_bounded_threads,
+    pause,
     run_with_timeout,
     start_bounded_thread,
 )
@@ -60,3 +63,16 @@ def test_bounded_thread_is_joined() -> None:
     finally:
         release.set()
     assert join_bounded_threads(20)
+
+
+def test_pause_ends_with_the_process() -> None:
+    """Bounded work that pauses does not delay the end of the process."""
+    ended: list[bool] = []
+    thread = start_bounded_thread(lambda: ended.append(pause(3600)))
+    try:
+        end_pauses()
+        thread.join(20)
+        assert ended == [False]
+    finally:
+        timeouts.reset()
+    assert pause(0.001)

@@ -50,6 +50,7 @@ class TestRegistryEntry:
             *(("world_size", value) for value in (0, -1, HUGE, 2.0, None, 10**6 + 1)),
             *(("host", value) for value in ("", "x" * 1025, 3, None, ["a"])),
             *(("pid", value) for value in (-1, "7", None, HUGE)),
+            *(("agent", value) for value in (-1, "7", True, HUGE)),
             *(("local_rank", value) for value in (-1, "0", HUGE)),
             *(("run_id", value) for value in (7, "x" * 1025)),
             *(("started", value) for value in (-1, "1", None, 1e300, True)),
@@ -139,6 +140,31 @@ def test_many_ranges_in_process_status() -> None:
 
     # Expanding all ranges takes an hour.
     assert time.thread_time() - started < 20
+
+
+_AGENT = PROCESS_STATUS | {"process": {"pid": 7}, "workers": {"0": PROCESS_STATUS}}
+
+
+@given(values(_AGENT))
+def test_status_of_worker(value: bytes) -> None:
+    """ProcessStatus.of_worker raises nothing but ValueError."""
+    try:
+        ProcessStatus.of_worker(value, 7, 0)
+    except ValueError:
+        return
+
+
+def test_valid_status_of_worker() -> None:
+    """The status of a worker is that of its rank, on the page of its own agent."""
+    written = json.dumps(_AGENT | {"workers": {"0": PROCESS_STATUS, "1": None}})
+
+    worker = ProcessStatus.of_worker(written.encode(), 7, 0)
+
+    assert worker is not None
+    assert worker.process == PROCESS_STATUS["process"]
+    assert ProcessStatus.of_worker(written.encode(), 7, 1) is None
+    with pytest.raises(ValueError, match="another process responds"):
+        ProcessStatus.of_worker(written.encode(), 8, 0)
 
 
 def test_valid_process_status() -> None:

@@ -1,6 +1,7 @@
 """The verdict on a hung job, as bytes and as text."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ VERDICT = Verdict(
     waiting_ranks=(0, 1, 3, 4),
     key="1//cpu//0/2",
     waited_seconds=31.25,
-    evidence=("these ranks write the keys that do not exist",),
+    evidence=("each awaited rank writes a key that does not exist",),
     remedy=REMEDIES["busy"],
     time=1000.0,
 )
@@ -46,7 +47,7 @@ def test_text() -> None:
     """One line with the ranks, the cause, the evidence and the remedy."""
     assert VERDICT.describe() == (
         "waiting in new_group 1 for rank 2 on node4 (pid 812): alive, in data.py:88 f;"
-        " rank 5 [busy: these ranks write the keys that do not exist]; "
+        " rank 5 [busy: each awaited rank writes a key that does not exist]; "
         + REMEDIES["busy"]
     )
 
@@ -67,6 +68,8 @@ def test_many_ranks_are_folded() -> None:
         awaited_ranks=tuple(range(10_000)),
     )
     assert verdict.describe_awaited().endswith("rank 7; and ranks 8-9999")
+    one_more = replace(verdict, awaited=awaited[:9], awaited_ranks=tuple(range(9)))
+    assert one_more.describe_awaited().endswith("rank 7; and rank 8")
 
 
 def test_event_fields_are_json() -> None:

@@ -30,7 +30,7 @@ def watcher(failures: Failures) -> Iterator[Watcher]:
     """Return a watcher for one test, and end its thread afterwards."""
     watcher = Watcher(failures)
     yield watcher
-    for watch in list(watcher._watches):
+    for watch in list(watcher.watches):
         watcher.remove(watch)
     watcher.stop_if_idle(20)
 
@@ -161,7 +161,7 @@ class TestThread:
             with pytest.raises(RuntimeError, match="can't start"):
                 watcher.add(Watch("barriers", Reports().report, after=0))
 
-        assert not watcher._watches
+        assert not watcher.watches
         reports = Reports()
         watcher.add(Watch("barriers", reports.report, after=0))
         assert reports.wait_for(1)

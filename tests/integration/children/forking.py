@@ -109,6 +109,7 @@ def while_another_thread_waits(port: int) -> None:
             kind: registry.get_sample_value(
                 "tracedstore_operations_in_flight", {"store": kind, "operation": "get"}
             )
+            or 0
             for kind in ("tcp_store", "hash_store")
         }
         own = tracedstore.wrap(client(port))

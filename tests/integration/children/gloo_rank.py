@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 import tracedstore
 from integration.harness import operation_counts, report
-from support.versions import SPLIT_GROUP, TORCH
+from support.versions import has_split_group
 from tracedstore import store as store_module
 
 MINUTE = timedelta(seconds=60)
@@ -70,7 +70,7 @@ def main() -> None:
     # That method clones the store in C++.
     world: Any = dist.group.WORLD
     number = torch.tensor([rank + 1.0])
-    if TORCH >= SPLIT_GROUP:
+    if has_split_group():
         split = world.split_group(list(range(world_size)), MINUTE, None, "split")
         gc.collect()
         split.allreduce(number).wait()

@@ -1,9 +1,11 @@
 """One process group in the environment that the test sets.
 
-Arguments: an init method, and "instrument" for each call of instrument().
+Arguments: an init method, or "wrapped" for a store that the program has wrapped, and
+"instrument" for each call of instrument().
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,10 @@ from tracedstore.core.identity import bottom_of
 
 for _ in sys.argv[2:]:
     tracedstore.instrument()
-dist.init_process_group("gloo", sys.argv[1], rank=0, world_size=1)
+where: dict[str, Any] = {"init_method": sys.argv[1]}
+if sys.argv[1] == "wrapped":
+    where = {"store": tracedstore.wrap(dist.HashStore())}
+dist.init_process_group("gloo", **where, rank=0, world_size=1)
 value = torch.tensor([3.0])
 dist.all_reduce(value)
 bottom = bottom_of(_get_default_store())

@@ -15,6 +15,14 @@ import torch.distributed as dist
 
 import tracedstore
 from integration.harness import report
+from support.versions import (
+    COUNTS_ALL_GROUPS,
+    HAS_CHECKPOINT_BARRIER,
+    STORE_BARRIER,
+    TORCH,
+    WITHOUT_COLLECTIVES,
+    has_split_group,
+)
 from tracedstore.diagnosis import groups
 from tracedstore.testing import OperationLog
 
@@ -46,39 +54,53 @@ def create_groups(how: str, address: str, rank: int, world_size: int) -> dict[st
     dist.init_process_group("cpu:gloo", timeout=MINUTE, **options)
     every = list(range(world_size))
     created = [dist.group.WORLD, dist.new_group(every)]
-    # Before a group without all ranks: the name is a hash of the ranks and of the
-    # number of groups that this rank is in.
-    created.append(dist.new_group(every[:2], use_local_synchronization=True))
-    created.append(dist.new_group(every[1:]))
+    # The name of a group with local synchronization is a hash of its ranks and of the
+    # number of groups that this rank is in. From torch 2.14 on it is that of the groups
+    # that the rank has created; ranks outside this group do not count it.
+    options_of_both = [(every[:2], True), (every[1:], False)]
+    if TORCH >= COUNTS_ALL_GROUPS:
+        options_of_both.reverse()
+    created += [
+        dist.new_group(ranks, use_local_synchronization=is_local)
+        for ranks, is_local in options_of_both
+    ]
     for group in created:
         if isinstance(group, dist.ProcessGroup):
             dist.barrier(group=group)
     world: Any = dist.group.WORLD
-    world.split_group(every, MINUTE, None, SPLIT)
-    names = ["0", "1", "2"]
+    if has_split_group():
+        split = world.split_group(every, MINUTE, None, SPLIT)
+        # A rank that frees its group closes connections that another one still sets up.
+        dist.barrier()
+        del split
     # A process outside a group gets a number or None instead.
-    if isinstance(created[2], dist.ProcessGroup):
-        names.append(created[2].group_name)
+    own = [one.group_name for one in created if isinstance(one, dist.ProcessGroup)]
+    names = {"0", "1", "2", *own}
     return {"groups": {name: groups.members(name) for name in names}}
 
 
 def use_barriers(_how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:
     """Call the barriers and exchanges of torch that have keys of their own."""
-    from torch.distributed.checkpoint._experimental.barriers import TCPStoreBarrier
     from torch.distributed.elastic.utils import store as elastic
 
     store: Any = connect(int(address))
     below_prefix: Any = dist.PrefixStore("prefix", store)
-    below_prefix.barrier("sync", world_size, MINUTE)
+    if TORCH >= STORE_BARRIER:
+        below_prefix.barrier("sync", world_size, MINUTE)
     elastic.barrier(store, world_size, "elastic/7", 60)
     elastic.synchronize(store, b"", rank, world_size, "exchange/", 60)
-    collectives = dist._StoreCollectives(store, rank, world_size)
-    collectives.barrier("collective", MINUTE, True)
-    checkpoint: Any = TCPStoreBarrier(
-        rank, world_size, "checkpoint", 60, True, int(sys.argv[5]), "127.0.0.1", 60
-    )
-    checkpoint._tcp_store = tracedstore.wrap(checkpoint._tcp_store)
-    checkpoint.execute_barrier()
+    if TORCH < WITHOUT_COLLECTIVES:
+        collectives = dist._StoreCollectives(store, rank, world_size)
+        collectives.barrier("collective", MINUTE, True)
+    checkpoint: Any = None
+    if HAS_CHECKPOINT_BARRIER:
+        from torch.distributed.checkpoint._experimental import barriers
+
+        checkpoint = barriers.TCPStoreBarrier(
+            rank, world_size, "checkpoint", 60, True, int(sys.argv[5]), "127.0.0.1", 60
+        )
+        checkpoint._tcp_store = tracedstore.wrap(checkpoint._tcp_store)
+        checkpoint.execute_barrier()
     # One rank too few: all ranks time out, and rank 0 finds out who is missing.
     with suppress(dist.DistStoreError):
         elastic.barrier(
