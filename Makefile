@@ -8,21 +8,27 @@ BIN := $(VENV)/bin
 TOOLS := .tools/bin
 GRAMMARS := .tools/queries
 FUZZ := .tools/fuzz
+FRAMEWORKS := .venv-frameworks
+NATIVE := src/tracedstore/native/builds
 
 # More workers than cores, because most tests wait for other processes.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help setup lint types unit check test tests test-torch coverage docs dashboards \
-	pictures demo bench bench-faults bench-hangs fuzz format clean
+.PHONY: help setup lint types unit check test tests tests-python test-torch test-frameworks \
+	coverage docs \
+	dashboards pictures demo bench bench-faults bench-etcd-faults bench-hangs fuzz sanitize \
+	format clean
 
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
 	@echo "make test        lint, types and all tests"
 	@echo "make check       lint, types, unit and contract tests: the quick part"
 	@echo "make lint | types | unit | tests   one part alone"
+	@echo "make tests-python  all tests, with the Python base wherever none is selected"
 	@echo "make test-torch TORCH=2.14.1   all tests with another torch"
+	@echo "make test-frameworks  jobs of Lightning, Accelerate and Ray Train, bare and traced"
 	@echo "make coverage    all tests with coverage of lines and branches"
 	@echo "make docs        update the generated tables in README.md and docs/"
 	@echo "make dashboards  generate the Grafana dashboards"
@@ -31,18 +37,25 @@ help:
 	@echo "make format      format the code"
 	@echo "make bench       run the benchmarks; writes bench-results/"
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
+	@echo "make bench-etcd-faults  fail the leader of an etcd cluster, check what clients saw"
 	@echo "make bench-hangs  make 200 hangs; options: ARGS='--hangs 30'"
+	@echo "make sanitize    tests of the native base with AddressSanitizer and ThreadSanitizer"
 	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
 
-setup: $(VENV)/.ready $(TOOLS)/.ready $(GRAMMARS)/.ready
+setup: $(VENV)/.ready $(VENV)/.native $(TOOLS)/.ready $(GRAMMARS)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable ".[otlp,instrument]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable ".[otlp,instrument,top]"
 	touch $@
+
+# The native base, for the torch of this environment. Without a C++ compiler the tests
+# that need it fail.
+$(VENV)/.native: src/tracedstore/native/store.cpp $(VENV)/.ready
+	-$(BIN)/tracedstore build-native --dir $(NATIVE) && touch $@
 
 $(TOOLS)/.ready: scripts/fetch-tools.sh
 	scripts/fetch-tools.sh $(TOOLS)
@@ -73,8 +86,12 @@ unit: setup
 tests: setup
 	@status=0; set -x; \
 	$(PYTEST) -m exclusive || status=1; \
-	$(PYTEST) -m "not exclusive" $(PARALLEL) || status=1; \
+	$(PYTEST) -m "not exclusive and not frameworks" $(PARALLEL) || status=1; \
 	exit $$status
+
+# `make tests` records on the native base, and on both where it matters.
+tests-python:
+	TRACEDSTORE_CORE=python $(MAKE) tests
 
 # An environment of its own, by the recipe of `make setup`. Most builds of torch bring
 # CUDA libraries of several gigabytes, which pip would keep in its cache as well.
@@ -87,6 +104,18 @@ test-torch:
 	mkdir -p $(@D)
 	sed 's/^torch==.*/torch==$*/' $< > $@
 
+# One test at a time: Ray alone starts a dozen processes.
+test-frameworks: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks
+
+$(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--group tests --group frameworks --editable .
+	touch $@
+
 check: lint types unit
 
 test: lint types tests
@@ -97,7 +126,7 @@ test: lint types tests
 coverage: setup
 	rm -f .coverage .coverage.*
 	@status=0; set -x; \
-	$(BIN)/coverage run -m pytest --timeout 180 -m "not exclusive" $(PARALLEL) || status=1; \
+	$(BIN)/coverage run -m pytest --timeout 180 -m "not exclusive and not frameworks" $(PARALLEL) || status=1; \
 	$(BIN)/coverage combine --quiet; \
 	$(BIN)/coverage report || status=1; \
 	exit $$status
@@ -114,14 +143,17 @@ pictures: $(VENV)/.ready $(TOOLS)/.ready
 demo: $(VENV)/.ready
 	@$(BIN)/tracedstore demo $(ARGS)
 
-bench: $(VENV)/.ready
+bench: $(VENV)/.ready $(VENV)/.native
 	@# All benchmarks run, even if one misses a bar.
-	@missed=0; for name in overhead barriers exposition report stall_traffic; do \
+	@missed=0; for name in overhead barriers exposition report stall_traffic etcd_v3 top fleet job_traffic; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
 
 bench-faults: $(VENV)/.ready
 	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m faults $(ARGS)
+
+bench-etcd-faults: $(VENV)/.ready
+	@PYTHONPATH=benchmarks:tests $(BIN)/python -W ignore benchmarks/etcd_faults.py $(ARGS)
 
 bench-hangs: $(VENV)/.ready
 	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m hangs $(ARGS)
@@ -129,6 +161,12 @@ bench-hangs: $(VENV)/.ready
 # atheris is in a folder on the import path of this command, not in the environment.
 fuzz: $(FUZZ)/.ready
 	@PYTHONPATH=tests:$(FUZZ) $(BIN)/python -m fuzz $(ARGS)
+
+# Both run, even if the first one fails.
+sanitize: setup
+	@status=0; for sanitizer in address thread; do \
+		scripts/sanitize.sh $(BIN)/python .tools/sanitize $$sanitizer || status=1; \
+	done; exit $$status
 
 $(FUZZ)/.ready: constraints.txt $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(FUZZ) \
@@ -140,5 +178,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .tools .mypy_cache .pytest_cache .ruff_cache .coverage* \
-		bench-results fuzz-results test-results dist
+	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* \
+		bench-results fuzz-results test-results dist $(NATIVE)

