@@ -82,12 +82,8 @@ types: $(VENV)/.ready
 unit: setup
 	$(PYTEST) $(PARALLEL) tests/unit tests/contract
 
-# Both parts run, even if the first one fails.
 tests: setup
-	@status=0; set -x; \
-	$(PYTEST) -m exclusive || status=1; \
-	$(PYTEST) -m "not exclusive and not frameworks" $(PARALLEL) || status=1; \
-	exit $$status
+	@$(BIN)/python scripts/run_tests.py --workers $(WORKERS)
 
 # `make tests` records on the native base, and on both where it matters.
 tests-python:
