@@ -199,7 +199,7 @@ class SimulatedRank:
         if self.wait is not None and self.wait.elected and not self.looked:
             self.looked = True
             # No process answers.
-            seconds += service._ANSWER_TIMEOUT  # noqa: SLF001 - see above
+            seconds += waits._ANSWER_TIMEOUT  # noqa: SLF001 - see above
         return seconds
 
     @property

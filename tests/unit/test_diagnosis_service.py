@@ -33,6 +33,7 @@ from tracedstore.diagnosis.blocked_record import (
     publish_blocked,
     read_blocked,
 )
+from tracedstore.diagnosis.process_answer import ProcessAnswer
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.diagnosis.stalled import VERDICT
@@ -185,6 +186,64 @@ def test_rank_that_was_killed_in_a_wait_is_named(
     waiting.result(20)
 
     assert (stall["cause"], stall["awaited_ranks"]) == ("gone", [1])
+
+
+def test_rank_whose_record_is_on_the_way_is_not_named(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 answers that it is in a call. Its record says that it waits for rank 0."""
+    monkeypatch.setattr(service, "_RECORDS_TIMEOUT", 60.0)
+    looked = threading.Semaphore(0)
+
+    def examine(*_args: Any, **_kwargs: Any) -> dict[int, ProcessAnswer]:
+        looked.release()
+        answer = ProcessAnswer(
+            rank=1, host="node", pid=1, state="running", operation="get back"
+        )
+        return {1: answer}
+
+    monkeypatch.setattr(inquiry, "examine", examine)
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    for _ in range(3):
+        assert looked.acquire(timeout=20)
+    too_early = named(events, "job.stalled")
+    record = BlockedRecord(
+        rank=1,
+        host="node",
+        pid=1,
+        operation="get",
+        keys=("back",),
+        phase="key back",
+        started=time.time(),
+    )
+    publish_blocked(bare, record, first=True)
+
+    (stall, *_) = wait_until(lambda: named(events, "job.stalled"))
+    bare.set("go", "")
+    waiting.result(20)
+
+    assert too_early == []
+    assert (stall["cause"], stall["awaited_ranks"]) == ("circular", [0, 1])
+
+
+def test_rank_in_a_call_without_a_record_is_named_in_time(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in another store: the report is not put off for ever."""
+    answer = ProcessAnswer(
+        rank=1, host="node", pid=1, state="running", operation="get back"
+    )
+    monkeypatch.setattr(inquiry, "examine", lambda *_args, **_kwargs: {1: answer})
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+
+    (stall,) = wait_until(lambda: named(events, "job.stalled"))
+    bare.set("go", "")
+    waiting.result(20)
+
+    assert (stall["cause"], stall["awaited_ranks"]) == ("busy", [1])
+    assert stall["waited_seconds"] >= service._RECORDS_TIMEOUT
 
 
 def test_server_that_ends_resumes_nothing(events: Events) -> None:

@@ -14,6 +14,7 @@ from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.core import procfs
 from tracedstore.core.identity import process_identity
 from tracedstore.core.keys import fold
+from tracedstore.core.operation import METHODS
 from tracedstore.diagnosis import incarnations
 from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
@@ -26,6 +27,7 @@ from tracedstore.diagnosis.rank_keys import find_awaited
 from tracedstore.diagnosis.verdict import MAX_AWAITED, REMEDIES, Verdict
 
 _MAX_FAMILIES_ASKED = 16
+_BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
 Answers = Mapping[int, ProcessAnswer]
 
 
@@ -36,8 +38,11 @@ def inquire(
     *,
     call_connection: Any,
     describe: Callable[[], BlockedRecord | None],
+    records_until: float,
 ) -> Verdict | None:
-    """Find out whom the job waits for; None if that changed meanwhile.
+    """Find out whom the job waits for; None if the caller shall look again.
+
+    It shall if that changed meanwhile, or if a suspect is about to publish a record.
 
     Args:
         connection: A connection to the store in which the ranks registered.
@@ -45,7 +50,10 @@ def inquire(
         answer_timeout: Seconds for the processes of awaited ranks to answer.
         call_connection: A connection to the store of the blocked call of this rank.
         describe: Returns the record of that call as of now; None if nothing keeps it.
+        records_until: Until when suspects in a Store call may publish their records,
+            since the epoch. A suspect that has not by then is in another store.
     """
+    started = time.time()
     own = describe()
     if own is None:
         return None
@@ -78,8 +86,13 @@ def inquire(
         blocked = _apply_learned(blocked, answers)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
     suspects = find_suspects(blocked, world_size)
-    if not set(asked).issuperset(suspects.ranks):
-        return None  # a new one, which has not been asked
+    new = not set(asked).issuperset(suspects.ranks)  # these have not been asked
+    # The next look takes as long as this one.
+    may_publish = now + (now - started) < records_until and any(
+        _is_blocked(answers.get(rank)) for rank in suspects.ranks
+    )
+    if new or may_publish:
+        return None
     verdict = judge(
         blocked, suspects, world_size, answers, registered, member.host_of, now
     )
@@ -105,6 +118,13 @@ def still_holds(
     if verdict.cause in ("diverged", "circular", "gone"):
         awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
     return awaited.issuperset(verdict.awaited_ranks)
+
+
+def _is_blocked(answer: ProcessAnswer | None) -> bool:
+    """Return whether a process answered that it is in a Store call that may block."""
+    if answer is None or answer.state != "running":
+        return False
+    return answer.operation.partition(" ")[0] in _BLOCKING
 
 
 def _doubtful(

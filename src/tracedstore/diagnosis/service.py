@@ -5,7 +5,6 @@ path of a call. It may hang with its store. `Diagnosis.check_store` runs in the 
 and reports that.
 """
 
-import math
 import threading
 import time
 from collections.abc import Mapping
@@ -35,9 +34,9 @@ from tracedstore.diagnosis.verdict import Verdict
 from tracedstore.diagnosis.waits import (
     Repeats,
     Wait,
+    answer_timeout,
     blocked_calls,
     examine_after,
-    timeout_of,
     waited_seconds,
 )
 
@@ -45,6 +44,9 @@ from tracedstore.diagnosis.waits import (
 _INTERVAL = 1.0
 # Seconds from publishing a record to looking: the records of the other ranks arrive.
 _SETTLE = 1.5
+# Seconds from the begin of a round in which a suspect that is in a Store call may
+# publish its record: on a busy machine that takes longer than `_SETTLE`.
+_RECORDS_TIMEOUT = 4.0
 # Seconds after which further ranks look, because those that did have published nothing.
 _VERDICT_TIMEOUT = 6.0
 # Processes that look at one stall. One of them may die; with ten thousand the store
@@ -54,18 +56,12 @@ _LOOKERS = 2
 # of its own duration, between these bounds. Shorter calls than the minimum get none.
 _EXPLAIN_SHARE, _EXPLAIN_BOUNDS = 0.1, (0.5, 2.0)
 _MIN_EXPLAINED_WAIT = 1.0
-# Seconds for processes to answer: at most, as a share of the call's timeout, and while
-# a call waits for the verdict.
-_ANSWER_TIMEOUT, _ANSWER_SHARE, _ANSWER_TIMEOUT_AT_ONCE = 3.0, 0.15, 0.2
+# Seconds for processes to answer while a call waits for the verdict.
+_ANSWER_TIMEOUT_AT_ONCE = 0.2
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
 # Ranks up to which each reads the store once in an interval; with more, less often.
 _RANKS_PER_INTERVAL = 2048
-
-
-def _answer_timeout(wait: Wait) -> float:
-    timeout = timeout_of(wait.active).total_seconds()
-    return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
 
 
 def _with_earlier(verdict: Verdict | None, wait: Wait | None) -> Verdict | None:
@@ -300,13 +296,14 @@ class Diagnosis:
         if not (wait.elected or at_once):
             wait.look_at = now + wait.interval
             return
-        timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else _answer_timeout(wait)
+        timeout = _ANSWER_TIMEOUT_AT_ONCE if at_once else answer_timeout(wait.active)
         verdict = inquire(
             session.connection,
             session.member,
             timeout,
             call_connection=session.connection_to(wait.active.state),
             describe=partial(self._describe, session, wait, record.started),
+            records_until=wait.round_started + _RECORDS_TIMEOUT,
         )
         if verdict is None:
             wait.look_at = now + self._interval

@@ -1,5 +1,6 @@
 """The blocked Store calls of this process, and what is known about each."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +15,8 @@ from tracedstore.diagnosis.verdict import Verdict
 _SHARE_OF_STALL = 0.8
 # The share of its own timeout after which it is examined, if that is sooner.
 _SHARE_OF_TIMEOUT = 0.4
+# Seconds for processes to answer: at most, and as a share of the call's timeout.
+_ANSWER_TIMEOUT, _ANSWER_SHARE = 3.0, 0.15
 # Seconds within which a call that timed out is repeated. A busy machine may take some.
 _PAUSE = 5.0
 _MAX_PHASES = 64
@@ -163,6 +166,12 @@ def examine_after(call: ActiveCall, stall_after: float) -> float:
     timeout = timeout_of(call).total_seconds()
     # A timeout of zero or less is none.
     return min(after, timeout * _SHARE_OF_TIMEOUT) if timeout > 0 else after
+
+
+def answer_timeout(call: ActiveCall) -> float:
+    """Return the seconds that processes get to answer while a call waits."""
+    timeout = timeout_of(call).total_seconds()
+    return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
 
 
 def timeout_of(call: ActiveCall) -> timedelta:
