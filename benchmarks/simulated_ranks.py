@@ -24,7 +24,7 @@ from tracedstore.core.telemetry import TELEMETRY, NullTelemetry
 from tracedstore.diagnosis import inquiry, service, session, waits
 from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.service import Diagnosis
-from tracedstore.diagnosis.session import Session
+from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.signals.events import Events
 from tracedstore.signals.inflight import StallReporter
 
@@ -136,10 +136,16 @@ def as_rank(rank: int, world_size: int, lines: LogLines) -> None:
     _current.events = _events(rank, world_size, lines)
 
 
-class _OneSession:
+class _OneSession(Sessions):
     def __init__(self, session: Session) -> None:
-        self.of: Callable[[ActiveCall], Session] = lambda _call: session
-        self.poll = session.poll
+        super().__init__(answers=False)
+        self._only = session
+
+    def of(self, _call: ActiveCall) -> Session:
+        return self._only
+
+    def poll(self) -> None:
+        self._only.poll()
 
 
 class SimulatedRank:
@@ -181,7 +187,7 @@ class SimulatedRank:
         self._diagnosis = Diagnosis(recorder, stall_after, answers=False)
         member = Member(rank=rank, world_size=world_size, host_of=lambda _rank: "")
         own = Session(self.store, member, answers=False)
-        self._diagnosis._sessions = _OneSession(own)  # type: ignore[assignment]  # noqa: SLF001 - drives it
+        self._diagnosis._sessions = _OneSession(own)  # noqa: SLF001 - drives it
         self._events = _events(rank, world_size, lines)
         self._reporter = StallReporter(
             recorder, _CurrentRank(), stall_after, self._diagnosis.covers

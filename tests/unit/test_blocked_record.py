@@ -1,6 +1,7 @@
 """The records of blocked calls in a store."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ def test_round_trip() -> None:
         rank=0, host="h", pid=1, operation="get", keys=(), phase="get", started=0
     )
     assert BlockedRecord.from_bytes(unknown.to_bytes()) == unknown
+    failed = replace(RECORD, failed=1012.5)
+    assert BlockedRecord.from_bytes(failed.to_bytes()) == failed
 
 
 def test_ranks_are_folded() -> None:
@@ -58,6 +61,7 @@ def test_ranks_are_folded() -> None:
         *(("awaits", value) for value in ("5-1", "1-9999999999", 7, "x", ["1"])),
         *(("wrote", value) for value in (None, 3, [None], [{"family": "a"}])),
         *(("started", value) for value in (None, -1, "1", 1e300)),
+        *(("failed", value) for value in (False, True, -1, "1", 1e300)),
     ],
 )
 def test_invalid_field_invalidates_the_record(field: str, value: Any) -> None:

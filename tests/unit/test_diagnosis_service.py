@@ -26,7 +26,7 @@ from support.stores import KINDS
 from tracedstore.coordination import rank_registry
 from tracedstore.core import procfs
 from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis import inquiry, service, waits
+from tracedstore.diagnosis import inquiry, service, session, waits
 from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
@@ -244,6 +244,81 @@ def test_rank_in_a_call_without_a_record_is_named_in_time(
 
     assert (stall["cause"], stall["awaited_ranks"]) == ("busy", [1])
     assert stall["waited_seconds"] >= service._RECORDS_TIMEOUT
+
+
+def test_record_of_a_failed_call_is_marked(
+    bare: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the caller has the exception: the process may end then.
+
+    A process that does not end withdraws it.
+    """
+    # A busy machine gets the time that it needs.
+    monkeypatch.setattr(service, "_EXPLAIN_BOUNDS", (20.0, 20.0))
+    store = tracedstore.wrap(bare)
+    before = time.time()
+    with pytest.raises(DistStoreError):
+        store.wait(["go"], timedelta(seconds=1.2))
+    marked = read_blocked(bare, 2)[0]
+
+    # A wait that is repeated replaces the mark.
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    wait_until(lambda: read_blocked(bare, 2)[0] != marked)
+    again = read_blocked(bare, 2)[0]
+    bare.set("go", "")
+    waiting.result(20)
+    wait_until(lambda: read_blocked(bare, 2) == {})
+    monkeypatch.setattr(session, "_OUTLIVED", 0.5)
+    with pytest.raises(DistStoreError):
+        store.wait(["never"], timedelta(seconds=1.2))
+
+    wait_until(lambda: read_blocked(bare, 2) == {})
+    assert marked.keys == ("go",)
+    assert marked.failed is not None
+    assert before < marked.failed < time.time()
+    assert again.failed is None
+
+
+WAITING_RANK = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+import tracedstore
+from tracedstore.diagnosis import service
+
+# A busy machine gets the time that it needs.
+service._EXPLAIN_BOUNDS = (20.0, 20.0)
+tracedstore.configure(stall_after=30)
+client = TCPStore("127.0.0.1", int(sys.argv[1]), None, False)
+tracedstore.wrap(client).wait(["of/0"], timedelta(seconds=2))
+"""
+
+
+def test_rank_that_ended_because_its_call_failed_is_not_gone(
+    events: Events, tmp_path: Path
+) -> None:
+    """Rank 1 waited for rank 0, gave up and has ended. Rank 0 waits for rank 1."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    script = tmp_path / "rank.py"
+    script.write_text(WAITING_RANK)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(server.port)],
+        env={**os.environ, "RANK": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    store = tracedstore.wrap(TCPStore("127.0.0.1", server.port, None, False))
+    waiting = in_background(lambda: store.wait(["of/1"], timedelta(seconds=60)))
+
+    (stall,) = wait_until(lambda: named(events, "job.stalled"))
+    server.set("of/1", "")
+    waiting.result(20)
+
+    assert "DistStoreError: wait timeout" in ended.stderr
+    assert (stall["cause"], stall["awaited_ranks"]) == ("circular", [0, 1])
+    assert "waited in key of/0, until its call failed" in stall["awaited"]
 
 
 def test_server_that_ends_resumes_nothing(events: Events) -> None:

@@ -136,3 +136,128 @@ class TestSuspectInACall:
 
         assert verdict is not None
         assert verdict.awaited_ranks == (2,)
+
+
+def ended(rank: int) -> ProcessAnswer:
+    """Return what is known of a process that has ended."""
+    return ProcessAnswer(rank=rank, host="node", pid=1, state="gone")
+
+
+def verdict_on(store: HashStore, own: BlockedRecord) -> tuple[str, tuple[int, ...]]:
+    """Return the cause and the ranks that rank 0 finds."""
+    verdict = inquire(store, own)
+    assert verdict is not None
+    return verdict.cause, verdict.awaited_ranks
+
+
+class TestFailedCall:
+    """A rank whose own call has failed may end because of that."""
+
+    def test_what_it_waited_for_counts(
+        self, store: HashStore, answering: Answering
+    ) -> None:
+        """Rank 1 gave up first. It is rank 2 that both wait for."""
+        failed = replace(record(1, awaits=(2,)), failed=time.time() - 20)
+        publish_blocked(store, failed, first=True)
+        answering(ended(1), running(2))
+
+        assert verdict_on(store, record(0, awaits=(1,))) == ("busy", (2,))
+
+    @pytest.mark.parametrize(
+        ("answer", "failed", "expected"),
+        [
+            (ended(1), 20.0, ("circular", (0, 1))),
+            # No process of its host is left to answer.
+            (ProcessAnswer(rank=1, host="node"), 20.0, ("circular", (0, 1))),
+            # It is about to end, or to repeat its call.
+            (running(1), 1.0, ("circular", (0, 1))),
+            # It does something else now.
+            (running(1), 20.0, ("busy", (1,))),
+            # Of an earlier run, before rank 0 began to wait.
+            (ended(1), 600.0, ("gone", (1,))),
+            # It was killed in its wait.
+            (ended(1), None, ("gone", (1,))),
+        ],
+        ids=["ended", "silent", "ends", "outlives", "of an earlier run", "killed"],
+    )
+    def test_ranks_that_wait_for_each_other(
+        self,
+        store: HashStore,
+        answering: Answering,
+        answer: ProcessAnswer,
+        failed: float | None,
+        expected: tuple[str, tuple[int, ...]],
+    ) -> None:
+        """Rank 1 has waited for rank 0, which waits for rank 1."""
+        since = None if failed is None else time.time() - failed
+        waited = replace(record(1, awaits=(0,)), failed=since)
+        publish_blocked(store, waited, first=True)
+        answering(answer)
+
+        assert verdict_on(store, record(0, awaits=(1,))) == expected
+
+    def test_text(self, store: HashStore, answering: Answering) -> None:
+        """It says that the rank does not wait any more."""
+        failed = replace(record(1, awaits=(0,)), failed=time.time())
+        publish_blocked(store, failed, first=True)
+        answering(ended(1))
+
+        verdict = inquire(store, record(0, awaits=(1,)))
+
+        assert verdict is not None
+        text = "waited in key of/1, for rank 0, until its call failed"
+        assert verdict.awaited[1].doing == text
+
+    def test_candidate(self, store: HashStore, answering: Answering) -> None:
+        """The writer of the key is unknown. Rank 1 waited for it too, and has ended."""
+        own = replace(record(0, awaits=()), awaits=None)
+        publish_blocked(store, replace(own, rank=1, failed=time.time()), first=True)
+        answering(ended(1), running(2))
+
+        assert verdict_on(store, own) == ("busy", (2,))
+
+    def test_verdict_still_holds(self, store: HashStore) -> None:
+        """Whether it names the rank that has failed, or the one that this awaited."""
+        own = record(0, awaits=(1,))
+        failed = replace(record(1, awaits=(2,)), failed=time.time())
+        publish_blocked(store, failed, first=True)
+
+        for rank in (1, 2):
+            verdict = Verdict(phase=own.phase, cause="busy", awaited_ranks=(rank,))
+            own_unknown = replace(own, awaits=None, members=(0, 1))
+            assert inquiry.still_holds(store, own_unknown, MEMBER, verdict)
+
+    def test_earlier_run_of_many_ranks(
+        self, store: HashStore, answering: Answering
+    ) -> None:
+        """More failed records than ranks are asked: they are not looked at."""
+        size = 200
+        for rank in range(1, size):
+            old = replace(record(rank, awaits=(0,)), failed=time.time() - 600)
+            publish_blocked(store, old, first=True)
+        answering(*map(ended, range(1, size)))
+
+        verdict = inquiry.inquire(
+            store,
+            replace(MEMBER, world_size=size),
+            1.0,
+            call_connection=store,
+            describe=lambda: record(0, awaits=tuple(range(1, size))),
+            records_until=0.0,
+        )
+
+        assert verdict is not None
+        assert verdict.awaited_ranks == tuple(range(1, size))
+
+    def test_too_many_arrivals(self, store: HashStore) -> None:
+        """A rank that has failed does not wait any more."""
+        key = "all/last_member"
+        store.set("all/num_members", "6")
+        own = replace(record(0, awaits=()), keys=(key,))
+        for rank, failed in ((1, None), (2, time.time())):
+            publish_blocked(store, replace(own, rank=rank, failed=failed), first=True)
+
+        verdict = inquire(store, own)
+
+        assert verdict is not None
+        assert (verdict.cause, verdict.waiting_ranks) == ("too_many", (0, 1))

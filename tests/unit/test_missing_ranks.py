@@ -38,7 +38,9 @@ def register(store: HashStore, rank: int, process: subprocess.Popen[bytes]) -> N
     store.set(f"tracedstore/RANKS/{rank}", json.dumps(asdict(info)))
 
 
-def publish(store: HashStore, rank: int, pid: int, attempt: int) -> None:
+def publish(
+    store: HashStore, rank: int, pid: int, attempt: int, failed: float | None = None
+) -> None:
     """Publish that a rank waits for rank 5."""
     record = BlockedRecord(
         rank=rank,
@@ -50,6 +52,7 @@ def publish(store: HashStore, rank: int, pid: int, attempt: int) -> None:
         phase="key other",
         awaits=(5,),
         started=time.time(),
+        failed=failed,
     )
     publish_blocked(store, record, first=True)
 
@@ -91,3 +94,25 @@ def test_causes(
         "",
         "it has not registered, and no process answers for it",
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cause"), [(20.0, "diverged"), (600.0, "gone")], ids=["now", "earlier"]
+)
+def test_rank_that_ended_because_its_call_failed(seconds: float, cause: str) -> None:
+    """What it waited for is why it is missing."""
+    store = HashStore()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    info = replace(
+        rank_registry.own_entry(1, WORLD_SIZE),
+        pid=ended.pid,
+        start_ticks=procfs.start_ticks(ended.pid),
+    )
+    store.set("tracedstore/RANKS/1", json.dumps(asdict(info)))
+    ended.wait(60)
+    publish(store, 1, ended.pid, attempt=0, failed=time.time() - seconds)
+
+    found = find_causes(store, (1,), WORLD_SIZE)
+
+    assert found[1].cause == cause
+    assert ("until its call failed" in found[1].doing) is (cause == "diverged")

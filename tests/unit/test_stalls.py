@@ -147,6 +147,13 @@ def test_nothing() -> None:
     assert Stall(prefix="").fresh_verdict(0.0) is None
 
 
+def test_failed_call() -> None:
+    """Its rank is not blocked any more, and the record is not invalid."""
+    found = read({blocked_key(3): replace(RECORD, failed=120.0).to_bytes()})
+
+    assert (found.stalls, found.invalid_count) == ((), 0)
+
+
 def test_awaited_ranks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts are read first; a set that many ranks share counts once."""
     monkeypatch.setattr(stalls, "_MAX_AWAITED", 10)

@@ -173,14 +173,17 @@ class _Reader:
     def add_record(
         self, prefix: str, rank: int, value: bytes, info: RankInfo | None
     ) -> None:
-        """Keep the latest record of a rank, unless its process was replaced."""
+        """Keep the latest record of a rank.
+
+        Not that of a call that has failed, or of a process that was replaced.
+        """
         if not self._is_read(value):
             return
         record = BlockedRecord.from_bytes(value)
         if record is None or record.rank != rank:
             self.invalid_count += 1
             return
-        if info is not None and _is_replaced(record, info):
+        if record.failed is not None or (info and _is_replaced(record, info)):
             return
         group = self.blocked.setdefault(prefix, {})
         before = group.get(rank)

@@ -1,8 +1,9 @@
 """What a blocked rank publishes: its call, the keys, and the ranks it waits for.
 
-The record is under ``tracedstore/BLOCKED/<rank>`` while the call lasts. The rank
-itself knows the members of its process groups, so it translates keys into ranks;
-readers need no knowledge of keys.
+The record is under ``tracedstore/BLOCKED/<rank>`` while the call lasts. If the call
+fails, it is marked, because the process may end then: what it waited for until then
+still counts. The rank itself knows the members of its process groups, so it translates
+keys into ranks; readers need no knowledge of keys.
 """
 
 import json
@@ -24,6 +25,9 @@ _MAX_LEDGER_BYTES = 8 * 1024 * 1024
 MAX_KEYS: Final = 16
 _MAX_RECORD_BYTES = 64 * 1024
 _MAX_PID = 2**32
+# Seconds before a wait begins in which a failed call belongs to the same stall. Ranks
+# begin at different times, and the clocks of hosts differ.
+_SAME_STALL = 60.0
 _RANK = re.compile(rb"[0-9]{1,7}")
 
 
@@ -48,6 +52,7 @@ class BlockedRecord:
         wrote: What this rank wrote to the families of these keys, if they are not
             torch's.
         started: When the call began, in seconds since the epoch.
+        failed: When it failed, in seconds since the epoch; None while it lasts.
     """
 
     rank: int
@@ -63,6 +68,14 @@ class BlockedRecord:
     members: tuple[int, ...] | None = None
     wrote: tuple[WrittenFamily, ...] = ()
     started: float
+    failed: float | None = None
+
+    def is_of_stall(self, started: float) -> bool:
+        """Return whether it belongs to a stall in which a call began at this time.
+
+        The record of a failed call may be of an earlier run in the same store.
+        """
+        return self.failed is None or self.failed > started - _SAME_STALL
 
     def to_bytes(self) -> bytes:
         """Encode the record for the store."""
@@ -91,6 +104,7 @@ class BlockedRecord:
                 members=_optional_ranks(fields["members"]),
                 wrote=tuple(map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])),
                 started=validation.seconds(fields["started"]),
+                failed=_optional_seconds(fields["failed"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -117,7 +131,7 @@ def withdraw_blocked(store: Any, rank: int) -> None:
 
 
 def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
-    """Read the records of all blocked ranks; ranks without a valid one are omitted."""
+    """Read the records of all ranks that have a valid one, failed calls included."""
     ranks: Iterable[int] = range(world_size)
     if store.has_extended_api():
         if not store.check([_RANKS]):
@@ -143,6 +157,10 @@ def blocked_key(rank: int) -> str:
 
 def _optional_text(value: Any) -> str:
     return printable_text(value) if value != "" else ""
+
+
+def _optional_seconds(value: Any) -> float | None:
+    return None if value is None else validation.seconds(value)
 
 
 def _optional_ranks(value: Any) -> tuple[int, ...] | None:

@@ -41,7 +41,8 @@ def find_excess(
     waiting = {
         rank
         for rank, record in read_blocked(registry, member.world_size).items()
-        if (record.phase, record.attempt) == (own.phase, own.attempt)
+        if (record.phase, record.attempt, record.failed)
+        == (own.phase, own.attempt, None)
     }
     launches = incarnations.launches_in(incarnations.read_replacements(registry))
     return Verdict(

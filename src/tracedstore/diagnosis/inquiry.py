@@ -20,7 +20,7 @@ from tracedstore.diagnosis.blocked_call import Member
 from tracedstore.diagnosis.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.examine import examine
 from tracedstore.diagnosis.excess import find_excess
-from tracedstore.diagnosis.judge import find_suspects, judge
+from tracedstore.diagnosis.judge import find_suspects, judge, still_waits
 from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.rank_keys import find_awaited
@@ -63,7 +63,7 @@ def inquire(
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
     suspected = find_suspects(blocked, world_size).all_ranks
-    asked = [*suspected, *_doubtful(blocked, own.rank, suspected)]
+    asked = [*suspected, *_doubtful(blocked, own.rank, suspected, world_size)]
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
         answers = _ask(connection, registered, asked, member, blocked, answer_timeout)
@@ -80,8 +80,11 @@ def inquire(
     # another rank. Look again.
     if not blocked.keys().isdisjoint(suspected):
         return None
-    ended = {rank for rank, answer in answers.items() if answer.state == "gone"}
-    blocked = {rank: one for rank, one in blocked.items() if rank not in ended}
+    blocked = {
+        rank: one
+        for rank, one in blocked.items()
+        if still_waits(one, answers.get(rank), now)
+    }
     if member.agents is None:
         blocked = _apply_learned(blocked, answers)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
@@ -114,7 +117,12 @@ def still_holds(
     if own.awaits is not None and set(verdict.awaited_ranks).issubset(own.awaits):
         return True  # without the records of all ranks
     blocked = _blocked(connection, own, member.world_size)
-    awaited = set(find_suspects(blocked, member.world_size).all_ranks)
+    # A rank whose call has failed may be awaited, or what it waited for.
+    awaited = {
+        rank
+        for records in (blocked, _without_failed(blocked))
+        for rank in find_suspects(records, member.world_size).all_ranks
+    }
     if verdict.cause in ("diverged", "circular", "gone"):
         awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
     return awaited.issuperset(verdict.awaited_ranks)
@@ -128,21 +136,32 @@ def _is_blocked(answer: ProcessAnswer | None) -> bool:
 
 
 def _doubtful(
-    blocked: Mapping[int, BlockedRecord], own: int, suspected: Sequence[int]
+    blocked: Mapping[int, BlockedRecord],
+    own: int,
+    suspected: Sequence[int],
+    world_size: int,
 ) -> list[int]:
     """Return blocked ranks that others wait for, or all if no other rank can act.
 
-    The record of a process that was killed stays in the store.
+    The record of a process that was killed stays in the store, and so does that of a
+    call that has failed.
     """
     awaited = {rank for record in blocked.values() for rank in record.awaits or ()}
+    awaited.update(find_suspects(_without_failed(blocked), world_size).all_ranks)
     doubtful = blocked.keys() if not suspected else awaited & blocked.keys()
     return sorted(doubtful - {own})[:MAX_AWAITED]
+
+
+def _without_failed(
+    blocked: Mapping[int, BlockedRecord],
+) -> dict[int, BlockedRecord]:
+    return {rank: one for rank, one in blocked.items() if one.failed is None}
 
 
 def _blocked(
     connection: Any, own: BlockedRecord, world_size: int
 ) -> dict[int, BlockedRecord]:
-    """Return the records of this attempt."""
+    """Return the records of this attempt and stall."""
     records = read_blocked(connection, world_size)
     if own.group and own.awaits is not None:
         # All ranks of a group wait for the same keys, and these records are older.
@@ -155,7 +174,7 @@ def _blocked(
     return {
         rank: record
         for rank, record in records.items()
-        if record.attempt == own.attempt
+        if record.attempt == own.attempt and record.is_of_stall(own.started)
     }
 
 

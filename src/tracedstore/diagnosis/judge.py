@@ -26,6 +26,8 @@ from tracedstore.diagnosis.verdict import (
 # Processes that cannot be waiting for anything: naming them needs no further reason.
 _CANNOT_ARRIVE: tuple[Cause, ...] = ("not_started", "gone", "stopped")
 _MAX_CYCLE_SHOWN = 8
+# Seconds within which a process ends whose call has failed, or repeats the call.
+_ENDING = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,26 @@ class Suspects:
     def all_ranks(self) -> list[int]:
         """All of these ranks, writers first: a candidate may prove to be a writer."""
         return [*sorted(self.writers), *sorted(self.candidates - self.writers)]
+
+
+def still_waits(
+    record: BlockedRecord, answer: ProcessAnswer | None, now: float
+) -> bool:
+    """Return whether what a rank waits for counts, by what is known of its process.
+
+    It counts too if the process has ended because its call failed: the rank is not
+    why the others wait. One that outlives the failure does something else, and may be
+    the one that is awaited.
+
+    Args:
+        record: What the rank has published.
+        answer: What is known of its process.
+        now: The time, in seconds since the epoch.
+    """
+    if record.failed is None:
+        return answer is None or answer.state != "gone"
+    alive = answer is not None and answer.state in ("running", "stopped")
+    return not alive or now - record.failed < _ENDING
 
 
 def find_suspects(blocked: Mapping[int, BlockedRecord], world_size: int) -> Suspects:
@@ -304,11 +326,14 @@ def _wait_texts(
 
 
 def describe_wait(record: BlockedRecord) -> str:
-    """Describe what a blocked rank waits for."""
+    """Describe what a blocked rank waits for, or waited for."""
     key = f", key {record.keys[0]}" if record.keys else ""
     awaits = f", for {ranges.ranks_text(record.awaits)}" if record.awaits else ""
     phase_has_key = record.keys and record.phase == f"key {record.keys[0]}"
-    return f"waits in {record.phase}{'' if phase_has_key else key}{awaits}"
+    what = f"in {record.phase}{'' if phase_has_key else key}{awaits}"
+    if record.failed is None:
+        return f"waits {what}"
+    return f"waited {what}, until its call failed"
 
 
 def _evidence(answers: Mapping[int, ProcessAnswer], named: Iterable[int]) -> list[str]:

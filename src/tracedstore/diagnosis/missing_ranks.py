@@ -1,6 +1,7 @@
 """Why the missing ranks of a barrier do not arrive."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,11 +53,16 @@ def find_causes(
     elsewhere = registered.keys() - answers.keys()
     if elsewhere:
         answers |= examine(store, registered, elsewhere, world_size, _ANSWER_TIMEOUT)
-    blocked = read_blocked(store, world_size)
+    now = time.time()
+    current = {
+        rank: record
+        for rank, record in read_blocked(store, world_size).items()
+        if record.attempt == attempt
+        and record.is_of_stall(now)
+        and judge.still_waits(record, answers.get(rank), now)
+    }
     return {
-        rank: _finding(
-            rank, answers.get(rank), registered.get(rank), blocked.get(rank), attempt
-        )
+        rank: _finding(rank, answers.get(rank), registered.get(rank), current.get(rank))
         for rank in first
     }
 
@@ -66,15 +72,12 @@ def _finding(
     answer: ProcessAnswer | None,
     info: RankInfo | None,
     record: BlockedRecord | None,
-    attempt: int,
 ) -> Finding:
-    # The record of a process that was killed stays in the store.
-    current = record is not None and (
-        record.attempt == attempt
-        and (info is None or info.pid == record.pid)
-        and (answer is None or answer.state not in ("gone", "stopped"))
+    is_of_process = record is not None and (
+        (info is None or info.pid == record.pid)
+        and (answer is None or answer.state != "stopped")
     )
-    if record is not None and current:
+    if record is not None and is_of_process:
         return Finding("diverged", judge.describe_wait(record), "its blocked call")
     awaited = judge.examine(rank, answer, info, "")
     if answer is None:

@@ -237,6 +237,9 @@ class Diagnosis:
             wait.refresh_at = now + wait.interval
         elif now >= wait.look_at and wait.reported:
             wait.begin_round(_LOOKERS)
+        if at_once and wait.record is not None:
+            # First: when the caller has the exception, the process may end.
+            self._sessions.end(active, wait.record, failed=True)
         if wait.record is None or (now < wait.look_at and not at_once):
             return
         if at_once and wait.current and not self._holds(session, wait):
@@ -347,12 +350,11 @@ class Diagnosis:
         stalled.report(wait, verdict, emit=self._repeats.is_due(wait, waited))
 
     def _end(self, wait: Wait) -> None:
-        """Withdraw what was published about a call that has ended."""
+        """Withdraw what was published about a call that has ended, or mark it."""
         # The store may be gone; that the call has ended is reported all the same.
         with suppress(*STORE_ERRORS):
-            session = self._sessions.of(wait.active)
-            if session is not None and wait.record is not None:
-                session.withdraw()
+            if wait.record is not None:
+                self._sessions.end(wait.active, wait.record, failed=wait.failed)
         if wait.failed:
             stalled.failed(wait)
         elif wait.verdict is not None:

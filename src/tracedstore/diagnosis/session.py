@@ -3,6 +3,8 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -41,6 +43,9 @@ _LOOKERS: Final = "tracedstore/DIAGNOSING"
 _AGENT_TIMEOUT: Final = 1.0
 # Seconds from a failed read of questions to the next one.
 _RETRY_AFTER: Final = 30.0
+# Seconds after which a process has outlived the failure of its call: a wait that it
+# repeats has been published by then in most cases, and no request is needed.
+_OUTLIVED: Final = 15.0
 # What a store raises whose server cannot be reached, or that was freed.
 STORE_ERRORS: Final = (OSError, DistError, ReferenceError)
 
@@ -71,6 +76,7 @@ class Session:
         # What the record of a blocked call was published through. Kept until that is
         # withdrawn, which is after the call: the store may be freed then.
         self._published_through: Any = None
+        self._marked = False
         self._poll_at = 0.0
         self._responder: Responder | None = None
         # Seconds between two reads of questions; None if another process answers.
@@ -134,10 +140,29 @@ class Session:
         publish_blocked(connection, record, first=not self._published)
         self._published = True
         self._published_through = connection
+        self._marked = False
+
+    def mark_failed(self, record: BlockedRecord) -> bool:
+        """Mark the record of a call that has failed; return False if it is marked."""
+        if self._marked:
+            return False
+        connection = self._published_through or self.connection
+        marked = replace(record, failed=time.time())
+        publish_blocked(connection, marked, first=False)
+        # The store itself is not kept for so long.
+        self._published_through = self._clone
+        self._marked = True
+        return True
+
+    def withdraw_marked(self) -> None:
+        """Withdraw the record of a failed call, unless there is a newer one."""
+        if self._marked:
+            self.withdraw()
 
     def withdraw(self) -> None:
         """Withdraw the record of this rank."""
         connection, self._published_through = self._published_through, None
+        self._marked = False
         if connection is None:
             connection = self.connection
         withdraw_blocked(connection, self.member.rank)
@@ -192,6 +217,9 @@ class Sessions:
         self._answers = answers
         # By handle and rank.
         self._by_store: WeakKeyDictionary[Any, dict[int, Session]] = WeakKeyDictionary()
+        # Those with the record of a failed call, and when to withdraw that, by
+        # ``time.monotonic``. Their stores may have been freed.
+        self._failed: dict[Session, float] = {}
 
     def of(self, call: ActiveCall) -> Session | None:
         """Return the session of a call's rank and store; None if its rank is unknown.
@@ -210,8 +238,30 @@ class Sessions:
                 return self._session(handle, rank, known[rank].world_size)
         return self._register(call.state)
 
+    def end(self, call: ActiveCall, record: BlockedRecord, *, failed: bool) -> None:
+        """Withdraw the record of a call that has ended, or mark it if it has failed.
+
+        If the process ends because of that, the record stays: its rank waited for
+        others until then. A process that does not end withdraws it later.
+        """
+        session = self.of(call)
+        if session is None:
+            return
+        if not failed:
+            session.withdraw()
+        elif session.mark_failed(record):
+            self._failed[session] = time.monotonic() + _OUTLIVED
+
+    def _withdraw_failed(self) -> None:
+        now = time.monotonic()
+        for session in [one for one, due in self._failed.items() if now >= due]:
+            del self._failed[session]
+            with suppress(*STORE_ERRORS):
+                session.withdraw_marked()
+
     def poll(self) -> None:
         """Answer questions in every store in which this process has registered."""
+        self._withdraw_failed()
         for handle, known in rank_registry.registrations():
             rank = min(known)
             self._session(handle, rank, known[rank].world_size).poll()
