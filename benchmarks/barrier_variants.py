@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from random import getrandbits
 from typing import Any
 
 import structlog
@@ -32,11 +32,6 @@ VARIANTS: dict[str, Barrier] = {
 }
 
 
-@cache
-def _tracer() -> Any:
-    return discarding_provider().get_tracer("floor")
-
-
 def _calls(store: Any, world_size: int, prefix: str, rank: int) -> None:
     keys = BarrierKeys(prefix)
     store.append(keys.ledger, encode_arrival(rank, time.time()))
@@ -47,26 +42,20 @@ def _calls(store: Any, world_size: int, prefix: str, rank: int) -> None:
         store.wait([keys.last_member], timedelta(seconds=60))
 
 
-def _calls_and_span(store: Any, world_size: int, prefix: str, rank: int) -> None:
+def _calls_and_ids(store: Any, world_size: int, prefix: str, rank: int) -> None:
     keys = BarrierKeys(prefix)
     store.append(keys.ledger, encode_arrival(rank, time.time()))
-    order = store.add(keys.num_members, 1)
-    if order == 1:
-        attributes = {"prefix": prefix, "rank": rank, "world_size": world_size}
-        span = _tracer().start_span("barrier", attributes=attributes)
-        store.append(keys.ledger, f"{span.get_span_context().trace_id:084x}")
-    if order == world_size:
+    if store.add(keys.num_members, 1) == world_size:
+        store.set(keys.last_member, f"{getrandbits(128):032x}-{getrandbits(64):016x}")
         store.compare_set(keys.ledger, "", "")
-        store.set(keys.last_member, "")
-        store.check([keys.last_member])
     else:
         store.wait([keys.last_member], timedelta(seconds=60))
         store.compare_set(keys.last_member, "", "")
 
 
 # What a barrier cannot do without, on the bare store: its calls, and with tracing the
-# span of the first rank, whose ids the others need.
-FLOORS: dict[str, Barrier] = {"calls": _calls, "calls and span": _calls_and_span}
+# ids of the last rank's span, which the others read.
+FLOORS: dict[str, Barrier] = {"calls": _calls, "calls and ids": _calls_and_ids}
 
 
 def configure(variant: str) -> None:

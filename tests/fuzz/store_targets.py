@@ -27,7 +27,6 @@ from tracedstore.coordination.protocol import (
     LastArrival,
     Ledger,
     encode_arrival,
-    encode_traceparent,
 )
 from tracedstore.coordination.ranges import MAX_RANKS, fold, unfold
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
@@ -67,7 +66,6 @@ def _ledger(data: bytes) -> None:
     ledger = Ledger(data)
     assert len(ledger.ranks()) <= len(data) // 12
     assert len(ledger.times()) <= len(data) // 12
-    assert len(ledger.traceparent()) <= 56
 
 
 def _last_arrival(data: bytes) -> None:
@@ -205,9 +203,7 @@ def _store_contents(data: bytes) -> None:
 _ARRIVAL: Inputs = st.builds(
     encode_arrival, st.integers(0, 2**32 - 1) | st.integers(0, 9), st.floats()
 )
-_LEDGERS: Inputs = st.lists(
-    _ARRIVAL | st.just(encode_traceparent(_TRACEPARENT)), max_size=12
-).map(b"".join)
+_LEDGERS: Inputs = st.lists(_ARRIVAL, max_size=12).map(b"".join)
 _STATES: Inputs = st.sampled_from(
     [
         pickled_state(now=_NOW),

@@ -5,8 +5,6 @@ import json
 from typing import Any
 
 from integration.harness import Child, wait_until
-from tracedstore.coordination.arrivals import read_ledger, read_traceparent
-from tracedstore.coordination.protocol import BarrierKeys
 
 # Seconds. A FileStore rounds a timeout up to whole seconds.
 TIMEOUT = 1.0
@@ -74,11 +72,6 @@ class FleetBarrier:
         """Wait until this number of ranks has arrived."""
         key = f"{self.prefix}/num_members"
         wait_until(lambda: self._fleet.store.add(key, 0) >= count)
-
-    def wait_for_leader(self) -> None:
-        """Wait until the first rank has written its trace context."""
-        store, keys = self._fleet.store, BarrierKeys(self.prefix)
-        wait_until(lambda: read_traceparent(store, keys, read_ledger(store, keys)))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events of this barrier by name."""

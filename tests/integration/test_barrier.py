@@ -230,58 +230,59 @@ class TestTraces:
         return Exported(tmp_path / "spans")
 
     def test_completed(self, barrier: FleetBarrier, exported: "Exported") -> None:
-        """The first rank's span is the root, and the others are its children."""
-        barrier.start(2, timeout=20, spans=exported.path)
-        barrier.wait_for_leader()
+        """The last rank's span is the root, and the others are its children."""
         barrier.start(0, 1, 3, timeout=20, spans=exported.path)
+        barrier.wait_for_arrivals(3)
+        barrier.start(2, timeout=20, spans=exported.path)
 
         barrier.assert_completed(0, 1, 2, 3)
-        first, *others = exported.spans(4, first=2)
-        assert first["parent_id"] is None
+        root, *others = exported.spans(4, root=2)
+        assert root["parent_id"] is None
+        assert root["attributes"][ARRIVAL_ORDER] == 4
         for span in others:
-            assert span["parent_id"] == first["context"]["span_id"]
-            assert span["context"]["trace_id"] == first["context"]["trace_id"]
-        last = max(others, key=lambda span: span["attributes"][ARRIVAL_ORDER])
-        for span in (first, *others):
+            assert span["parent_id"] == root["context"]["span_id"]
+            assert span["context"]["trace_id"] == root["context"]["trace_id"]
+        for span in (root, *others):
             assert span["name"] == "barrier barrier/*"
             assert span["attributes"][RESULT] == "completed"
-            assert span["attributes"][LAST] == last["attributes"][RANK]
+            assert span["attributes"][LAST] == 2
 
     def test_callers_with_traces(
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
-        """Spans of callers with a trace stay in it and link to the first span."""
-        barrier.start(0, timeout=20, world_size=3, spans=exported.path)
-        barrier.wait_for_leader()
+        """Spans of callers with a trace stay in it and link to the last rank's."""
         options: dict[str, Any] = {
             "timeout": 20,
             "world_size": 3,
             "spans": exported.path,
         }
         barrier.start(1, 2, caller="step", **options)
+        barrier.wait_for_arrivals(2)
+        barrier.start(0, **options)
 
         barrier.assert_completed(0, 1, 2)
-        first, *others = exported.spans(3)
+        root, *others = exported.spans(3, root=0)
         steps = {span["context"]["span_id"]: span for span in exported.all("step")}
         for span in others:
             (link,) = span["links"]
-            assert link["context"]["span_id"] == first["context"]["span_id"]
+            assert link["context"]["span_id"] == root["context"]["span_id"]
             assert span["parent_id"] in steps
-            assert span["context"]["trace_id"] != first["context"]["trace_id"]
+            assert span["context"]["trace_id"] != root["context"]["trace_id"]
 
     def test_timeout(self, barrier: FleetBarrier, exported: "Exported") -> None:
-        """The span is exported before the exception, with the ids of the event."""
-        barrier.start(0, timeout=2, spans=exported.path)
-        barrier.wait_for_leader()
-        barrier.start(1, 3, spans=exported.path)
+        """The span is exported before the exception, with the ids of the event.
+
+        The root is that of the first rank that reports, whichever it is.
+        """
+        barrier.start(0, 1, 3, timeout=2, spans=exported.path)
 
         barrier.assert_timed_out([2], 0, 1, 3)
-        first, *others = exported.spans(3)
-        for span in (first, *others):
+        spans = exported.spans(3)
+        (root,) = [span for span in spans if span["parent_id"] is None]
+        for span in spans:
             assert span["attributes"]["tracedstore.barrier.missing_ranks"] == [2]
             assert span["status"]["status_code"] == "ERROR"
-        for span in others:
-            assert span["parent_id"] == first["context"]["span_id"]
+            assert span["parent_id"] in (None, root["context"]["span_id"])
         event_ids = {
             (event["rank"], "0x" + event["trace_id"], "0x" + event["span_id"])
             for event in barrier.events("barrier.timeout")
@@ -292,30 +293,28 @@ class TestTraces:
                 span["context"]["trace_id"],
                 span["context"]["span_id"],
             )
-            for span in (first, *others)
+            for span in spans
         }
 
-    def test_first_rank_killed(
+    def test_waiting_rank_killed(
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
-        """The first rank's span is lost; the other spans share its trace."""
-        barrier.start(0, timeout=20, spans=exported.path)
-        barrier.wait_for_leader()
-        barrier.start(1, 2, timeout=20, spans=exported.path)
+        """Its span is lost; the other spans are in one trace with a root."""
+        barrier.start(0, 1, 2, timeout=20, spans=exported.path)
         barrier.wait_for_arrivals(3)
         barrier.kill(0)
         barrier.start(3, timeout=20, spans=exported.path)
 
         barrier.assert_completed(1, 2, 3)
-        spans = exported.spans(3)
-        assert len({span["context"]["trace_id"] for span in spans}) == 1
-        assert len({span["parent_id"] for span in spans}) == 1
-        assert {span["attributes"][LAST] for span in spans} == {3}
+        root, *others = exported.spans(3, root=3)
+        for span in others:
+            assert span["parent_id"] == root["context"]["span_id"]
+        assert {span["attributes"][LAST] for span in (root, *others)} == {3}
 
     def test_torch_rank_is_first(
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
-        """Torch's rank has no trace context, so the last rank's span is the root."""
+        """Torch's rank has no span, and the others share a trace all the same."""
         barrier.start(0, timeout=20, world_size=3, flavour="torch")
         barrier.wait_for_arrivals(1)
         options: dict[str, Any] = {
@@ -328,7 +327,7 @@ class TestTraces:
         barrier.start(2, **options)
 
         barrier.assert_completed(0, 1, 2)
-        last, other = exported.spans(2, first=2)
+        last, other = exported.spans(2, root=2)
         assert other["parent_id"] == last["context"]["span_id"]
 
 
@@ -349,8 +348,8 @@ class Exported:
         lines = Path(self.path).read_text().splitlines()
         return [span for span in map(json.loads, lines) if span["name"] == name]
 
-    def spans(self, count: int, first: int = 0) -> list[dict[str, Any]]:
+    def spans(self, count: int, root: int = 0) -> list[dict[str, Any]]:
         """Return all spans of barriers, `count` in number, with one rank's first."""
         spans = self.all("barrier barrier/*")
         assert len(spans) == count
-        return sorted(spans, key=lambda span: span["attributes"][RANK] != first)
+        return sorted(spans, key=lambda span: span["attributes"][RANK] != root)

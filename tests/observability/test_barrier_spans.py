@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -16,8 +17,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from prometheus_client import CollectorRegistry
 
 import tracedstore
+from integration.harness import wait_until
 from support.events import Events
-from tracedstore.coordination import steps
 from tracedstore.export import setup
 from tracedstore.testing import FakeClock, FlakyStore
 
@@ -63,7 +64,7 @@ class TestOneTrace:
     def test_ranks_arrive_at_once(
         self, traced: Any, spans: InMemorySpanExporter, world_size: int
     ) -> None:
-        """The trace has one root, even if the last rank cannot read the first's."""
+        """The trace has one root."""
         run_barrier(traced, world_size)
 
         by_rank = barrier_spans(spans)
@@ -74,25 +75,41 @@ class TestOneTrace:
         parents = {span.parent.span_id for span in by_rank if span.parent}
         assert parents <= {roots[0].context.span_id}
 
-    def test_last_rank_has_no_trace_of_first(
+    def test_tracer_that_is_not_of_the_sdk(
         self,
-        traced: Any,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
         spans: InMemorySpanExporter,
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Without the first rank's trace context, the last rank's span is the root."""
-        arrived = threading.Event()
-        monkeypatch.setattr(steps, "publish_traceparent", lambda *_: arrived.set())
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(barrier, traced, 0)
-            assert arrived.wait(10)
-            barrier(traced, 1)
-            first.result(10)
+        """Its ids are known when the span has started, so that is done first."""
+        tracedstore.configure(
+            registry=registry, tracer_provider=_OtherProvider(provider)
+        )
+        run_barrier(tracedstore.wrap(dist.HashStore()), 3)
 
-        first_span, last_span = barrier_spans(spans)
-        assert last_span.parent is None
-        assert first_span.parent is not None
-        assert first_span.parent.span_id == last_span.context.span_id
+        by_rank = barrier_spans(spans)
+        assert len(by_rank) == 3
+        (root,) = [span for span in by_rank if span.parent is None]
+        parents = {span.parent.span_id for span in by_rank if span.parent}
+        assert parents == {root.context.span_id}
+
+    def test_ranks_time_out_at_once(
+        self, traced: Any, spans: InMemorySpanExporter
+    ) -> None:
+        """They agree on one root, whichever reports first."""
+
+        def time_out(rank: int) -> None:
+            with pytest.raises(tracedstore.BarrierTimeout):
+                barrier(traced, rank, 5, barrier_timeout=0.3)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(time_out, range(4)))
+
+        by_rank = barrier_spans(spans)
+        assert len(by_rank) == 4
+        (root,) = [span for span in by_rank if span.parent is None]
+        parents = {span.parent.span_id for span in by_rank if span.parent}
+        assert parents == {root.context.span_id}
 
     def test_store_calls_of_barrier_have_no_spans(
         self, traced: Any, spans: InMemorySpanExporter
@@ -175,7 +192,9 @@ class TestContent:
             barrier(traced, 1)
             first.result(10)
 
-        first_span, _ = barrier_spans(spans)
+        first_span, last_span = barrier_spans(spans)
+        (link,) = first_span.links
+        assert link.context.span_id == last_span.context.span_id
         assert warnings[0]["span_id"] == f"{first_span.context.span_id:016x}"
         assert warnings[0]["trace_id"] == f"{first_span.context.trace_id:032x}"
 
@@ -223,6 +242,24 @@ class TestNoSpans:
         assert elapsed < 10  # the exporter would take 30
 
 
+class _OtherProvider(trace.TracerProvider):
+    """A provider whose tracers have nothing but the API's methods."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+
+    def get_tracer(self, *args: Any, **options: Any) -> trace.Tracer:
+        return _OtherTracer(self._provider.get_tracer(*args, **options))
+
+
+class _OtherTracer(trace.NoOpTracer):
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+
+    def start_span(self, *args: Any, **options: Any) -> trace.Span:
+        return self._tracer.start_span(*args, **options)
+
+
 class _HangingExporter(SpanExporter):
     def __init__(self, release: threading.Event) -> None:
         self._release = release
@@ -245,7 +282,7 @@ def test_wall_clock_set_back(
     store = tracedstore.wrap(dist.HashStore())
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(barrier, store, 0)
-        store.wait(["step/7/num_members"])
+        wait_until(lambda: store.check(["step/7/num_members"]))
         clock.set_back(3600)
         barrier(store, 1)
         first.result(10)

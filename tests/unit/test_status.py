@@ -26,7 +26,6 @@ from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
     encode_arrival,
-    encode_traceparent,
 )
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.terminal import Screen, duration
@@ -140,12 +139,8 @@ class TestNewest:
 
 
 def test_ledger_times() -> None:
-    """Each signature has a time; a traceparent and a torn entry have none."""
-    entries = (
-        encode_arrival(3, 7.5)
-        + encode_traceparent("00-" + "a" * 52)
-        + encode_arrival(1, 9.0)
-    )
+    """Each arrival has a time; a torn entry has none."""
+    entries = encode_arrival(3, 7.5) + encode_arrival(1, 9.0)
 
     ledger = Ledger(entries + b"\0\0")
 

@@ -136,7 +136,6 @@ def select_keys(keys: Sequence[str]) -> list[str]:
             barrier.last_member,
             barrier.missing_report,
             barrier.repeat_count,
-            barrier.traceparent,
         )
     }
     ledgers = [

@@ -20,7 +20,6 @@ from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
     encode_arrival,
-    encode_traceparent,
 )
 from tracedstore.core.identity import bottom_of, is_prefix_store
 from tracedstore.core.keys import printable
@@ -49,7 +48,6 @@ class Arrivals:
         unidentified_count: Arrivals without a rank: mostly plain torch ranks.
         uncounted_ranks: Unseen ranks that recorded an arrival but were not counted:
             they stopped while arriving.
-        traceparent: The first rank's traceparent, "" if it published none.
     """
 
     arrived_count: int
@@ -57,7 +55,6 @@ class Arrivals:
     duplicate_ranks: tuple[int, ...]
     unidentified_count: int
     uncounted_ranks: tuple[int, ...] = ()
-    traceparent: str = ""
 
 
 def record_arrival(store: Any, keys: BarrierKeys, rank: int) -> bool:
@@ -135,7 +132,6 @@ def read_arrivals(
         duplicate_ranks=tuple(sorted(duplicates)),
         unidentified_count=unidentified,
         uncounted_ranks=() if unidentified else tuple(sorted(uncounted)),
-        traceparent=read_traceparent(store, keys, ledger),
     )
 
 
@@ -171,19 +167,16 @@ def has_duplicates(store: Any, keys: BarrierKeys, ledger: Ledger) -> bool:
     return bool(store.check([keys.repeat_count]))
 
 
-def publish_traceparent(store: Any, keys: BarrierKeys, traceparent: str) -> None:
-    """Publish the first rank's traceparent, for the other ranks to join."""
+def share_traceparent(store: Any, keys: BarrierKeys, traceparent: str) -> str:
+    """Publish a traceparent, unless another rank has; return the published one."""
+    value: bytes
     if store.has_extended_api():
-        store.append(keys.ledger, encode_traceparent(traceparent))
+        value = store.compare_set(keys.traceparent, "", traceparent)
+    elif store.check([keys.traceparent]):
+        value = store.get(keys.traceparent)
     else:
         store.set(keys.traceparent, traceparent)
-
-
-def read_traceparent(store: Any, keys: BarrierKeys, ledger: Ledger) -> str:
-    """Read the first rank's traceparent, "" if it published none."""
-    if store.has_extended_api() or not store.check([keys.traceparent]):
-        return ledger.traceparent()
-    value: bytes = store.get(keys.traceparent)
+        return traceparent
     return value.decode("ascii", "replace")
 
 

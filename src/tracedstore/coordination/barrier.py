@@ -11,41 +11,40 @@ the store are not affected.
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from tracedstore import names
-from tracedstore.coordination import decoders, steps
+from tracedstore.coordination import steps
 from tracedstore.coordination.arrivals import (
     bare_store,
-    confirm_arrival,
     has_duplicates,
     read_arrivals,
-    read_key,
+    share_traceparent,
     side_connection,
 )
 from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.key_index import record_keys
+from tracedstore.coordination.missing_reader import (
+    READ_TIMEOUT,
+    READERS,
+    MissingReader,
+)
 from tracedstore.coordination.missing_report import Examine, MissingReport
 from tracedstore.coordination.protocol import (
-    LAST_MEMBER,
-    LEDGER,
     BarrierKeys,
     LastArrival,
     Ledger,
     is_complete,
 )
 from tracedstore.coordination.ranges import MAX_RANKS
-from tracedstore.coordination.rank_registry import (
-    is_registered,
-    register,
-    registry_decoder,
-)
-from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
+from tracedstore.coordination.rank_registry import is_registered, register
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
 from tracedstore.core.recorder import RECORDER
@@ -53,16 +52,6 @@ from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER
 
-# How many of the first ranks to arrive read who is missing. One of them may die; with
-# ten thousand the store would be overloaded.
-_READERS = 2
-# Seconds between reads while ranks that were counted have not written their names.
-_READ_INTERVAL = 0.1
-# Seconds that reading may take: the store may be gone, or hang. The verdict is due
-# within 5 s of the timeout.
-_READ_TIMEOUT = 4.0
-# Seconds that the other ranks wait for the readers' report.
-_REPORT_TIMEOUT = 1.0
 # Seconds until a warning that never comes.
 _NEVER = 1e9
 
@@ -107,6 +96,7 @@ class BarrierCall(BarrierTelemetry):
         "_trace_timeout",
         "_warning",
         "due",
+        "entries",
         "in_ledger",
         "started",
     )
@@ -140,14 +130,16 @@ class BarrierCall(BarrierTelemetry):
         self._trace_timeout = trace_timeout
         self._examine = examine
         self.in_ledger = False
+        # The ledger, if this is the last rank and could read it.
+        self.entries: bytes | None = None
         self.last: bytes | None = None
         # A thread reads who is missing.
         self._warning = False
-        self.span = NO_SPAN
-        self.observed = TELEMETRY.emits_debug_events()
-        if TELEMETRY.tracing_enabled():
-            self.span = BarrierSpan(TELEMETRY, key_prefix, rank, world_size)
-            self.observed = True
+        self._span = self.ids = None
+        self.traced = TELEMETRY.tracing_enabled()
+        self.observed = self.traced or TELEMETRY.emits_debug_events()
+        if self.observed:
+            self.caller = copy_context()
 
     @property
     def _keys(self) -> BarrierKeys:
@@ -166,7 +158,9 @@ class BarrierCall(BarrierTelemetry):
         """
         # The span covers the calls. Theirs would be in other traces: their parent is
         # not known yet.
-        with_call_spans = self.span.enabled and RECORDER.stop_call_spans()
+        covered = self.traced and get_ident() not in RECORDER.without_call_spans
+        if covered:
+            RECORDER.without_call_spans.add(get_ident())
         store = self._store
         try:
             # Before the arrival: between arrival and wait there must be no delay. The
@@ -177,7 +171,7 @@ class BarrierCall(BarrierTelemetry):
             try:
                 rank, size = self.rank, self.world_size
                 timeout = timedelta(seconds=self._timeout)
-                first = self.span.enabled or not hasattr(store, "list_keys")
+                first = not hasattr(store, "list_keys")
                 try:
                     if rank is not None and not is_registered(store, rank):
                         register(store, rank, size)
@@ -191,31 +185,42 @@ class BarrierCall(BarrierTelemetry):
                     and type(rank) is type(size) is int
                     and 0 <= rank < size < MAX_RANKS
                     and store._meet(  # noqa: SLF001
-                        self, self.prefix, rank, size, timeout, self.observed, first
+                        *(self, self.prefix, rank, size, timeout, self.observed),
+                        *(first, self.traced),
                     )
                 ):
                     self._meet(timeout)
+                if self.is_last:
+                    guarded(self._audit)
             finally:
                 WATCHER.watches.discard(self)
-        except Exception as error:
-            if error_type(error) != TIMEOUT:
-                from_torch = is_from_torch(bare_store(self._store))
-                self.emit_failed(error, from_torch=from_torch)
-                raise
-            timed_out = self._timed_out()
-            raise timed_out from None
-        except BaseException:
-            self.end_interrupted()
+        except BaseException as error:
+            self._end_failed(error)
             raise
         finally:
-            if self.span.enabled:
-                RECORDER.resume_call_spans(with_call_spans)
+            if covered:
+                RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began
         self.ended = True
         RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
         if self.observed:
             self._store = None  # must not be kept until then
             self.defer_completed(duration)
+
+    def _end_failed(self, error: BaseException) -> None:
+        """End a call that raised; the caller raises the error again.
+
+        Raises:
+            BarrierTimeout: In its stead, if it is the store's timeout.
+        """
+        if not isinstance(error, Exception):
+            self.end_interrupted()
+        elif error_type(error) == TIMEOUT:
+            timed_out = self._timed_out()
+            raise timed_out from None
+        else:
+            from_torch = is_from_torch(bare_store(self._store))
+            self.emit_failed(error, from_torch=from_torch)
 
     def _meet(self, timeout: timedelta) -> None:
         """Arrive and wait, or go on where C++ has stopped."""
@@ -230,41 +235,32 @@ class BarrierCall(BarrierTelemetry):
             return
         if self.order > self.world_size:
             guarded(self._report_stale, self.order)
-        elif self.order == 1 and self.span.enabled:
-            guarded(steps.publish_trace, store, self._keys, self.span)
         self.last = steps.wait_for(store, self.last_member_key, timeout, self.observed)
 
     def _complete(self) -> None:
         """Complete the barrier, as the last rank."""
-        store, shared, ledger = self._store, "", None
-        if self.span.enabled:
-            # Before the barrier completes: the others read the shared trace from here.
-            shared, ledger = guarded(
-                steps.shared_trace, store, self._keys, self.span, self.in_ledger
-            ) or ("", None)
-        # A TCPStore does not acknowledge a set. If this process serves the store and
-        # ends now, the others get a network error instead of their wake-up. After one
-        # round trip the server has answered their waits. torch's barrier does the same.
-        # Here it reads the ledger, if that is to be read.
-        to_read = self.prefix + LEDGER if self.in_ledger and ledger is None else ""
-        last = LastArrival(self.rank, shared).to_json()
+        store = self._store
+        # The others join this rank's span.
+        shared = self.traced and guarded(self.reserve_span)
+        last = LastArrival(self.rank, shared or "").to_json()
         native = RECORDER.native
-        complete = (
-            store._complete  # noqa: SLF001
-            if native is not None and type(store) is native.store_class
-            else partial(steps.complete, store)
-        )
-        entries: bytes | None = complete(self.prefix + LAST_MEMBER, last, to_read)
-        self.is_last, self.last = True, last.encode()
-        if entries is None and to_read:
-            return  # it could not be read
-        if entries is None or not is_complete(entries, self.world_size):
-            guarded(self._audit, ledger or Ledger(entries or b""))
+        if native is not None and type(store) is native.store_class:
+            store._complete(self, self.prefix, last, self.in_ledger)  # noqa: SLF001
+        else:
+            self.entries = steps.complete(store, self._keys, last, self.in_ledger)
+            self.is_last, self.last = True, last.encode()
 
     # The rest is optional and must not fail the barrier.
 
-    def _audit(self, ledger: Ledger) -> None:
+    def _audit(self) -> None:
         """Report a rank that was counted twice: the barrier completed too early."""
+        entries = self.entries
+        if self.in_ledger and (
+            entries is None  # it could not be read
+            or is_complete(entries, self.world_size)
+        ):
+            return
+        ledger = Ledger(entries or b"")
         if self.rank is not None and has_duplicates(self._store, self._keys, ledger):
             self._report_stale(self.world_size)
 
@@ -275,7 +271,7 @@ class BarrierCall(BarrierTelemetry):
     def report(self) -> None:
         """Start to read who is missing, unless that is under way."""
         store = self._store
-        if 0 < self.order <= _READERS and not self._warning and store is not None:
+        if 0 < self.order <= READERS and not self._warning and store is not None:
             # Not waited for: a store that hangs must not hold up the watcher.
             start_bounded_thread(partial(guarded, self._read_and_warn, store))
 
@@ -290,108 +286,59 @@ class BarrierCall(BarrierTelemetry):
 
     def _read_while_waiting(self, own: AnyStore) -> MissingReport:
         with RECORDER.no_call_spans(), side_connection(own) as store:
-            report = self._with_findings(store, self._read_missing(store))
-            if report.unseen_ranks:
-                store.set(self._keys.missing_report, report.to_bytes())
-            return report
+            report = self._reader().read(store)
+            return self._publish(store, report) if report.unseen_ranks else report
+
+    def _reader(self) -> MissingReader:
+        return MissingReader(
+            keys=self._keys,
+            rank=self.rank,
+            world_size=self.world_size,
+            order=self.order,
+            decoder=self._decoder,
+            trace_timeout=self._trace_timeout,
+            examine=self._examine,
+        )
 
     def _timed_out(self) -> BarrierTimeout:
+        # Not a side connection: the wait is over, so the store's own one is free. A new
+        # one fails where rank 0 served the store, timed out first and exited.
+        reader, store = self._reader(), self._store
         report = MissingReport.unknown(self.world_size)
         try:
-            report = run_with_timeout(_READ_TIMEOUT, self._read_after_timeout)
-            report = self._wait_for_names(report)
-            run_with_timeout(_READ_TIMEOUT, lambda: self._publish(report))
+            report = run_with_timeout(
+                READ_TIMEOUT, partial(reader.read_after_timeout, store)
+            )
+            report = reader.wait_for_names(store, report)
+            report = run_with_timeout(
+                READ_TIMEOUT, partial(self._publish_after_timeout, report)
+            )
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
         return self.emit_timed_out(
             report, self._timeout, own_names=self._decoder is not None
         )
 
-    # Not a side connection from here on: the wait is over, so the store's own one is
-    # free. A new one fails where rank 0 served the store, timed out first and exited.
-
-    def _read_after_timeout(self) -> MissingReport:
-        """Return who is missing, from another rank's report or by reading."""
-        store = self._store
+    def _publish_after_timeout(self, report: MissingReport) -> MissingReport:
         with RECORDER.no_call_spans():
-            if self.rank is not None:
-                confirm_arrival(store, self._keys, self.rank)
-                if store.has_extended_api():
-                    # Plain torch's rank 0 reads this key. Other stores have it already.
-                    store.set(self._keys.trace(self.rank), "here")
-            if self.order > _READERS and self._name_timeout:
-                # The first ranks to arrive time out first, or at about the same time.
-                report_timeout = min(_REPORT_TIMEOUT, self._name_timeout)
-                with suppress(Exception):
-                    store.wait(
-                        [self._keys.missing_report], timedelta(seconds=report_timeout)
-                    )
-                published = self._published_report(store)
-                if published is not None:
-                    return published
-            return self._with_findings(store, self._read_missing(store))
-
-    @property
-    def _name_timeout(self) -> float:
-        """Seconds for ranks that arrived without a name to write it.
-
-        Where this rank has no name either, torch's barrier does not wait, nor does
-        this one.
-        """
-        return 0.0 if self.rank is None else self._trace_timeout
-
-    def _wait_for_names(self, report: MissingReport) -> MissingReport:
-        deadline = time.monotonic() + self._name_timeout
-        while report.unidentified_count and time.monotonic() < deadline:
-            time.sleep(_READ_INTERVAL)
-            report = run_with_timeout(
-                _READ_TIMEOUT, lambda: self._read_missing(self._store)
-            )
-        return report
-
-    def _publish(self, report: MissingReport) -> None:
-        with RECORDER.no_call_spans():
-            self._store.set(self._keys.missing_report, report.to_bytes())
+            report = self._publish(self._store, report)
             if self.rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
                 self._store.set(self._keys.tracing_gate, "<val_ignored>")
-
-    def _published_report(self, store: Any) -> MissingReport | None:
-        """Return another rank's report, if no rank has arrived since."""
-        if not store.check([self._keys.missing_report]):
-            return None
-        written = read_key(store, self._keys.missing_report)
-        report = MissingReport.from_bytes(written, self.world_size)
-        if report is None or report.unidentified_count:
-            return None
-        if self.rank in report.missing_ranks:
-            return None
-        if report.arrived_count != store.add(self._keys.num_members, 0):
-            return None
-        return report if self._decoder is None else report.with_names(self._decoder)
-
-    def _with_findings(self, store: Any, report: MissingReport) -> MissingReport:
-        """Add why ranks are missing, where that is known for certain."""
-        if not report.missing_ranks:
             return report
-        with RECORDER.unrecorded():
-            findings = guarded(
-                self._examine, store, report.missing_ranks, self.world_size
-            )
-        return report.with_findings(findings or {})
 
-    def _read_missing(self, store: Any) -> MissingReport:
-        arrivals = read_arrivals(store, self._keys, self.world_size)
-        if arrivals.arrived_count < self.order:
-            # The server restarted without its data, or the file was truncated. Ranks
-            # whose arrival is gone must not be named: this one is among them.
-            return MissingReport.unknown(self.world_size)
-        decoder = self._decoder_for(store, arrivals.unseen_ranks)
-        return MissingReport.from_arrivals(arrivals, self.world_size, decoder)
+    def _publish(self, store: Any, report: MissingReport) -> MissingReport:
+        """Publish a report, with the trace that all ranks join; return it."""
+        if self.traced and not report.traceparent:
+            shared = guarded(self._share_trace, store)
+            report = replace(report, traceparent=shared or "")
+        store.set(self._keys.missing_report, report.to_bytes())
+        return report
 
-    def _decoder_for(self, store: Any, missing: tuple[int, ...]) -> decoders.Decoder:
-        if self._decoder is not None:
-            return self._decoder
-        registered = guarded(registry_decoder, store, missing)
-        roster = decoders.auto()
-        return roster if registered is None else decoders.chain(registered, roster)
+    def _share_trace(self, store: Any) -> str:
+        """Join the span of the first rank that reports, or be it; return its trace."""
+        self.span.begin()
+        own = self.span.traceparent()
+        shared = share_traceparent(store, self._keys, own) if own else ""
+        self.span.join(shared)
+        return shared

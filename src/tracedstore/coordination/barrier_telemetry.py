@@ -4,8 +4,9 @@ The span and the event of a completed barrier are made after the call has return
 (`Telemetry.defer`): they take longer than the barrier. All others are made at once.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
-from contextvars import copy_context
+from contextvars import Context
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,23 @@ from tracedstore.coordination import decoders
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import LastArrival
-from tracedstore.coordination.trace_context import BarrierSpan
+from tracedstore.coordination.trace_context import (
+    NO_SPAN,
+    BarrierSpan,
+    traceparent_of,
+)
 from tracedstore.core.barrier_stats import Result, StalledBarrier
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.keys import printable
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import Telemetry
+from tracedstore.core.telemetry import SpanIds, Telemetry
 
 # Seconds for exporting spans before `BarrierTimeout` is raised, which may end the job.
 _FLUSH_TIMEOUT = 1.0
 # Maximum number of ranks in a span attribute; backends cut long lists, or the span.
 _MAX_RANKS_LISTED = 64
+# The watcher and the caller may need the span of a call at the same time.
+_making_span = threading.Lock()
 # Runs an optional step of a barrier; on failure counts it and returns None.
 guarded = partial(RECORDER.failures.guarded, names.BARRIERS)
 
@@ -41,7 +48,9 @@ class BarrierTelemetry:
         prefix: Prefix of the barrier's keys.
         rank: The rank of this process, where it is known.
         world_size: Number of ranks.
-        span: The span of the call.
+        traced: The call gets a span.
+        caller: The context of the caller, if the call is observed.
+        ids: The ids that were reserved for its span.
         observed: A span or an event is made of the call when it has completed.
         began: When the call began, in ticks.
         arrived: When the store had counted this rank, in ticks.
@@ -52,17 +61,20 @@ class BarrierTelemetry:
     """
 
     __slots__ = (
+        "_span",
         "arrived",
         "began",
+        "caller",
         "ended",
+        "ids",
         "is_last",
         "last",
         "observed",
         "order",
         "prefix",
         "rank",
-        "span",
         "telemetry",
+        "traced",
         "world_size",
     )
 
@@ -70,7 +82,10 @@ class BarrierTelemetry:
     prefix: str
     rank: int | None
     world_size: int
-    span: BarrierSpan
+    traced: bool
+    caller: Context
+    ids: SpanIds | None
+    _span: BarrierSpan | None
     observed: bool
     began: int
     arrived: int
@@ -78,6 +93,29 @@ class BarrierTelemetry:
     is_last: bool
     last: bytes | None
     ended: bool
+
+    @property
+    def span(self) -> BarrierSpan:
+        """The span of the call; made when it is needed, mostly after the call."""
+        with _making_span:
+            if self._span is None:
+                self._span = NO_SPAN
+                if self.traced:
+                    self._span = BarrierSpan(
+                        *(self.telemetry, self.prefix, self.rank, self.world_size),
+                        *(self.began, self.caller),
+                        ids=self.ids,
+                    )
+            return self._span
+
+    def reserve_span(self) -> str:
+        """Return the traceparent of the span, as the last rank; "" without a span."""
+        if self._span is None:
+            self.ids = self.telemetry.reserve_span("barrier")
+        if self.ids is not None:
+            return traceparent_of(self.ids)
+        self.span.begin()
+        return self.span.traceparent()
 
     @property
     def _shown(self) -> str:
@@ -114,15 +152,17 @@ class BarrierTelemetry:
         Args:
             duration: The duration of the call, in ticks.
         """
-        emit, ended_ns = self._emit_completed, RECORDER.clock.wall()
-        # In the caller's context, which has its trace and its structlog variables.
-        work = partial(copy_context().run, emit, duration, ended_ns)
         try:
-            self.telemetry.defer(work)
+            self.telemetry.defer(partial(self._emit_in_context, duration))
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
 
-    def _emit_completed(self, duration: int, ended_ns: int) -> None:
+    def _emit_in_context(self, duration: int) -> None:
+        # The caller's, which has its trace and its structlog variables. A copy: the
+        # span enters it too.
+        self.caller.copy().run(self._emit_completed, duration)
+
+    def _emit_completed(self, duration: int) -> None:
         last = LastArrival.from_bytes(self.last or b"")
         self._end_span(
             "completed",
@@ -135,7 +175,7 @@ class BarrierTelemetry:
                 names.BARRIER_COMPLETED,
                 last_rank=last.rank,
                 arrival_order=self.order,
-                completed_at=ended_ns / 1e9,
+                completed_at=RECORDER.clock.wall_of(self.began + duration) / 1e9,
                 waited_seconds=round(duration / 1e9, 6),
             )
 
@@ -181,7 +221,7 @@ class BarrierTelemetry:
             },
             error_message(error),
         )
-        if self.span.enabled:
+        if self.traced:
             guarded(self.telemetry.flush, _FLUSH_TIMEOUT)
         return error
 
@@ -233,7 +273,7 @@ class BarrierTelemetry:
         *,
         shared: str | None = None,
     ) -> None:
-        if not self.span.enabled:
+        if not self.traced:
             return
         arrival = {
             names.BARRIER_ARRIVAL_ORDER: self.order,

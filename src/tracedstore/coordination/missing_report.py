@@ -57,7 +57,7 @@ class MissingReport:
             they stopped while arriving.
         names: The names of the unseen ranks.
         findings: Why unseen ranks did not arrive, where it is known.
-        traceparent: The first rank's traceparent, "" if it published none.
+        traceparent: The trace that all ranks join, "" if none is published.
     """
 
     world_size: int
@@ -83,7 +83,6 @@ class MissingReport:
             duplicate_ranks=arrivals.duplicate_ranks,
             uncounted_ranks=arrivals.uncounted_ranks,
             names={},
-            traceparent=arrivals.traceparent,
         )
         return report.with_names(decoder)
 

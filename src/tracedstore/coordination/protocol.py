@@ -5,7 +5,6 @@ traced ranks and plain torch ranks complete one barrier together. Only tracedsto
 reads the other keys.
 """
 
-import json
 import struct
 import sys
 from array import array
@@ -15,11 +14,9 @@ from dataclasses import dataclass
 from tracedstore.coordination import validation
 
 _MAX_LAST_ARRIVAL_BYTES = 4096
+_MAX_RANK = 2**32
 
-# What follows the prefix of a barrier in the keys that every arrival uses.
-NUM_MEMBERS = "/num_members"
-LAST_MEMBER = "/last_member"
-LEDGER = "/ARRIVALS"
+_NUM_MEMBERS = "/num_members"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +32,17 @@ class BarrierKeys:
     @property
     def num_members(self) -> str:
         """The number of arrivals; each rank adds 1."""
-        return f"{self.prefix}{NUM_MEMBERS}"
+        return f"{self.prefix}{_NUM_MEMBERS}"
 
     @staticmethod
     def prefix_of(key: str) -> str | None:
         """Return the prefix of a barrier's `num_members` key; None for other keys."""
-        return key.removesuffix(NUM_MEMBERS) if key.endswith(NUM_MEMBERS) else None
+        return key.removesuffix(_NUM_MEMBERS) if key.endswith(_NUM_MEMBERS) else None
 
     @property
     def last_member(self) -> str:
         """Set by the last rank to arrive: the barrier is complete."""
-        return f"{self.prefix}{LAST_MEMBER}"
+        return f"{self.prefix}/last_member"
 
     def trace(self, rank: int) -> str:
         """Set by a rank that arrived; plain torch ranks set it after their timeout."""
@@ -59,11 +56,11 @@ class BarrierKeys:
     @property
     def ledger(self) -> str:
         """The ledger: one entry per arrival, in the order of arrival."""
-        return f"{self.prefix}{LEDGER}"
+        return f"{self.prefix}/ARRIVALS"
 
     @property
     def traceparent(self) -> str:
-        """The first rank's traceparent, on stores without a ledger."""
+        """The trace that all ranks join if the barrier is late: the first to report."""
         return f"{self.prefix}/TRACEPARENT"
 
     @property
@@ -130,11 +127,9 @@ class LastArrival:
 
     def to_json(self) -> str:
         """Return the value to write to the store."""
-        if not self.traceparent:
-            # The same, in a fifth of the time.
-            rank = "null" if self.rank is None else self.rank
-            return f'{{"rank": {rank}, "traceparent": ""}}'
-        return json.dumps({"rank": self.rank, "traceparent": self.traceparent})
+        # What json.dumps returns, in a fifth of the time: neither needs escapes.
+        rank = "null" if self.rank is None else self.rank
+        return f'{{"rank": {rank}, "traceparent": "{self.traceparent}"}}'
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "LastArrival":
@@ -143,7 +138,7 @@ class LastArrival:
             fields = validation.load_json(value, _MAX_LAST_ARRIVAL_BYTES)
             rank, traceparent = fields["rank"], fields["traceparent"]
             if rank is not None:
-                validation.integer(rank, _FIRST_TRACEPARENT_ENTRY)
+                validation.integer(rank, _MAX_RANK)
             return cls(rank, validation.text(traceparent) if traceparent else "")
         except (ValueError, TypeError, KeyError):
             return cls()
@@ -151,11 +146,6 @@ class LastArrival:
 
 # One ledger entry: the rank and its time of arrival, in seconds since the epoch.
 _ARRIVAL = struct.Struct(">Id")
-# Ranks are lower than this. The ledger also has the first rank's traceparent, as
-# entries with these numbers instead of a rank, so that one read returns both.
-_FIRST_TRACEPARENT_ENTRY = 0xFFFFFFF0
-_TRACEPARENT_ENTRY = struct.Struct(">I8s")
-_TRACEPARENT_ENTRIES = 7  # of eight characters, for a traceparent's 55
 
 
 def encode_arrival(rank: int, time: float) -> bytes:
@@ -166,15 +156,6 @@ def encode_arrival(rank: int, time: float) -> bytes:
         time: When it arrived, in seconds since the epoch.
     """
     return _ARRIVAL.pack(rank, time)
-
-
-def encode_traceparent(traceparent: str) -> bytes:
-    """Encode a traceparent as ledger entries."""
-    text = traceparent.encode()
-    return b"".join(
-        _TRACEPARENT_ENTRY.pack(_FIRST_TRACEPARENT_ENTRY + n, text[8 * n : 8 * n + 8])
-        for n in range(_TRACEPARENT_ENTRIES)
-    )
 
 
 def is_complete(entries: bytes, world_size: int) -> bool:
@@ -199,11 +180,10 @@ class Ledger:
         entries: The value of the key.
     """
 
-    __slots__ = ("_traceparent_at", "entries")
+    __slots__ = ("entries",)
 
     def __init__(self, entries: bytes = b"") -> None:
         self.entries = entries
-        self._traceparent_at = _find_traceparent(entries)
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks in the order of arrival, once per arrival.
@@ -211,42 +191,15 @@ class Ledger:
         The entries are converted all at once: one at a time takes many times as long,
         which counts with 16,384 entries while all ranks wait.
         """
-        whole = len(self.entries) - len(self.entries) % _ARRIVAL.size
-        words = array("I", self.entries[:whole])
+        words = array("I", self._whole())
         if sys.byteorder == "little":
             words.byteswap()
-        ranks = words[:: _ARRIVAL.size // words.itemsize]
-        start = self._traceparent_at
-        if start is not None:
-            first = start // _TRACEPARENT_ENTRY.size
-            del ranks[first : first + _TRACEPARENT_ENTRIES]
-        return ranks
+        return words[:: _ARRIVAL.size // words.itemsize]
 
     def times(self) -> list[float]:
         """Return the times of arrival in the same order, each by the rank's clock."""
-        whole = len(self.entries) - len(self.entries) % _ARRIVAL.size
-        arrivals = _ARRIVAL.iter_unpack(self.entries[:whole])
-        return [time for rank, time in arrivals if rank < _FIRST_TRACEPARENT_ENTRY]
+        return [time for _, time in _ARRIVAL.iter_unpack(self._whole())]
 
-    def traceparent(self) -> str:
-        """Return the first rank's traceparent, "" if it published none."""
-        start = self._traceparent_at
-        if start is None:
-            return ""
-        size = _TRACEPARENT_ENTRIES * _TRACEPARENT_ENTRY.size
-        entries = _TRACEPARENT_ENTRY.iter_unpack(self.entries[start : start + size])
-        text = b"".join(characters for _, characters in entries)
-        return text.rstrip(b"\0").decode("ascii", "replace")
-
-
-def _find_traceparent(entries: bytes) -> int | None:
-    """Return the offset of the traceparent, without decoding the other entries.
-
-    The entries of a traceparent are appended in one call, so they are adjacent.
-    """
-    mark = _FIRST_TRACEPARENT_ENTRY.to_bytes(4)
-    start = entries.find(mark)
-    while start >= 0 and start % _TRACEPARENT_ENTRY.size:
-        start = entries.find(mark, start + 1)
-    size = _TRACEPARENT_ENTRIES * _TRACEPARENT_ENTRY.size
-    return start if 0 <= start <= len(entries) - size else None
+    def _whole(self) -> bytes:
+        """Return the entries without an incomplete one."""
+        return self.entries[: len(self.entries) - len(self.entries) % _ARRIVAL.size]

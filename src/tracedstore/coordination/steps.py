@@ -8,16 +8,9 @@ calls. These functions do the same with every other store.
 from datetime import timedelta
 from typing import Any
 
-from tracedstore.coordination.arrivals import (
-    publish_traceparent,
-    read_key,
-    read_ledger,
-    read_traceparent,
-    record_arrival,
-)
+from tracedstore.coordination.arrivals import read_key, record_arrival
 from tracedstore.coordination.barrier_telemetry import guarded
-from tracedstore.coordination.protocol import BarrierKeys, Ledger
-from tracedstore.coordination.trace_context import BarrierSpan
+from tracedstore.coordination.protocol import BarrierKeys
 
 
 def arrive(store: Any, keys: BarrierKeys, rank: int | None) -> tuple[int, bool]:
@@ -40,38 +33,22 @@ def wait_for(
     return guarded(read_key, store, key) if to_be_read else None
 
 
-def complete(store: Any, key: str, value: str, ledger: str) -> bytes | None:
-    """Set a key, and make a round trip: a TCPStore does not reply to a set.
+def complete(
+    store: Any, keys: BarrierKeys, value: str, in_ledger: bool
+) -> bytes | None:
+    """Complete a barrier as its last rank, and make a round trip.
 
-    That reads the ledger, if its key is not empty.
+    A TCPStore does not acknowledge a set. If this process serves the store and ends
+    now, the others get a network error instead of their wake-up. After one round trip
+    the server has answered their waits. torch's barrier does the same. Here that reads
+    the ledger, if this rank is in it.
 
     Returns:
         The ledger; None if it was not or cannot be read.
     """
-    store.set(key, value)
-    if not ledger:
-        store.check([key])
+    store.set(keys.last_member, value)
+    if not in_ledger:
+        store.check([keys.last_member])
         return None
-    entries: bytes | None = guarded(read_key, store, ledger)
+    entries: bytes | None = guarded(read_key, store, keys.ledger)
     return entries
-
-
-def publish_trace(store: Any, keys: BarrierKeys, span: BarrierSpan) -> None:
-    """Publish the trace that the other ranks join, as the first rank."""
-    span.begin()
-    traceparent = span.traceparent()
-    if traceparent:
-        publish_traceparent(store, keys, traceparent)
-
-
-def shared_trace(
-    store: Any, keys: BarrierKeys, span: BarrierSpan, in_ledger: bool
-) -> tuple[str, Ledger]:
-    """Return the trace that all ranks join: the first rank's, else this one's."""
-    ledger = read_ledger(store, keys, exists=in_ledger)
-    shared = read_traceparent(store, keys, ledger)
-    if not shared:
-        # The first rank runs plain torch, or has not published its trace yet.
-        span.begin()
-        shared = span.traceparent()
-    return shared, ledger

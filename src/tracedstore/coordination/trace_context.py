@@ -1,16 +1,16 @@
 """One trace over all ranks of a barrier.
 
-The first rank to arrive starts its span at once and publishes its traceparent in the
-store. The last rank passes it on to all others in the key that completes the barrier.
-Each rank's span is a child of the first rank's span; where the caller is in a trace
-already, the span stays in that trace and links to the first rank's. All spans but the
-first rank's are created at the end, with their start times, when their parent is known.
+The last rank to arrive gives the ids of its span to all others in the key that
+completes the barrier. Each rank's span is a child of the last rank's span; where the
+caller is in a trace already, the span stays in that trace and links to the last rank's.
+If a barrier is late, the first rank that reports it has the span that the others join.
+Spans are created when their parent is known, with their start times.
 """
 
 import re
 import threading
 from collections.abc import Mapping
-from contextvars import copy_context
+from contextvars import Context
 from typing import Any, Final
 
 from opentelemetry import context, trace
@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 from tracedstore import names
 from tracedstore.core.keys import printable
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import NULL_TELEMETRY, Telemetry
+from tracedstore.core.telemetry import NULL_TELEMETRY, SpanIds, Telemetry
 
 # W3C's format, in the one version that there is. OpenTelemetry's propagator does the
 # same for the headers of requests, in ten times the time.
@@ -41,6 +41,9 @@ class BarrierSpan:
         prefix: Prefix of the barrier's keys.
         rank: The rank of this process, where it is known.
         world_size: Number of ranks.
+        began: When the call began, in ticks.
+        caller: The context of the caller: most spans are started in another thread.
+        ids: The ids that were reserved for it.
         enabled: Record spans.
 
     Attributes:
@@ -49,6 +52,7 @@ class BarrierSpan:
 
     __slots__ = (
         "_caller",
+        "_ids",
         "_joined",
         "_lock",
         "_prefix",
@@ -67,7 +71,10 @@ class BarrierSpan:
         prefix: str,
         rank: int | None,
         world_size: int,
+        began: int,
+        caller: Context,
         *,
+        ids: SpanIds | None = None,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
@@ -78,9 +85,9 @@ class BarrierSpan:
         self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
-        self._started = RECORDER.clock.wall()
-        # The caller's context: most spans are started in another thread.
-        self._caller = copy_context()
+        self._started = RECORDER.clock.wall_of(began)
+        self._caller = caller
+        self._ids = ids
         self._joined: SpanContext | None = None
         self._published = False
         self._lock = threading.Lock()
@@ -123,7 +130,7 @@ class BarrierSpan:
         own = self._span.get_span_context()
         if not own.is_valid:
             return ""
-        return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        return traceparent_of(SpanIds(own.trace_id, own.span_id, own.trace_flags))
 
     def ids(self) -> dict[str, str]:
         """Return the trace and span ids for an event of this call."""
@@ -172,6 +179,9 @@ class BarrierSpan:
     def _start(
         self, shared: SpanContext | None, more: Mapping[str, Any] | None = None
     ) -> None:
+        if self._ids is not None and shared is not None:
+            # Its own, as the last rank.
+            shared = None if shared.span_id == self._ids.span_id else shared
         self._joined = shared
         parent = self._caller.run(context.get_current)
         links: tuple[Link, ...] = ()
@@ -194,7 +204,13 @@ class BarrierSpan:
             started_ns=self._started,
             parent=parent,
             links=links,
+            ids=self._ids,
         )
+
+
+def traceparent_of(ids: SpanIds) -> str:
+    """Return ids in W3C's format."""
+    return f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.flags:02x}"
 
 
 def _parsed(traceparent: str) -> SpanContext | None:
@@ -209,4 +225,4 @@ def _parsed(traceparent: str) -> SpanContext | None:
 
 
 # For calls without a span.
-NO_SPAN: Final = BarrierSpan(NULL_TELEMETRY, "", None, 0, enabled=False)
+NO_SPAN: Final = BarrierSpan(NULL_TELEMETRY, "", None, 0, 0, Context(), enabled=False)

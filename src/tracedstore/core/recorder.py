@@ -307,28 +307,19 @@ class Recorder:
     @contextmanager
     def no_call_spans(self) -> Iterator[None]:
         """Create no spans for calls that this thread makes."""
-        before = self.stop_call_spans()
+        native, thread_id = self.native, get_ident()
+        if native is not None:
+            # It would call Python for each call within the span budget, for no span.
+            native.enter_unsampled()
+        before = thread_id in self.without_call_spans
+        self.without_call_spans.add(thread_id)
         try:
             yield
         finally:
-            self.resume_call_spans(before)
-
-    def stop_call_spans(self) -> bool:
-        """Create no spans for calls of this thread; return whether it did before."""
-        if self.native is not None:
-            # It would call Python for each call within the span budget, for no span.
-            self.native.enter_unsampled()
-        thread_id = get_ident()
-        before = thread_id not in self.without_call_spans
-        self.without_call_spans.add(thread_id)
-        return before
-
-    def resume_call_spans(self, before: bool) -> None:
-        """Undo `stop_call_spans`, with what it returned."""
-        if self.native is not None:
-            self.native.exit_unsampled()
-        if before:
-            self.without_call_spans.discard(get_ident())
+            if native is not None:
+                native.exit_unsampled()
+            if not before:
+                self.without_call_spans.discard(thread_id)
 
     def _reasons(
         self,

@@ -7,7 +7,7 @@ installs it in `TELEMETRY`; until then `TELEMETRY` emits nothing.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from tracedstore import names
 
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from tracedstore.core.counters import Call
 
 _logger = logging.getLogger(names.SCOPE)
+
+
+class SpanIds(NamedTuple):
+    """The ids of a span.
+
+    Attributes:
+        trace_id: The id of its trace.
+        span_id: Its own id.
+        flags: The flags of its trace.
+    """
+
+    trace_id: int
+    span_id: int
+    flags: int
 
 
 class Telemetry(Protocol):
@@ -43,8 +57,18 @@ class Telemetry(Protocol):
         started_ns: int,
         parent: "Context | None",
         links: "Sequence[Link]" = (),
+        ids: SpanIds | None = None,
     ) -> "Span | None":
-        """Start a span; return None where there is no tracer provider."""
+        """Start a span; return None where there is no tracer provider.
+
+        It gets the ids that `reserve_span` returned, if there are some.
+        """
+
+    def reserve_span(self, name: str) -> SpanIds | None:
+        """Return the ids of a span that is started later, in the current context.
+
+        None if only starting it shows its ids.
+        """
 
     def defer(self, work: Callable[[], object]) -> None:
         """Make a span or an event a moment later, in a thread.
@@ -102,7 +126,11 @@ class NullTelemetry:
         started_ns: int,
         parent: "Context | None",
         links: "Sequence[Link]" = (),
+        ids: SpanIds | None = None,
     ) -> "Span | None":
+        """Return None."""
+
+    def reserve_span(self, name: str) -> SpanIds | None:
         """Return None."""
 
     def defer(self, work: Callable[[], object]) -> None:
@@ -139,6 +167,7 @@ class ProxyTelemetry:
         emits_debug_events: That of the telemetry, as it is: every barrier asks.
         tracing_enabled: The same.
         defer: The same.
+        reserve_span: The same.
         is_null: No telemetry is installed.
     """
 
@@ -151,6 +180,7 @@ class ProxyTelemetry:
         self.emits_debug_events = telemetry.emits_debug_events
         self.tracing_enabled = telemetry.tracing_enabled
         self.defer = telemetry.defer
+        self.reserve_span = telemetry.reserve_span
         self.is_null = telemetry is NULL_TELEMETRY
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
@@ -169,6 +199,7 @@ class ProxyTelemetry:
         started_ns: int,
         parent: "Context | None",
         links: "Sequence[Link]" = (),
+        ids: SpanIds | None = None,
     ) -> "Span | None":
         """Forward."""
         return self._installed.start_span(
@@ -177,6 +208,7 @@ class ProxyTelemetry:
             started_ns=started_ns,
             parent=parent,
             links=links,
+            ids=ids,
         )
 
     def flush(self, timeout: float) -> None:

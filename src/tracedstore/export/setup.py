@@ -24,7 +24,7 @@ from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.snapshot import MetricSource, Snapshots
-from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY
+from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
 from tracedstore.core.watcher import WATCHER
 from tracedstore.diagnosis import groups
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
@@ -96,6 +96,7 @@ class ConfiguredTelemetry:
             *more_observers,
         )
         self.defer = _deferred.submit
+        self.reserve_span = self._spans.reserve
         self.emits_debug_events = self._events.emits_debug_events
         self.tracing_enabled = self._spans.enabled
         if settings.spans == "off":
@@ -123,6 +124,7 @@ class ConfiguredTelemetry:
         started_ns: int,
         parent: Context | None,
         links: Sequence[Link] = (),
+        ids: SpanIds | None = None,
     ) -> Span | None:
         """Start a span; return None where there is no tracer provider."""
         return self._spans.start(
@@ -131,6 +133,7 @@ class ConfiguredTelemetry:
             started_ns=started_ns,
             parent=parent,
             links=links,
+            ids=ids,
         )
 
     def flush(self, timeout: float) -> None:

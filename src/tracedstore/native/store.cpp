@@ -718,21 +718,23 @@ class NativeStore : public c10d::Store {
   // is Python code in cold caches. Their calls are recorded like any other. None gets a
   // span within the budget, because the span of the barrier covers it.
 
-  // Records and counts the arrival of a rank, and waits for the last one. The position
-  // of the arrival is put on the Python object of the call before the wait, and the
-  // value that the last rank has written after it, if it is to be read. Returns false
-  // before the wait if Python has to go on: for the last rank and ranks beyond it, for
-  // the first one if that is asked for, and, with no position, if the store has no
-  // append.
+  // Records and counts the arrival of a rank, and waits for the last one, or completes
+  // the barrier as the last one. The position of the arrival is put on the Python object
+  // of the call before the wait, and the value that the last rank has written after it,
+  // if it is to be read. Returns false if Python has to go on after the arrival: for
+  // ranks beyond the last one, for the first and the last one if that is asked for, and,
+  // with no position, if the store has no append.
   bool meet(
       const py::object& call, const std::string& prefix, int64_t rank,
       int64_t world_size, const Milliseconds& timeout, bool to_be_read,
-      bool stops_if_first);
+      bool stops_if_first, bool stops_if_last);
 
-  // Sets a key, and makes a round trip: a TCPStore does not reply to a set. That reads
-  // the ledger, if its key is not empty. Returns None if it is, or cannot be read.
-  py::object complete(
-      const std::string& key, const std::string& value, const std::string& ledger);
+  // Completes a barrier as its last rank: writes a value for the others, and makes a
+  // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
+  // this rank is in it. The value and the ledger are put on the object of the call.
+  void complete(
+      const py::object& call, const std::string& prefix, const std::string& value,
+      bool in_ledger);
 
   // Whether this store's calls go through another one.
   bool stands_on(const NativeStore* other) const {
@@ -846,7 +848,7 @@ bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
 bool NativeStore::meet(
     const py::object& call, const std::string& prefix, int64_t rank,
     int64_t world_size, const Milliseconds& timeout, bool to_be_read,
-    bool stops_if_first) {
+    bool stops_if_first, bool stops_if_last) {
   if (!hasExtendedApi()) {
     return false;
   }
@@ -867,8 +869,16 @@ bool NativeStore::meet(
   call.attr("arrived") = ticks();
   call.attr("in_ledger") = in_ledger;
   call.attr("order") = order;
-  if (order >= world_size || (order == 1 && stops_if_first)) {
+  if (order > world_size || (order == 1 && stops_if_first) ||
+      (order == world_size && stops_if_last)) {
     return false;
+  }
+  if (order == world_size) {
+    // As `coordination.protocol.LastArrival.to_json` makes it.
+    complete(
+        call, prefix, "{\"rank\": " + std::to_string(rank) + ", \"traceparent\": \"\"}",
+        in_ledger);
+    return true;
   }
   if (PyErr_CheckSignals() != 0) { // else a Ctrl-C would have to wait for the last rank
     throw py::error_already_set();
@@ -887,21 +897,28 @@ bool NativeStore::meet(
   return true;
 }
 
-py::object NativeStore::complete(
-    const std::string& key, const std::string& value, const std::string& ledger) {
+void NativeStore::complete(
+    const py::object& call, const std::string& prefix, const std::string& value,
+    bool in_ledger) {
+  const Bytes written = bytes_of(value);
   Bytes entries;
   bool has_entries = false;
   {
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
-    set(key, bytes_of(value));
-    if (ledger.empty()) {
-      check({key});
+    const std::string key = prefix + "/last_member";
+    set(key, written);
+    if (in_ledger) {
+      has_entries = try_to_read(prefix + "/ARRIVALS", entries);
     } else {
-      has_entries = try_to_read(ledger, entries);
+      check({key});
     }
   }
-  return has_entries ? bytes_object(entries) : py::none();
+  call.attr("last") = bytes_object(written);
+  if (has_entries) {
+    call.attr("entries") = bytes_object(entries);
+  }
+  call.attr("is_last") = true;
 }
 
 // What Python refers to a store by without keeping it: a store that is kept keeps its

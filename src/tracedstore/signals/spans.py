@@ -5,14 +5,24 @@ span is created when the call has ended, with its start and end times.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from opentelemetry import context, trace
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
 from opentelemetry.environment_variables import OTEL_PYTHON_TRACER_PROVIDER
 from opentelemetry.semconv.attributes import db_attributes as db
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
-from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
+from opentelemetry.trace import (
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    TracerProvider,
+)
 from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names, otel_names
@@ -21,11 +31,80 @@ from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
 from tracedstore.core.operation import EtcdRequest, Operation, Reason
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.telemetry import SpanIds
 
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.
 _PROVIDER_CHECK_NS = 50_000_000
 _SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
+
+
+class ReservedIds:
+    """An id generator of the SDK that returns reserved ids where they are used.
+
+    The last rank to arrive at a barrier gives the ids of its span to the others before
+    it releases them. The SDK takes longer to start a span than a barrier takes. So the
+    ids are taken first, and the span that gets them is started a moment later.
+
+    Args:
+        tracer: A tracer of the SDK. It gets its ids from here from now on.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._sampler = tracer.sampler
+        self._generator = tracer.id_generator
+        self._used = threading.local()
+        tracer.id_generator = self
+
+    @classmethod
+    def of(cls, tracer: Tracer) -> "ReservedIds | None":
+        """Reserve ids of a tracer; None if it is not one of the SDK."""
+        is_sdk = hasattr(tracer, "id_generator") and hasattr(tracer, "sampler")
+        return cls(tracer) if is_sdk else None
+
+    def reserve(self, name: str, current: context.Context) -> SpanIds:
+        """Return ids for a span in a context.
+
+        The sampler decides now. It is asked again when the span is started.
+        """
+        parent = trace.get_current_span(current).get_span_context()
+        if parent.is_valid:
+            trace_id, flags = parent.trace_id, int(parent.trace_flags)
+        else:
+            trace_id = self._generator.generate_trace_id()
+            # Not every version of the SDK knows whether an id is random.
+            is_random = getattr(self._generator, "is_trace_id_random", bool)
+            flags = 2 * is_random()
+        flags &= ~TraceFlags.SAMPLED
+        if self._sampler.should_sample(current, trace_id, name).decision.is_sampled():
+            flags |= TraceFlags.SAMPLED
+        return SpanIds(trace_id, self._generator.generate_span_id(), flags)
+
+    @contextmanager
+    def used(self, ids: SpanIds) -> Iterator[None]:
+        """Return these ids in this thread."""
+        self._used.ids = ids
+        try:
+            yield
+        finally:
+            self._used.ids = None
+
+    # What the SDK calls.
+
+    def generate_trace_id(self) -> int:
+        """Return the id of a new trace."""
+        ids: SpanIds | None = getattr(self._used, "ids", None)
+        new: int = ids.trace_id if ids else self._generator.generate_trace_id()
+        return new
+
+    def generate_span_id(self) -> int:
+        """Return the id of a new span."""
+        ids: SpanIds | None = getattr(self._used, "ids", None)
+        new: int = ids.span_id if ids else self._generator.generate_span_id()
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
 
 
 class Spans:
@@ -49,6 +128,7 @@ class Spans:
         self._on_provider = on_provider
         self._provider: TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
+        self._ids: ReservedIds | None = None
         self._provider_by_environment = OTEL_PYTHON_TRACER_PROVIDER in os.environ
         self._process = process_attributes(identity)
         self.suppressed_by_caller = 0
@@ -95,9 +175,17 @@ class Spans:
             and not self._provider_by_environment
         ):
             return False
-        return self._current_tracer() is not None and not context.get_value(
-            _SUPPRESS_INSTRUMENTATION_KEY
-        )
+        return self._current_tracer() is not None
+
+    def reserve(self, name: str) -> SpanIds | None:
+        """Return the ids of a span that `start` starts later, in this context.
+
+        None if the tracer is not one of the SDK, or there is to be no span.
+        """
+        current = context.get_current()
+        if self._ids is None or current.get(_SUPPRESS_INSTRUMENTATION_KEY):
+            return None
+        return self._ids.reserve(name, current)
 
     def start(
         self,
@@ -107,18 +195,23 @@ class Spans:
         started_ns: int,
         parent: context.Context | None,
         links: Sequence[trace.Link] = (),
+        ids: SpanIds | None = None,
     ) -> trace.Span | None:
-        """Start a span that covers many calls; None without a tracer provider."""
+        """Start a span that covers many calls, with reserved ids if there are some.
+
+        None without a tracer provider, and if the caller suppresses instrumentation.
+        """
         tracer = self._current_tracer()
-        if tracer is None:
+        if tracer is None or context.get_value(_SUPPRESS_INSTRUMENTATION_KEY, parent):
             return None
-        return tracer.start_span(
-            name,
-            context=parent,
-            attributes=self._process | dict(attributes),
-            start_time=started_ns,
-            links=links,
-        )
+        with nullcontext() if ids is None or not self._ids else self._ids.used(ids):
+            return tracer.start_span(
+                name,
+                context=parent,
+                attributes=self._process | dict(attributes),
+                start_time=started_ns,
+                links=links,
+            )
 
     def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on the spans from now on."""
@@ -136,6 +229,7 @@ class Spans:
             self._tracer = provider.get_tracer(
                 names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
             )
+            self._ids = ReservedIds.of(self._tracer)
         budget.counting = self._count_suppressed
         return self._tracer
 
