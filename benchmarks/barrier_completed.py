@@ -57,15 +57,15 @@ class Completed:
         return self.configured_ms / self.configured_torch_ms
 
 
-def measure(port: int, repeats: int) -> list[Completed]:
-    """Measure all world sizes on the TCPStore at a port."""
+def measure(port: int, worlds: tuple[int, ...], repeats: int) -> list[Completed]:
+    """Measure these world sizes on the TCPStore at a port."""
     ours_timed, configured_timed, floor_timed, configured_floor_timed = (
-        barrier_durations.measure(port, variant, WORLDS, repeats)
+        barrier_durations.measure(port, variant, worlds, repeats)
         for variant in ("ours", "configured", *FLOORS)
     )
     rows = []
     with relay(port) as through:
-        for world in WORLDS:
+        for world in worlds:
             counts = {variant: _count(through, variant, world) for variant in VARIANTS}
             torch, ours, configured = (counts[variant] for variant in VARIANTS)
             rows.append(

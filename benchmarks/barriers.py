@@ -90,6 +90,7 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=60)
     arguments.add_argument("--naming-repeats", type=int, default=5)
+    arguments.add_argument("--max-ranks", type=int, default=64)
     options = arguments.parse_args()
 
     # torch resolves the address of every connection to a name, and the duration of that
@@ -99,7 +100,8 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tcp_server() as port, discarded_standard_error():
         # First: processes are forked, and this one must have no threads yet.
-        completed = barrier_completed.measure(port, options.repeats)
+        worlds = tuple(n for n in barrier_completed.WORLDS if n <= options.max_ranks)
+        completed = barrier_completed.measure(port, worlds, options.repeats)
         naming = [
             barrier_naming.measure(port, world, options.naming_repeats)
             for world in barrier_naming.WORLDS
