@@ -43,7 +43,7 @@ def ids_of(span: Span) -> SpanIds:
 
 def test_span_gets_reserved_ids(spans: Spans) -> None:
     """The next span of the tracer has ids of its own."""
-    ids = spans.reserve("barrier")
+    ids = spans.reserve()
     assert ids is not None
 
     assert ids_of(started(spans, ids)) == ids
@@ -52,11 +52,25 @@ def test_span_gets_reserved_ids(spans: Spans) -> None:
     assert ids.span_id != after.span_id
 
 
+def test_prepared(spans: Spans) -> None:
+    """A span prepares ids for the next one, which a forked child does not use."""
+    started(spans, None)
+    assert spans._ids is not None
+    (prepared,) = spans._ids._prepared
+
+    assert spans.reserve() == prepared
+    assert spans.reserve() != prepared
+    started(spans, None)
+    (prepared,) = spans._ids._prepared
+    spans.reset()
+    assert spans.reserve() != prepared
+
+
 def test_span_of_another_thread(spans: Spans, provider: TracerProvider) -> None:
     """Ids that a thread uses are not given to spans of other threads."""
     tracer = provider.get_tracer("test")
     generator = ReservedIds.of(tracer)
-    ids = spans.reserve("barrier")
+    ids = spans.reserve()
     assert generator is not None
     assert ids is not None
 
@@ -71,7 +85,7 @@ def test_span_of_another_thread(spans: Spans, provider: TracerProvider) -> None:
 def test_in_the_trace_of_the_caller(spans: Spans, provider: TracerProvider) -> None:
     """A caller that is in a span has its trace."""
     with provider.get_tracer("test").start_as_current_span("step") as step:
-        ids = spans.reserve("barrier")
+        ids = spans.reserve()
         assert ids is not None
         span = started(spans, ids)
 
@@ -85,7 +99,7 @@ def test_in_the_trace_of_the_caller(spans: Spans, provider: TracerProvider) -> N
 def test_sampler_decides(sampler: TraceIdRatioBased) -> None:
     """Ids of a span that is not sampled say so."""
     spans = spans_of(TracerProvider(sampler=sampler, shutdown_on_exit=False))
-    ids = spans.reserve("barrier")
+    ids = spans.reserve()
     assert ids is not None
 
     assert not ids.flags & trace.TraceFlags.SAMPLED
@@ -97,7 +111,7 @@ def test_tracer_that_is_not_of_the_sdk() -> None:
     assert ReservedIds.of(NoOpTracer()) is None
     spans = spans_of(trace.NoOpTracerProvider())
 
-    assert spans.reserve("barrier") is None
+    assert spans.reserve() is None
     assert not started(spans, None).is_recording()
 
 
@@ -105,7 +119,7 @@ def test_suppressed(spans: Spans) -> None:
     """A caller that suppresses instrumentation gets neither ids nor a span."""
     token = context.attach(context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
     try:
-        assert spans.reserve("barrier") is None
+        assert spans.reserve() is None
         assert spans.start("barrier", attributes={}, started_ns=1, parent=None) is None
     finally:
         context.detach(token)

@@ -18,6 +18,8 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
+from torch.distributed import Store
+
 from tracedstore import names
 from tracedstore.coordination import steps
 from tracedstore.coordination.arrivals import (
@@ -52,6 +54,8 @@ from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER
 
+# Without it, the first rank adds the barrier to an index of keys.
+_LISTS_KEYS = hasattr(Store, "list_keys")
 # Seconds until a warning that never comes.
 _NEVER = 1e9
 
@@ -135,7 +139,8 @@ class BarrierCall(BarrierTelemetry):
         self.last: bytes | None = None
         # A thread reads who is missing.
         self._warning = False
-        self._span = self.ids = None
+        self._spans = []
+        self.ids = None
         self.traced = TELEMETRY.tracing_enabled()
         self.observed = self.traced or TELEMETRY.emits_debug_events()
         if self.observed:
@@ -169,9 +174,7 @@ class BarrierCall(BarrierTelemetry):
             if self.due < WATCHER.looks_at:
                 guarded(WATCHER.wake)
             try:
-                rank, size = self.rank, self.world_size
-                timeout = timedelta(seconds=self._timeout)
-                first = not hasattr(store, "list_keys")
+                rank, size, timeout = self.rank, self.world_size, self._timeout
                 try:
                     if rank is not None and not is_registered(store, rank):
                         register(store, rank, size)
@@ -184,12 +187,13 @@ class BarrierCall(BarrierTelemetry):
                     # What C++ takes.
                     and type(rank) is type(size) is int
                     and 0 <= rank < size < MAX_RANKS
+                    and 0 < timeout < _NEVER
                     and store._meet(  # noqa: SLF001
                         *(self, self.prefix, rank, size, timeout, self.observed),
-                        *(first, self.traced),
+                        *(not _LISTS_KEYS, self.traced),
                     )
                 ):
-                    self._meet(timeout)
+                    self._meet(timedelta(seconds=timeout))
                 if self.is_last:
                     guarded(self._audit)
             finally:

@@ -4,7 +4,6 @@ The span and the event of a completed barrier are made after the call has return
 (`Telemetry.defer`): they take longer than the barrier. All others are made at once.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from contextvars import Context
 from functools import partial
@@ -32,8 +31,6 @@ from tracedstore.core.telemetry import SpanIds, Telemetry
 _FLUSH_TIMEOUT = 1.0
 # Maximum number of ranks in a span attribute; backends cut long lists, or the span.
 _MAX_RANKS_LISTED = 64
-# The watcher and the caller may need the span of a call at the same time.
-_making_span = threading.Lock()
 # Runs an optional step of a barrier; on failure counts it and returns None.
 guarded = partial(RECORDER.failures.guarded, names.BARRIERS)
 
@@ -61,7 +58,7 @@ class BarrierTelemetry:
     """
 
     __slots__ = (
-        "_span",
+        "_spans",
         "arrived",
         "began",
         "caller",
@@ -85,7 +82,7 @@ class BarrierTelemetry:
     traced: bool
     caller: Context
     ids: SpanIds | None
-    _span: BarrierSpan | None
+    _spans: list[BarrierSpan]
     observed: bool
     began: int
     arrived: int
@@ -97,21 +94,23 @@ class BarrierTelemetry:
     @property
     def span(self) -> BarrierSpan:
         """The span of the call; made when it is needed, mostly after the call."""
-        with _making_span:
-            if self._span is None:
-                self._span = NO_SPAN
-                if self.traced:
-                    self._span = BarrierSpan(
-                        *(self.telemetry, self.prefix, self.rank, self.world_size),
-                        *(self.began, self.caller),
-                        ids=self.ids,
-                    )
-            return self._span
+        if not self.traced:
+            return NO_SPAN
+        if not self._spans:
+            self._spans.append(
+                BarrierSpan(
+                    *(self.telemetry, self.prefix, self.rank, self.world_size),
+                    *(self.began, self.caller),
+                    ids=self.ids,
+                )
+            )
+        # The watcher may have made one at the same time: the first one counts.
+        return self._spans[0]
 
     def reserve_span(self) -> str:
         """Return the traceparent of the span, as the last rank; "" without a span."""
-        if self._span is None:
-            self.ids = self.telemetry.reserve_span("barrier")
+        if not self._spans:
+            self.ids = self.telemetry.reserve_span()
         if self.ids is not None:
             return traceparent_of(self.ids)
         self.span.begin()

@@ -64,7 +64,7 @@ class Telemetry(Protocol):
         It gets the ids that `reserve_span` returned, if there are some.
         """
 
-    def reserve_span(self, name: str) -> SpanIds | None:
+    def reserve_span(self) -> SpanIds | None:
         """Return the ids of a span that is started later, in the current context.
 
         None if only starting it shows its ids.
@@ -130,7 +130,7 @@ class NullTelemetry:
     ) -> "Span | None":
         """Return None."""
 
-    def reserve_span(self, name: str) -> SpanIds | None:
+    def reserve_span(self) -> SpanIds | None:
         """Return None."""
 
     def defer(self, work: Callable[[], object]) -> None:

@@ -212,7 +212,7 @@ class ConfiguredTelemetry:
 
     def reset(self) -> None:
         """Drop what is the parent's, as a forked child must: counts, calls, threads."""
-        self._spans.suppressed_by_caller = 0
+        self._spans.reset()
         self._metrics.reset()
         self._events.reset()
         self._stall_watch.reset()

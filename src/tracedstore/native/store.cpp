@@ -24,6 +24,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -726,7 +727,7 @@ class NativeStore : public c10d::Store {
   // with no position, if the store has no append.
   bool meet(
       const py::object& call, const std::string& prefix, int64_t rank,
-      int64_t world_size, const Milliseconds& timeout, bool to_be_read,
+      int64_t world_size, double timeout_seconds, bool to_be_read,
       bool stops_if_first, bool stops_if_last);
 
   // Completes a barrier as its last rank: writes a value for the others, and makes a
@@ -847,7 +848,7 @@ bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
 
 bool NativeStore::meet(
     const py::object& call, const std::string& prefix, int64_t rank,
-    int64_t world_size, const Milliseconds& timeout, bool to_be_read,
+    int64_t world_size, double timeout_seconds, bool to_be_read,
     bool stops_if_first, bool stops_if_last) {
   if (!hasExtendedApi()) {
     return false;
@@ -888,7 +889,8 @@ bool NativeStore::meet(
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
     const std::string last = prefix + "/last_member";
-    wait({last}, timeout);
+    // As a timedelta, which has whole microseconds.
+    wait({last}, Milliseconds(std::llround(timeout_seconds * 1e6) / 1000));
     to_be_read = to_be_read && try_to_read(last, value);
   }
   if (to_be_read) {

@@ -7,7 +7,7 @@ span is created when the call has ended, with its start and end times.
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from opentelemetry import context, trace
@@ -36,6 +36,8 @@ from tracedstore.core.telemetry import SpanIds
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.
 _PROVIDER_CHECK_NS = 50_000_000
+# What a sampler gets as the name of a span whose ids are reserved.
+RESERVED_NAME = "barrier"
 _SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
 
 
@@ -54,6 +56,8 @@ class ReservedIds:
         self._sampler = tracer.sampler
         self._generator = tracer.id_generator
         self._used = threading.local()
+        # For the next span, one at most. Popping is atomic.
+        self._prepared: list[SpanIds] = []
         tracer.id_generator = self
 
     @classmethod
@@ -62,12 +66,25 @@ class ReservedIds:
         is_sdk = hasattr(tracer, "id_generator") and hasattr(tracer, "sampler")
         return cls(tracer) if is_sdk else None
 
+    def prepare(self, name: str) -> None:
+        """Reserve ids for the next span that is in no other trace."""
+        if not self._prepared:
+            self._prepared.append(self.reserve(name, context.Context()))
+
+    def reset(self) -> None:
+        """Forget prepared ids, as a forked child must: the parent has them too."""
+        self._prepared.clear()
+
     def reserve(self, name: str, current: context.Context) -> SpanIds:
         """Return ids for a span in a context.
 
         The sampler decides now. It is asked again when the span is started.
         """
-        parent = trace.get_current_span(current).get_span_context()
+        span = trace.get_current_span(current)
+        if span is trace.INVALID_SPAN:
+            with suppress(IndexError):
+                return self._prepared.pop()
+        parent = span.get_span_context()
         if parent.is_valid:
             trace_id, flags = parent.trace_id, int(parent.trace_flags)
         else:
@@ -177,7 +194,7 @@ class Spans:
             return False
         return self._current_tracer() is not None
 
-    def reserve(self, name: str) -> SpanIds | None:
+    def reserve(self) -> SpanIds | None:
         """Return the ids of a span that `start` starts later, in this context.
 
         None if the tracer is not one of the SDK, or there is to be no span.
@@ -185,7 +202,7 @@ class Spans:
         current = context.get_current()
         if self._ids is None or current.get(_SUPPRESS_INSTRUMENTATION_KEY):
             return None
-        return self._ids.reserve(name, current)
+        return self._ids.reserve(RESERVED_NAME, current)
 
     def start(
         self,
@@ -205,13 +222,23 @@ class Spans:
         if tracer is None or context.get_value(_SUPPRESS_INSTRUMENTATION_KEY, parent):
             return None
         with nullcontext() if ids is None or not self._ids else self._ids.used(ids):
-            return tracer.start_span(
+            span = tracer.start_span(
                 name,
                 context=parent,
                 attributes=self._process | dict(attributes),
                 start_time=started_ns,
                 links=links,
             )
+        if self._ids is not None:
+            # Here, because no caller waits for it.
+            self._ids.prepare(RESERVED_NAME)
+        return span
+
+    def reset(self) -> None:
+        """Forget what is the parent's, as a forked child must."""
+        self.suppressed_by_caller = 0
+        if self._ids is not None:
+            self._ids.reset()
 
     def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on the spans from now on."""
