@@ -134,7 +134,7 @@ class BarrierCall(BarrierTelemetry):
         self._trace_timeout = trace_timeout
         self._examine = examine
         self.in_ledger = False
-        # The ledger, if this is the last rank and could read it.
+        # The ledger that the last rank has read, if it has not each rank once.
         self.entries: bytes | None = None
         self.last: bytes | None = None
         # A thread reads who is missing.
@@ -194,7 +194,7 @@ class BarrierCall(BarrierTelemetry):
                     )
                 ):
                     self._meet(timedelta(seconds=timeout))
-                if self.is_last:
+                if self.is_last and (self.entries is not None or not self.in_ledger):
                     guarded(self._audit)
             finally:
                 WATCHER.watches.discard(self)
@@ -249,22 +249,20 @@ class BarrierCall(BarrierTelemetry):
         last = LastArrival(self.rank, shared or "").to_json()
         native = RECORDER.native
         if native is not None and type(store) is native.store_class:
-            store._complete(self, self.prefix, last, self.in_ledger)  # noqa: SLF001
-        else:
-            self.entries = steps.complete(store, self._keys, last, self.in_ledger)
-            self.is_last, self.last = True, last.encode()
+            store._complete(  # noqa: SLF001
+                self, self.prefix, last, self.world_size, self.in_ledger
+            )
+            return
+        entries = steps.complete(store, self._keys, last, self.in_ledger)
+        if entries is not None and not is_complete(entries, self.world_size):
+            self.entries = entries
+        self.is_last, self.last = True, last.encode()
 
     # The rest is optional and must not fail the barrier.
 
     def _audit(self) -> None:
         """Report a rank that was counted twice: the barrier completed too early."""
-        entries = self.entries
-        if self.in_ledger and (
-            entries is None  # it could not be read
-            or is_complete(entries, self.world_size)
-        ):
-            return
-        ledger = Ledger(entries or b"")
+        ledger = Ledger(self.entries or b"")
         if self.rank is not None and has_duplicates(self._store, self._keys, ledger):
             self._report_stale(self.world_size)
 

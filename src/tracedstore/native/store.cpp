@@ -732,10 +732,11 @@ class NativeStore : public c10d::Store {
 
   // Completes a barrier as its last rank: writes a value for the others, and makes a
   // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
-  // this rank is in it. The value and the ledger are put on the object of the call.
+  // this rank is in it. The value is put on the object of the call, and so is a ledger
+  // that does not have each rank once.
   void complete(
       const py::object& call, const std::string& prefix, const std::string& value,
-      bool in_ledger);
+      int64_t world_size, bool in_ledger);
 
   // Whether this store's calls go through another one.
   bool stands_on(const NativeStore* other) const {
@@ -834,6 +835,26 @@ Bytes arrival(int64_t rank) {
   return entry;
 }
 
+// Whether a ledger has each rank once, and nothing else.
+bool is_complete(const Bytes& entries, int64_t world_size) {
+  constexpr size_t SIZE = 12; // of an entry
+  const auto ranks = static_cast<size_t>(world_size);
+  if (entries.size() != SIZE * ranks) {
+    return false;
+  }
+  std::vector<bool> seen(ranks);
+  for (size_t at = 0; at < entries.size(); at += SIZE) {
+    const size_t rank = static_cast<size_t>(entries[at]) << 24 |
+        static_cast<size_t>(entries[at + 1]) << 16 |
+        static_cast<size_t>(entries[at + 2]) << 8 | entries[at + 3];
+    if (rank >= ranks || seen[rank]) {
+      return false;
+    }
+    seen[rank] = true;
+  }
+  return true;
+}
+
 bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
   try {
     // Equal values change nothing. A TCPStore's get takes two round trips.
@@ -878,7 +899,7 @@ bool NativeStore::meet(
     // As `coordination.protocol.LastArrival.to_json` makes it.
     complete(
         call, prefix, "{\"rank\": " + std::to_string(rank) + ", \"traceparent\": \"\"}",
-        in_ledger);
+        world_size, in_ledger);
     return true;
   }
   if (PyErr_CheckSignals() != 0) { // else a Ctrl-C would have to wait for the last rank
@@ -901,23 +922,24 @@ bool NativeStore::meet(
 
 void NativeStore::complete(
     const py::object& call, const std::string& prefix, const std::string& value,
-    bool in_ledger) {
+    int64_t world_size, bool in_ledger) {
   const Bytes written = bytes_of(value);
   Bytes entries;
-  bool has_entries = false;
+  bool suspicious = false;
   {
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
     const std::string key = prefix + "/last_member";
     set(key, written);
     if (in_ledger) {
-      has_entries = try_to_read(prefix + "/ARRIVALS", entries);
+      suspicious = try_to_read(prefix + "/ARRIVALS", entries) &&
+          !is_complete(entries, world_size);
     } else {
       check({key});
     }
   }
   call.attr("last") = bytes_object(written);
-  if (has_entries) {
+  if (suspicious) {
     call.attr("entries") = bytes_object(entries);
   }
   call.attr("is_last") = true;
