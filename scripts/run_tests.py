@@ -1,8 +1,8 @@
 """Runs all tests: the exclusive ones one at a time, then the others in parallel.
 
-A few tests that fail are run once more, alone. They wait for real processes, and beside
-three other workers on two cores a deadline may pass that is met otherwise. The summary
-names them: a test that is often there is to be mended. Many failures are not repeated.
+The failures of a few test modules are run once more, alone. Tests wait for real
+processes, and beside three other workers on two cores a deadline may pass that is met
+otherwise. The summary names them: a test that is often there is to be mended.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 _FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
-_MAX_REPEATED = 5
+_MAX_MODULES = 5
 # pytest's exit codes.
 _PASSED, _TESTS_FAILED = 0, 1
 
@@ -40,8 +40,10 @@ def main() -> int:
 
 def _repeat() -> int:
     failed = sorted(json.loads(_FAILED.read_text()))
-    if len(failed) > _MAX_REPEATED:
-        print(f"{len(failed)} tests failed; up to {_MAX_REPEATED} are run once more")
+    # A server that does not start fails all tests of its module.
+    modules = {test.partition("::")[0] for test in failed}
+    if len(modules) > _MAX_MODULES:
+        print(f"{len(modules)} modules failed; up to {_MAX_MODULES} are run once more")
         return 1
     code = _pytest("--last-failed", "--last-failed-no-failures", "none")
     word = "passed" if code == _PASSED else "were run"

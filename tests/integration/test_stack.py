@@ -35,7 +35,7 @@ from support.tools import ROOT, run
 from tracedstore import names
 from tracedstore.cli.main import main
 
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(150)]
 
 RANKS = 4
 STRAGGLER = 2
@@ -135,7 +135,7 @@ def stack(
         wait_until(prometheus.ready)
         wait_until(alertmanager.ready)
         # Discovery has a node after the first barrier of one of its ranks.
-        (discovered,) = wait_until(lambda: get(sd), timeout=20)
+        (discovered,) = wait_until(lambda: get(sd), timeout=60)
         store = f"tcp://{wait_until(lambda: server(job))}"
         command = ["sd", "--store", store, "--output", str(folder / "targets.json")]
         assert main(command) == 0

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRat
 from opentelemetry.trace import NoOpTracer, Span
 
 from tracedstore.core.identity import ProcessIdentity
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import SpanIds
+from tracedstore.core.recorder import Recorder
+from tracedstore.core.telemetry import NULL_TELEMETRY, SpanIds
 from tracedstore.signals.spans import ReservedIds, Spans
 
 
@@ -23,7 +23,7 @@ def spans(provider: TracerProvider) -> Spans:
 
 def spans_of(provider: trace.TracerProvider) -> Spans:
     """Return spans that go to a provider."""
-    spans = Spans(RECORDER, ProcessIdentity(), provider)
+    spans = Spans(Recorder(NULL_TELEMETRY), ProcessIdentity(), provider)
     assert spans.enabled()
     return spans
 
