@@ -181,7 +181,7 @@ class TestException:
         assert isinstance(error, dist.DistStoreError)
         assert str(error).startswith(
             "Timed out waiting on barrier on rank 1, for key prefix: barrier/7 "
-            "(world_size=2, missing_ranks=[h0], timeout=0.2)"
+            "(world_size=2, missing_ranks=[h0], timeout=0.5)"
         )
 
     def test_pickles(self, store: Any) -> None:
