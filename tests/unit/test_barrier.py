@@ -339,12 +339,13 @@ class TestMetrics:
             0,
             1,
             3,
-            barrier_timeout=0.5,
+            barrier_timeout=1,
             warn_after=0.1,
             rank_tracing_decoder=lambda rank: f"h{rank}",
         )
 
-        assert observed[0] == (3, 1, 1)
+        # On a busy machine the first warning may precede an arrival.
+        assert (3, 1, 1) in observed
         assert gauges() == (None, None, None)
 
     def test_gauges_of_completed_barrier(
