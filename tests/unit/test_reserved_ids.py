@@ -53,17 +53,20 @@ def test_span_gets_reserved_ids(spans: Spans) -> None:
 
 
 def test_prepared(spans: Spans) -> None:
-    """A span prepares ids for the next one, which a forked child does not use."""
-    started(spans, None)
+    """Spans prepare ids for the next ones, which a forked child does not use."""
+    for _ in range(20):
+        started(spans, None)
     assert spans._ids is not None
-    (prepared,) = spans._ids._prepared
+    prepared = list(spans._ids._prepared)
+    assert len(prepared) == len(set(prepared)) == 16
 
-    assert spans.reserve() == prepared
-    assert spans.reserve() != prepared
+    used = [spans.reserve() for _ in range(20)]
+    assert len(set(used)) == 20
+    assert set(prepared) < set(used)
     started(spans, None)
-    (prepared,) = spans._ids._prepared
+    prepared = list(spans._ids._prepared)
     spans.reset()
-    assert spans.reserve() != prepared
+    assert spans.reserve() not in prepared
 
 
 def test_span_of_another_thread(spans: Spans, provider: TracerProvider) -> None:

@@ -7,7 +7,7 @@ span is created when the call has ended, with its start and end times.
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from opentelemetry import context, trace
@@ -16,6 +16,7 @@ from opentelemetry.environment_variables import OTEL_PYTHON_TRACER_PROVIDER
 from opentelemetry.semconv.attributes import db_attributes as db
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import (
+    SpanContext,
     SpanKind,
     Status,
     StatusCode,
@@ -36,6 +37,8 @@ from tracedstore.core.telemetry import SpanIds
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.
 _PROVIDER_CHECK_NS = 50_000_000
+_MAX_PREPARED = 16
+_NO_PARENT = trace.INVALID_SPAN_CONTEXT
 # What a sampler gets as the name of a span whose ids are reserved.
 RESERVED_NAME = "barrier"
 _SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
@@ -56,7 +59,7 @@ class ReservedIds:
         self._sampler = tracer.sampler
         self._generator = tracer.id_generator
         self._used = threading.local()
-        # For the next span, one at most. Popping is atomic.
+        # For the next spans. Popping is atomic.
         self._prepared: list[SpanIds] = []
         tracer.id_generator = self
 
@@ -67,9 +70,12 @@ class ReservedIds:
         return cls(tracer) if is_sdk else None
 
     def prepare(self, name: str) -> None:
-        """Reserve ids for the next span that is in no other trace."""
-        if not self._prepared:
-            self._prepared.append(self.reserve(name, context.Context()))
+        """Reserve ids for spans to come that are in no other trace.
+
+        Two at a time, so that there are some after many barriers in a row.
+        """
+        for _ in range(min(2, _MAX_PREPARED - len(self._prepared))):
+            self._prepared.append(self._new(name, context.Context(), _NO_PARENT))
 
     def reset(self) -> None:
         """Forget prepared ids, as a forked child must: the parent has them too."""
@@ -81,10 +87,14 @@ class ReservedIds:
         The sampler decides now. It is asked again when the span is started.
         """
         span = trace.get_current_span(current)
-        if span is trace.INVALID_SPAN:
-            with suppress(IndexError):
+        if span is trace.INVALID_SPAN and self._prepared:
+            try:
                 return self._prepared.pop()
-        parent = span.get_span_context()
+            except IndexError:  # another thread was quicker
+                pass
+        return self._new(name, current, span.get_span_context())
+
+    def _new(self, name: str, current: context.Context, parent: SpanContext) -> SpanIds:
         if parent.is_valid:
             trace_id, flags = parent.trace_id, int(parent.trace_flags)
         else:
@@ -184,6 +194,8 @@ class Spans:
         """Return whether spans started now are recorded; every barrier asks."""
         if not self._recorder.on:
             return False
+        if self._given is not None and self._given is self._provider:
+            return True
         # Without a provider, `trace.get_tracer_provider` looks into the environment,
         # which takes ten times as long as the rest.
         if (
