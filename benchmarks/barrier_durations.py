@@ -7,7 +7,9 @@ of processes is as a job that only calls the barrier; one is "configured". Proce
 forked from one that has imported torch.
 
 The lower quartile of the durations is taken: another process that uses the machine
-makes a barrier longer, and never shorter.
+makes a barrier longer, and never shorter. How processes are laid out in memory and on
+the cores matters too, so each measurement is made with five sets of processes, and the
+one with the median ratio counts.
 """
 
 import gc
@@ -25,6 +27,7 @@ from barrier_variants import FLOORS, VARIANTS, configure
 
 import tracedstore
 
+_SETS = 5
 # Seconds until all ranks have received their instruction and sleep until the start.
 _START_DELAY, _START_DELAY_PER_RANK = 0.005, 0.0005
 
@@ -46,18 +49,27 @@ def measure(
     port: int, variant: str, worlds: tuple[int, ...], repeats: int
 ) -> dict[int, Durations]:
     """Measure a variant of ours against torch's, by world size."""
-    with _ranks(port, max(worlds), variant) as pipes:
-        return {world: _turns(pipes[:world], variant, repeats) for world in worlds}
+    found: dict[int, list[Durations]] = {world: [] for world in worlds}
+    for number in range(_SETS):
+        with _ranks(port, max(worlds), variant) as pipes:
+            for world in worlds:
+                prefix = f"timed/{variant}/{number}/{world}"
+                found[world].append(_turns(pipes[:world], prefix, variant, repeats))
+    return {
+        world: sorted(durations, key=lambda each: each.ratio)[_SETS // 2]
+        for world, durations in found.items()
+    }
 
 
-def _turns(pipes: list[Connection], variant: str, repeats: int) -> Durations:
+def _turns(
+    pipes: list[Connection], prefix: str, variant: str, repeats: int
+) -> Durations:
     seconds: dict[str, list[float]] = {"torch": [], variant: []}
     # The first turns register the ranks, and warm the caches.
     for turn in range(-2, repeats):
         # Each turn begins with the other one.
         for each in sorted(seconds, reverse=bool(turn % 2)):
-            prefix = f"timed/{variant}/{len(pipes)}/{turn}/{each}"
-            duration = _duration(pipes, each, prefix)
+            duration = _duration(pipes, each, f"{prefix}/{turn}/{each}")
             if turn >= 0:
                 seconds[each].append(duration)
     return Durations(

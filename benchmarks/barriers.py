@@ -88,7 +88,7 @@ def _bars(completed: list[Completed], naming: list[Naming]) -> list[Bar]:
 def main() -> int:
     """Run the benchmark, print the tables, write the JSON."""
     arguments = parser(__doc__)
-    arguments.add_argument("--repeats", type=int, default=60)
+    arguments.add_argument("--repeats", type=int, default=30)
     arguments.add_argument("--naming-repeats", type=int, default=5)
     arguments.add_argument("--max-ranks", type=int, default=64)
     options = arguments.parse_args()

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import LastArrival
+from tracedstore.coordination.protocol import last_arrival
 
 ENTRY = {
     "rank": 0,
@@ -20,7 +20,7 @@ ENTRY = {
     "started": 1.0,
 }
 REPORT = json.loads(MissingReport.unknown(4).to_bytes())
-LAST_ARRIVAL = json.loads(LastArrival(3, "00-0").to_json())
+LAST_ARRIVAL = json.loads(last_arrival(3, "00-0"))
 PROCESS_STATUS = {
     "process": {"rank": 0},
     "recording": True,

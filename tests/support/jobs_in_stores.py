@@ -7,8 +7,8 @@ from typing import Any
 
 from tracedstore.coordination.protocol import (
     BarrierKeys,
-    LastArrival,
     encode_arrival,
+    last_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, RankInfo
 from tracedstore.diagnosis.blocked_record import BLOCKED, BlockedRecord
@@ -38,7 +38,7 @@ def arrive(
         store.add(keys.num_members, 1)
     if complete:
         *_, last = times
-        store.set(keys.last_member, LastArrival(last).to_json())
+        store.set(keys.last_member, last_arrival(last, ""))
 
 
 def time_out(store: Any, prefix: str, *ranks: int) -> None:

@@ -1,5 +1,8 @@
 """The keys of a barrier and the layout of their values."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from tracedstore.coordination.protocol import (
     LastArrival,
     Ledger,
     encode_arrival,
+    last_arrival,
 )
 
 RANKS = st.integers(min_value=0, max_value=2**32 - 1)
@@ -38,9 +42,11 @@ class TestLastArrival:
 
     def test_round_trip(self) -> None:
         """Parsing returns the encoded value."""
-        last = LastArrival(3, TRACEPARENT)
+        for last in (LastArrival(3, TRACEPARENT), LastArrival(None, "")):
+            value = last_arrival(last.rank, last.traceparent)
 
-        assert LastArrival.from_bytes(last.to_json().encode()) == last
+            assert LastArrival.from_bytes(value.encode()) == last
+            assert json.loads(value) == asdict(last)
 
     @pytest.mark.parametrize(
         "value", [b"<val_ignored>", b"", b"{}", b"[]", b"null", b"\xff"]

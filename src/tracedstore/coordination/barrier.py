@@ -41,9 +41,9 @@ from tracedstore.coordination.missing_reader import (
 from tracedstore.coordination.missing_report import Examine, MissingReport
 from tracedstore.coordination.protocol import (
     BarrierKeys,
-    LastArrival,
     Ledger,
     is_complete,
+    last_arrival,
 )
 from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.coordination.rank_registry import is_registered, register
@@ -163,9 +163,10 @@ class BarrierCall(BarrierTelemetry):
         """
         # The span covers the calls. Theirs would be in other traces: their parent is
         # not known yet.
-        covered = self.traced and get_ident() not in RECORDER.without_call_spans
+        thread_id, without_spans = get_ident(), RECORDER.without_call_spans
+        covered = self.traced and thread_id not in without_spans
         if covered:
-            RECORDER.without_call_spans.add(get_ident())
+            without_spans.add(thread_id)
         store = self._store
         try:
             # Before the arrival: between arrival and wait there must be no delay. The
@@ -203,7 +204,7 @@ class BarrierCall(BarrierTelemetry):
             raise
         finally:
             if covered:
-                RECORDER.without_call_spans.discard(get_ident())
+                without_spans.discard(thread_id)
         duration = RECORDER.ticks() - self.began
         self.ended = True
         RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
@@ -243,10 +244,13 @@ class BarrierCall(BarrierTelemetry):
 
     def _complete(self) -> None:
         """Complete the barrier, as the last rank."""
-        store = self._store
-        # The others join this rank's span.
-        shared = self.traced and guarded(self.reserve_span)
-        last = LastArrival(self.rank, shared or "").to_json()
+        store, shared = self._store, ""
+        if self.traced:
+            try:
+                shared = self.reserve_span()  # the others join it
+            except Exception as error:
+                RECORDER.failures.add(names.BARRIERS, error)
+        last = last_arrival(self.rank, shared)
         native = RECORDER.native
         if native is not None and type(store) is native.store_class:
             store._complete(  # noqa: SLF001

@@ -16,11 +16,7 @@ from tracedstore.coordination import decoders
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import LastArrival
-from tracedstore.coordination.trace_context import (
-    NO_SPAN,
-    BarrierSpan,
-    traceparent_of,
-)
+from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
 from tracedstore.core.barrier_stats import Result, StalledBarrier
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.keys import printable
@@ -112,7 +108,7 @@ class BarrierTelemetry:
         if not self._spans:
             self.ids = self.telemetry.reserve_span()
         if self.ids is not None:
-            return traceparent_of(self.ids)
+            return self.ids.traceparent
         self.span.begin()
         return self.span.traceparent()
 

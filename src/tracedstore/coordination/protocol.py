@@ -125,12 +125,6 @@ class LastArrival:
     rank: int | None = None
     traceparent: str = ""
 
-    def to_json(self) -> str:
-        """Return the value to write to the store."""
-        # What json.dumps returns, in a fifth of the time: neither needs escapes.
-        rank = "null" if self.rank is None else self.rank
-        return f'{{"rank": {rank}, "traceparent": "{self.traceparent}"}}'
-
     @classmethod
     def from_bytes(cls, value: bytes) -> "LastArrival":
         """Parse a value; both fields are empty if another program wrote it."""
@@ -142,6 +136,15 @@ class LastArrival:
             return cls(rank, validation.text(traceparent) if traceparent else "")
         except (ValueError, TypeError, KeyError):
             return cls()
+
+
+def last_arrival(rank: int | None, traceparent: str) -> str:
+    """Return the value of a `LastArrival`; store.cpp does the same.
+
+    It is what json.dumps returns, in a fifth of the time: neither needs escapes.
+    """
+    number = "null" if rank is None else rank
+    return f'{{"rank": {number}, "traceparent": "{traceparent}"}}'
 
 
 # One ledger entry: the rank and its time of arrival, in seconds since the epoch.

@@ -130,7 +130,7 @@ class BarrierSpan:
         own = self._span.get_span_context()
         if not own.is_valid:
             return ""
-        return traceparent_of(SpanIds(own.trace_id, own.span_id, own.trace_flags))
+        return SpanIds.of(own.trace_id, own.span_id, own.trace_flags).traceparent
 
     def ids(self) -> dict[str, str]:
         """Return the trace and span ids for an event of this call."""
@@ -206,11 +206,6 @@ class BarrierSpan:
             links=links,
             ids=self._ids,
         )
-
-
-def traceparent_of(ids: SpanIds) -> str:
-    """Return ids in W3C's format."""
-    return f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.flags:02x}"
 
 
 def _parsed(traceparent: str) -> SpanContext | None:

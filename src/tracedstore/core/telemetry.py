@@ -26,12 +26,18 @@ class SpanIds(NamedTuple):
     Attributes:
         trace_id: The id of its trace.
         span_id: Its own id.
-        flags: The flags of its trace.
+        traceparent: Both with the flags of the trace, in W3C's format.
     """
 
     trace_id: int
     span_id: int
-    flags: int
+    traceparent: str
+
+    @classmethod
+    def of(cls, trace_id: int, span_id: int, flags: int) -> "SpanIds":
+        """Return the ids of a span whose trace has these flags."""
+        traceparent = f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
+        return cls(trace_id, span_id, traceparent)
 
 
 class Telemetry(Protocol):

@@ -896,7 +896,7 @@ bool NativeStore::meet(
     return false;
   }
   if (order == world_size) {
-    // As `coordination.protocol.LastArrival.to_json` makes it.
+    // As `coordination.protocol.last_arrival` makes it.
     complete(
         call, prefix, "{\"rank\": " + std::to_string(rank) + ", \"traceparent\": \"\"}",
         world_size, in_ledger);

@@ -105,7 +105,7 @@ class ReservedIds:
         flags &= ~TraceFlags.SAMPLED
         if self._sampler.should_sample(current, trace_id, name).decision.is_sampled():
             flags |= TraceFlags.SAMPLED
-        return SpanIds(trace_id, self._generator.generate_span_id(), flags)
+        return SpanIds.of(trace_id, self._generator.generate_span_id(), flags)
 
     @contextmanager
     def used(self, ids: SpanIds) -> Iterator[None]:
