@@ -163,10 +163,9 @@ class BarrierCall(BarrierTelemetry):
         """
         # The span covers the calls. Theirs would be in other traces: their parent is
         # not known yet.
-        thread_id, without_spans = get_ident(), RECORDER.without_call_spans
-        covered = self.traced and thread_id not in without_spans
+        covered = self.traced and get_ident() not in RECORDER.without_call_spans
         if covered:
-            without_spans.add(thread_id)
+            RECORDER.without_call_spans.add(get_ident())
         store = self._store
         try:
             # Before the arrival: between arrival and wait there must be no delay. The
@@ -204,7 +203,7 @@ class BarrierCall(BarrierTelemetry):
             raise
         finally:
             if covered:
-                without_spans.discard(thread_id)
+                RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began
         self.ended = True
         RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
