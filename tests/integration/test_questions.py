@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,22 @@ def connect(
     return lambda: store
 
 
+def poll_of(store: Any, rank: int, world_size: int) -> Callable[[], None]:
+    """Return a function that answers the questions in a store, as a rank."""
+    return partial(Responder(rank, world_size).poll, store)
+
+
 @contextmanager
-def polled(*responders: Responder) -> Iterator[None]:
-    """Let responders poll in a thread."""
+def polled(*polls: Callable[[], None]) -> Iterator[None]:
+    """Call functions that poll, in a thread."""
     stopping = threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             while not stopping.wait(0.01):
-                for responder in responders:
-                    responder.poll()
+                for poll in polls:
+                    poll()
         except BaseException as error:
             errors.append(error)
 
@@ -85,9 +91,9 @@ class TestStores:
 
     def test_ranks_answer(self, connect: Connect) -> None:
         """The named ranks answer; later questions are answered as well."""
-        responders = [Responder(connect(), rank, 4) for rank in range(3)]
+        polls = [poll_of(connect(), rank, 4) for rank in range(3)]
 
-        with polled(*responders):
+        with polled(*polls):
             for _ in range(questions.SLOTS + 2):
                 answers = ask(connect(), "status", [0, 2], LONG)
                 assert answers.keys() == {0, 2}
@@ -100,7 +106,7 @@ class TestStores:
 
     def test_rank_that_does_not_answer(self, connect: Connect) -> None:
         """After the timeout, the answers of the others are returned."""
-        with polled(Responder(connect(), 0, 4)):
+        with polled(poll_of(connect(), 0, 4)):
             answers = ask(connect(), "status", [0, 3], 1.0)
 
         assert answers.keys() == {0}
@@ -108,7 +114,7 @@ class TestStores:
     def test_keys_are_deleted(self, connect: Connect) -> None:
         """Only the counter remains, where the store can delete: not in etcd."""
         store = connect()
-        with polled(Responder(connect(), 0, 4)):
+        with polled(poll_of(connect(), 0, 4)):
             ask(connect(), "status", [0], LONG)
 
         keys = [questions.question_key(1), questions.answer_key(1, 0)]
@@ -128,7 +134,7 @@ class TestStores:
         while not questions.read_question(store, 1):
             assert time.monotonic() < deadline
 
-        with polled(Responder(connect(), 1, 2)):
+        with polled(poll_of(connect(), 1, 2)):
             waiting.join(LONG)
 
         assert found.keys() == {1}
@@ -178,14 +184,14 @@ class TestHostileContents:
     )
     def test_bad_question(self, store: Any, value: bytes) -> None:
         """A malformed question gets no answer, and later ones do."""
-        responder = Responder(store, 0, 2)
+        poll = poll_of(store, 0, 2)
         store.add(questions.QUESTIONS, 1)
         store.set(questions.question_key(1), value)
         for _ in range(4):
-            responder.poll()
+            poll()
 
         assert not store.check([questions.answer_key(1, 0)])
-        with polled(responder):
+        with polled(poll):
             assert ask(store, "status", [0], LONG).keys() == {0}
 
     @pytest.mark.parametrize("value", [b"-5", b"x", b"9" * 100, b"", b"1.5"])
@@ -193,7 +199,7 @@ class TestHostileContents:
         """A counter that is no number is no question."""
         store.set(questions.QUESTIONS, value)
 
-        Responder(store, 0, 2).poll()
+        poll_of(store, 0, 2)()
 
         assert store.num_keys() == 1
 
@@ -202,7 +208,7 @@ class TestHostileContents:
         store.set(questions.QUESTIONS, str(2**50))
         counting = CountingStore(store)
 
-        Responder(counting, 0, 2).poll()
+        poll_of(counting, 0, 2)()
 
         assert sum(counting.requests.values()) <= 5
 
@@ -225,11 +231,11 @@ class TestHostileContents:
 
     def test_answer_about_another_rank(self, store: Any) -> None:
         """An answer about a rank that is not in question is dropped."""
-        responder = Responder(store, 5, 8)
+        poll = poll_of(store, 5, 8)
         question = Question(number=1, ranks=frozenset([5]), time=1.0)
         store.add(questions.QUESTIONS, 1)
         store.set(questions.question_key(1), question.to_bytes())
-        responder.poll()
+        poll()
         answer = json.loads(store.get(questions.answer_key(1, 5)))
         answer["rank"] = 6
         store.set(questions.answer_key(1, 5), json.dumps(answer))
@@ -270,33 +276,33 @@ class TestTraffic:
         """A poll without a new question is one request, before and after the first."""
         store = dist.HashStore()
         counted = [CountingStore(store) for _ in range(world_size)]
-        responders = [Responder(c, rank, world_size) for rank, c in enumerate(counted)]
-        for responder in responders:
-            responder.poll()
+        polls = [poll_of(c, rank, world_size) for rank, c in enumerate(counted)]
+        for poll in polls:
+            poll()
 
         assert {sum(one.requests.values()) for one in counted} == {1}
-        with polled(*responders):
+        with polled(*polls):
             asked = ask(store, "status", range(world_size), LONG)
         assert len(asked) == world_size
-        for responder in responders:
+        for poll in polls:
             # The question is over; then there is nothing to do.
-            responder.poll()
-            responder.poll()
+            poll()
+            poll()
         for one in counted:
             one.requests.clear()
-        for responder in responders:
-            responder.poll()
+        for poll in polls:
+            poll()
         assert {sum(one.requests.values()) for one in counted} == {1}
 
     def test_one_question(self) -> None:
         """A rank that answers makes a handful of requests."""
         store = dist.HashStore()
         counted = CountingStore(store)
-        responder = Responder(counted, 0, 64)
-        responder.poll()
+        poll = poll_of(counted, 0, 64)
+        poll()
         counted.requests.clear()
 
-        with polled(responder):
+        with polled(poll):
             ask(store, "status", [0], LONG)
 
         assert counted.requests["set"] == 1
@@ -363,7 +369,7 @@ class TestExamine:
                 start_ticks=1,
                 namespace="other/pid:[1]",
             )
-            with polled(Responder(store, 1, 4)):
+            with polled(poll_of(store, 1, 4)):
                 found = examine(store, {0: here, 1: there}, [0, 1], 4, LONG)
         finally:
             LOCAL_SOCKET.stop(5)

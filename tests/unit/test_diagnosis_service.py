@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,18 +14,26 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import pytest
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPStore
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    HashStore,
+    Store,
+    TCPStore,
+)
 
 import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.native import on_both_cores
 from support.stores import KINDS
 from tracedstore.coordination import rank_registry
+from tracedstore.coordination.arrivals import close_connection
 from tracedstore.core import procfs
+from tracedstore.core.counters import handle_of
 from tracedstore.core.recorder import RECORDER
 from tracedstore.diagnosis import inquiry, service, session, waits
 from tracedstore.diagnosis.blocked_call import Member
@@ -584,17 +593,23 @@ def test_forked_child_has_a_thread_of_its_own(bare: HashStore) -> None:
     assert note.startswith("tracedstore: waiting in key mine for rank 1")
 
 
+@pytest.mark.parametrize("wrap", [tracedstore.wrap, lambda store: store])
 @pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
-def test_store_is_freed(kind: str, tmp_path: Path) -> None:
-    """The diagnosis keeps no store: a TCPStore that is kept keeps its port."""
-    store = tracedstore.wrap(KINDS[kind](tmp_path))
+def test_store_is_freed(
+    kind: str, wrap: Callable[[Store], Any], tmp_path: Path
+) -> None:
+    """The diagnosis keeps no store, traced or bare.
+
+    A TCPStore that is kept keeps its port, and a FileStore its file.
+    """
+    store = wrap(KINDS[kind](tmp_path))
     rank_registry.register(store, 0, 2)
     sessions = Sessions(answers=True)
     sessions.poll()
     # C++ frees the state of a native store with the store.
-    freed = ref(store._traced)
+    freed = ref(handle_of(store))
 
-    store.close()
+    close_connection(store)
     del store
 
     def is_freed() -> bool:
@@ -603,3 +618,35 @@ def test_store_is_freed(kind: str, tmp_path: Path) -> None:
 
     # The thread of the process's own diagnosis refers to a store while it polls it.
     wait_until(is_freed)
+
+
+@pytest.mark.parametrize("wrap", [tracedstore.wrap, lambda store: store])
+def test_store_is_freed_while_the_diagnosis_connects(
+    wrap: Callable[[Store], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process group of the job at that port does not get its keys."""
+    stores = [wrap(KINDS["tcp"](tmp_path))]
+    port = stores[0].port
+    polled = Session(
+        handle_of(stores[0]),
+        Member(rank=0, world_size=2, host_of=lambda _rank: ""),
+        answers=True,
+    )
+    listening = [is_listening(port)]
+
+    def free(*_args: Any, **_kwargs: Any) -> NoReturn:
+        close_connection(stores.pop())
+        listening.append(is_listening(port))
+        raise DistNetworkError("refused")
+
+    monkeypatch.setattr(TCPStore, "__init__", free)
+
+    polled.poll()
+
+    assert listening == [True, False]
+
+
+def is_listening(port: int) -> bool:
+    """Return whether a process listens on a port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from tracedstore.coordination.protocol import (
@@ -33,7 +34,10 @@ _MAX_KEYS_PER_CHECK = 4096
 _MAX_REPEAT_CHECKS = 256
 # Reads of a barrier at which ranks arrive meanwhile.
 _MAX_READS = 4
-_CONNECT_TIMEOUT = timedelta(seconds=4)
+# For one attempt to connect to the server of a TCPStore. torch may try for three times
+# as long, and the end of the process waits for that.
+_CONNECT_TIMEOUT = timedelta(seconds=1)
+_CALL_TIMEOUT = timedelta(seconds=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,13 +321,15 @@ def side_connection(store: Any) -> Iterator[Any]:
     """Yield a store that can be used while another thread waits on this one.
 
     A TCPStore is one connection under one lock, so other calls block until a wait
-    returns; its clone has a separate connection. The other stores have no such lock,
-    and are yielded unchanged.
+    returns; a second connection has its own. The other stores have no such lock, and
+    are yielded unchanged.
     """
     if not is_one_connection(store):
         yield store
         return
-    connection = connect_again(store)
+    connect = connector(store)
+    del store
+    connection = connect()
     try:
         yield connection
     finally:
@@ -336,35 +342,37 @@ def is_one_connection(store: Any) -> bool:
     return type(bare_store(store)).__name__ in ("TCPStore", "PrefixStore")
 
 
-def connect_again(store: Any) -> Any:
-    """Return a second connection to the server of a TCPStore.
+def connector(store: Any) -> Callable[[], Any]:
+    """Return a function that connects to the server of a TCPStore again.
+
+    That of a bare TCPStore does not keep the store. The job may free it meanwhile, and
+    its server with it: a server that is kept serves its keys to the job's next process
+    group at that port. A PrefixStore is cloned, because its prefix cannot be read, and
+    so is a traced store, whose clone is traced.
 
     Raises:
         TracedStoreError: This torch cannot clone a store that is below a PrefixStore.
     """
-    return (
-        store.clone()
-        if hasattr(store, "clone")
-        else _reconnect(store, bare_store(store))
-    )
-
-
-def _reconnect(store: Any, bare: Any) -> Any:
-    """Connect to the server of a TCPStore again, in a torch without Store.clone.
-
-    Raises:
-        TracedStoreError: The store is below a PrefixStore, whose prefix is unknown.
-    """
-    if is_prefix_store(store) or is_prefix_store(bare):
+    bare = bare_store(store)
+    if store is not bare and hasattr(store, "clone"):
+        clone: Callable[[], Any] = store.clone
+        return clone
+    while (state := getattr(store, "_traced", None)) is not None:
+        store = state.inner
+    if is_prefix_store(store):
         raise missing_from_torch(
             "Store.clone", "a store below a PrefixStore cannot be read while it waits"
         )
-    state = getattr(store, "_traced", None)
-    if state is not None:
-        return _reconnect(state.inner, bare)
-    return type(bare)(
-        bare.host, bare.port, None, is_master=False, timeout=_CONNECT_TIMEOUT
+    return partial(_connect, type(bare), bare.host, bare.port)
+
+
+def _connect(store_class: Any, host: str, port: int) -> Any:
+    # Without a world size: a client with one counts as a rank that has joined.
+    connection = store_class(
+        host, port, None, is_master=False, timeout=_CONNECT_TIMEOUT
     )
+    connection.set_timeout(_CALL_TIMEOUT)
+    return connection
 
 
 def close_connection(store: Any) -> None:

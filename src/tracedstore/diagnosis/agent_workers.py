@@ -176,8 +176,8 @@ def _respond(
         try:
             if responder is None:
                 connection = connect(environ)
-                responder = Responder(connection, None, world_size, job)
-            responder.poll()
+                responder = Responder(None, world_size, job)
+            responder.poll(connection)
             delay = _FIRST_RETRY
         except OSError:  # the store is not served yet
             delay = min(2 * delay, _LONGEST_RETRY)

@@ -36,7 +36,6 @@ class Responder:
     In larger jobs one process a host polls, and answers for all of them at once.
 
     Args:
-        connection: A bare store that no other thread uses.
         rank: The rank of this process; None for an agent.
         world_size: The number of ranks.
         job: The job; that of this process by default.
@@ -44,12 +43,10 @@ class Responder:
 
     def __init__(
         self,
-        connection: Any,
         rank: int | None,
         world_size: int,
         job: LocalIdentity | None = None,
     ) -> None:
-        self._connection = connection
         self._rank = rank
         self._world_size = world_size
         self._job = job
@@ -60,27 +57,31 @@ class Responder:
         # Questions that are answered, except for ranks that may answer themselves.
         self._open: list[Question] = []
 
-    def poll(self) -> None:
+    def poll(self, connection: Any) -> None:
         """Answer new questions: one request if there is none.
 
         Raises what the store raises.
+
+        Args:
+            connection: A bare store that no other thread uses. It is not kept: it may
+                be the job's own.
         """
         LAST_CALL.sample()
         late, self._open = self._open, []
         for question in late:
             # It is deleted when its answers are not awaited any more.
-            if read_question(self._connection, question.number) is not None:
-                self._answer_for_host(question)
-        for question in self._new_questions():
+            if read_question(connection, question.number) is not None:
+                self._answer_for_host(connection, question)
+        for question in self._new_questions(connection):
             if self._rank is not None and self._rank in question.ranks:
-                self._answer_for_self(question, self._rank)
+                self._answer_for_self(connection, question, self._rank)
             if self._at_once:
-                self._answer_for_host(question)
+                self._answer_for_host(connection, question)
             else:
                 self._open.append(question)
 
-    def _new_questions(self) -> list[Question]:
-        last = read_number(self._connection)
+    def _new_questions(self, connection: Any) -> list[Question]:
+        last = read_number(connection)
         # A counter that went back is that of another store server.
         first = self._last_number + 1 if last >= self._last_number else 1
         for number in range(max(first, last - _MAX_QUESTIONS + 1), last + 1):
@@ -90,7 +91,7 @@ class Responder:
             self._unread.popitem(last=False)
         questions = []
         for number in list(self._unread):
-            question = read_question(self._connection, number)
+            question = read_question(connection, number)
             self._unread[number] += 1
             if question is not None:
                 questions.append(question)
@@ -98,17 +99,17 @@ class Responder:
                 del self._unread[number]
         return questions
 
-    def _answer_for_self(self, question: Question, rank: int) -> None:
+    def _answer_for_self(self, connection: Any, question: Question, rank: int) -> None:
         with_stacks = question.kind == "stacks"
         answer = own_answer(rank, question.families, with_stacks=with_stacks)
-        write_answer(self._connection, question, answer)
+        write_answer(connection, question, answer)
 
-    def _answer_for_host(self, question: Question) -> None:
+    def _answer_for_host(self, connection: Any, question: Question) -> None:
         """Answer for the ranks of this host that have no answer."""
         named = {rank for rank in question.ranks if rank < self._world_size}
         named.discard(-1 if self._rank is None else self._rank)
         if not self._at_once:
-            named -= answered_ranks(self._connection, question, named)
+            named -= answered_ranks(connection, question, named)
         if not named:
             return
         replies = local_processes(_HOST_TIMEOUT, question.kind, question.families)
@@ -116,9 +117,9 @@ class Responder:
         if len(named) > _MAX_REGISTRY_READS:
             # Every host would read the entries of all ranks of the job.
             named &= ranks_of_host(replies, job)
-        infos = read_ranks(self._connection, sorted(named)) if named else {}
+        infos = read_ranks(connection, sorted(named)) if named else {}
         answers = known_ranks(replies, infos, named, job, _HOST_TIMEOUT)
         # Those that answered by themselves in the meantime know more.
-        late = answered_ranks(self._connection, question, answers)
+        late = answered_ranks(connection, question, answers)
         for rank in sorted(answers.keys() - late):
-            write_answer(self._connection, question, answers[rank])
+            write_answer(connection, question, answers[rank])

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from tracedstore.coordination import decoders, membership, rank_registry
 from tracedstore.coordination.arrivals import (
     bare_store,
-    connect_again,
+    connector,
     is_one_connection,
     read_key,
 )
@@ -92,9 +92,8 @@ class Session:
         """
         if self._clone is not None:
             return self._clone
-        store = _existing(self._handle())
-        self._clone = _clone(store)
-        return store if self._clone is None else self._clone
+        self._clone = _connect(self._handle())
+        return _existing(self._handle()) if self._clone is None else self._clone
 
     def connection_to(self, state: StoreState) -> Any:
         """Return a connection to the store of a call.
@@ -108,11 +107,10 @@ class Session:
         """
         if state is self._handle():
             return self.connection
-        store = _existing(state)
         if self._call_state() is not state:
-            self._call_clone = _clone(store)
+            self._call_clone = _connect(state)
             self._call_state = ref(state)
-        return store if self._call_clone is None else self._call_clone
+        return _existing(state) if self._call_clone is None else self._call_clone
 
     def describe(
         self,
@@ -200,10 +198,8 @@ class Session:
         self._poll_at = now + self._interval
         try:
             if self._responder is None:
-                self._responder = Responder(
-                    self.connection, self.member.rank, self.member.world_size
-                )
-            self._responder.poll()
+                self._responder = Responder(self.member.rank, self.member.world_size)
+            self._responder.poll(self.connection)
         except STORE_ERRORS:
             # At the end of a job its server ends first: that is no failure.
             self._clone = self._responder = None
@@ -262,9 +258,16 @@ class Sessions:
     def poll(self) -> None:
         """Answer questions in every store in which this process has registered."""
         self._withdraw_failed()
-        for handle, known in rank_registry.registrations():
-            rank = min(known)
-            self._session(handle, rank, known[rank].world_size).poll()
+        # A session refers to its store weakly: it may be freed while this polls.
+        for session in self._registered():
+            session.poll()
+
+    def _registered(self) -> list[Session]:
+        return [
+            self._session(handle, rank, known[rank].world_size)
+            for handle, known in rank_registry.registrations()
+            for rank in (min(known),)
+        ]
 
     def _session(self, handle: Any, rank: int, world_size: int) -> Session:
         sessions = self._by_store.setdefault(handle, {})
@@ -327,18 +330,26 @@ def _member(handle: Any, rank: int, world_size: int) -> Member:
     return Member(rank=rank, world_size=world_size, host_of=host_of)
 
 
-def _clone(store: Any) -> Any:
-    """Return a clone to use while another thread waits on the store.
+def _connect(handle: Any) -> Any:
+    """Return a connection to use while another thread waits on the store of a handle.
 
     None for a store that can be used itself.
+
+    Raises:
+        OSError: The server of the store cannot be reached.
+        ReferenceError: The store was freed.
     """
+    store = _existing(handle)
     if not is_one_connection(store):
         return None
-    bare = bare_store(store)
-    # A TCPStore retries for as long as its own timeout.
-    if hasattr(bare, "port") and (cause := probe_server(bare.host, bare.port)):
-        raise ConnectionError(f"{bare.host}:{bare.port}: {cause}")
-    return connect_again(store)
+    bare, connect = bare_store(store), connector(store)
+    address = (bare.host, bare.port) if hasattr(bare, "port") else None
+    # The job may free it while this connects, and its server with it.
+    del handle, store, bare
+    # torch would try again for seconds, and log it.
+    if address is not None and (cause := probe_server(*address)):
+        raise ConnectionError(f"{address[0]}:{address[1]}: {cause}")
+    return connect()
 
 
 def _is_store_of(call: ActiveCall, handle: Any) -> bool:
