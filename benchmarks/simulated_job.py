@@ -125,7 +125,7 @@ def _stalled_barrier(store: dist.Store, ranks: int, lines: LogLines) -> None:
     for rank, call in enumerate(calls):
         as_rank(rank, ranks, lines)
         if rank < 2:
-            call._read_and_warn(store)  # noqa: SLF001 - drives it
+            call._read_and_warn()  # noqa: SLF001 - drives it
     for rank, call in enumerate(calls):
         as_rank(rank, ranks, lines)
         with suppress(dist.DistStoreError):

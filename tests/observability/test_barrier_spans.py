@@ -19,6 +19,10 @@ from prometheus_client import CollectorRegistry
 import tracedstore
 from integration.harness import wait_until
 from support.events import Events
+from tracedstore.coordination.barrier import BarrierCall
+from tracedstore.coordination.protocol import LastArrival
+from tracedstore.core.telemetry import TELEMETRY, SpanIds
+from tracedstore.diagnosis.missing_ranks import find_causes
 from tracedstore.export import setup
 from tracedstore.testing import FakeClock, FlakyStore
 
@@ -92,6 +96,24 @@ class TestOneTrace:
         (root,) = [span for span in by_rank if span.parent is None]
         parents = {span.parent.span_id for span in by_rank if span.parent}
         assert parents == {root.context.span_id}
+
+    def test_warning_of_the_last_rank(
+        self, traced: Any, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The watcher makes its span while ids are reserved; the others join it."""
+        call = BarrierCall(traced, 1, "step/7", 20, 0, None, 0, find_causes, 0)
+        reserve = TELEMETRY.reserve_span
+
+        def warn_and_reserve() -> SpanIds | None:
+            call.span.begin()
+            return reserve()
+
+        monkeypatch.setattr(TELEMETRY, "reserve_span", warn_and_reserve)
+        call.run()
+
+        (span,) = barrier_spans(spans)
+        shared = LastArrival.from_bytes(traced.get("step/7/last_member")).traceparent
+        assert f"{span.context.span_id:016x}" in shared
 
     def test_ranks_time_out_at_once(
         self, traced: Any, spans: InMemorySpanExporter

@@ -1,5 +1,6 @@
 """Creates every kind of store that needs no server process."""
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,12 @@ KINDS: dict[str, Make] = {
     "hash": hashed,
     "python": python,
 }
+
+
+def is_listening(port: int) -> bool:
+    """Return whether a process of this machine listens on a port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def second_client(store: Any) -> dist.TCPStore:

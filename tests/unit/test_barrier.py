@@ -17,10 +17,12 @@ from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
+from integration.harness import in_background
 from support.events import Events, check
 from support.native import on_both_cores
+from support.stores import KINDS, is_listening, second_client
 from tracedstore import BarrierTimeout
-from tracedstore.coordination.arrivals import record_arrival
+from tracedstore.coordination.arrivals import close_connection, record_arrival
 from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY
@@ -434,6 +436,36 @@ def calls(registry: CollectorRegistry) -> Counter[str]:
             and "operation" in sample.labels
         }
     )
+
+
+class TestLifetime:
+    """A barrier that has completed keeps nothing of the job."""
+
+    def test_server_ends_while_a_thread_reads(self, tmp_path: Path) -> None:
+        """The thread reads who is missing, and does not keep the store meanwhile."""
+        stores: list[Any] = [tracedstore.wrap(KINDS["tcp"](tmp_path))]
+        port, other = stores[0].port, second_client(stores[0])
+        reading, freed = threading.Event(), threading.Event()
+
+        def decoder(rank: int) -> str:
+            reading.set()
+            assert freed.wait(20)
+            return f"h{rank}"
+
+        def call() -> None:
+            tracedstore.barrier(
+                stores[0], 2, "b", 20, 0, decoder, warn_after=0.01, trace_timeout=0
+            )
+
+        waiting = in_background(call)
+        assert reading.wait(20)
+        tracedstore.barrier(other, 2, "b", 20, 1)
+        waiting.result(20)
+        close_connection(stores.pop())
+        listening = is_listening(port)
+        freed.set()
+
+        assert not listening
 
 
 class TestOptionalSteps:

@@ -4,7 +4,6 @@ import gc
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from torch.distributed import (
 import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.native import on_both_cores
-from support.stores import KINDS
+from support.stores import KINDS, is_listening
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import close_connection
 from tracedstore.core import procfs
@@ -644,9 +643,3 @@ def test_store_is_freed_while_the_diagnosis_connects(
     polled.poll()
 
     assert listening == [True, False]
-
-
-def is_listening(port: int) -> bool:
-    """Return whether a process listens on a port."""
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -328,8 +328,10 @@ def side_connection(store: Any) -> Iterator[Any]:
         yield store
         return
     connect = connector(store)
+    # Not kept longer than it takes to connect.
     del store
     connection = connect()
+    del connect
     try:
         yield connection
     finally:

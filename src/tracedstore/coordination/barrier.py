@@ -45,7 +45,6 @@ from tracedstore.coordination.protocol import (
     is_complete,
     last_arrival,
 )
-from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.coordination.rank_registry import is_registered, register
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
@@ -92,20 +91,12 @@ class BarrierCall(BarrierTelemetry):
         warn_after: Seconds until the first warning; 0 for none.
     """
 
-    __slots__ = (
-        "_decoder",
-        "_examine",
-        "_store",
-        "_timeout",
-        "_trace_timeout",
-        "_warning",
-        "due",
-        "entries",
-        "in_ledger",
-        "started",
-    )
-
     observer = names.BARRIERS
+    in_ledger = True
+    # As the last rank: the ledger, if it has not each rank once.
+    entries: bytes | None = None
+    # A thread reads who is missing.
+    _warning = False
 
     def __init__(
         self,
@@ -120,30 +111,19 @@ class BarrierCall(BarrierTelemetry):
         warn_after: float,
     ) -> None:
         self.began = RECORDER.ticks()
-        self.started = time.monotonic()
-        self.due = self.started + (warn_after if warn_after > 0 else _NEVER)
-        self.telemetry = TELEMETRY
+        self.started = started = time.monotonic()
+        self.due = started + (warn_after if warn_after > 0 else _NEVER)
         self.prefix = key_prefix
         self.rank = rank
         self.world_size = world_size
-        self.arrived = self.order = 0
-        self.is_last = self.ended = False
         self._store = store
         self._timeout = timeout
         self._decoder = decoder
         self._trace_timeout = trace_timeout
         self._examine = examine
-        self.in_ledger = False
-        # The ledger that the last rank has read, if it has not each rank once.
-        self.entries: bytes | None = None
-        self.last: bytes | None = None
-        # A thread reads who is missing.
-        self._warning = False
-        self._spans = []
-        self.ids = None
-        self.traced = TELEMETRY.tracing_enabled()
-        self.observed = self.traced or TELEMETRY.emits_debug_events()
-        if self.observed:
+        self.traced = traced = TELEMETRY.tracing_enabled()
+        self.observed = observed = traced or TELEMETRY.emits_debug_events()
+        if observed:
             self.caller = copy_context()
 
     @property
@@ -174,27 +154,28 @@ class BarrierCall(BarrierTelemetry):
             if self.due < WATCHER.looks_at:
                 guarded(WATCHER.wake)
             try:
-                rank, size, timeout = self.rank, self.world_size, self._timeout
                 try:
-                    if rank is not None and not is_registered(store, rank):
-                        register(store, rank, size)
+                    if self.rank is not None and not is_registered(store, self.rank):
+                        register(store, self.rank, self.world_size)
                 except Exception as error:
                     RECORDER.failures.add(names.BARRIERS, error)
                 native = RECORDER.native
                 if not (
                     native is not None
                     and type(store) is native.store_class
-                    # What C++ takes.
-                    and type(rank) is type(size) is int
-                    and 0 <= rank < size < MAX_RANKS
-                    and 0 < timeout < _NEVER
                     and store._meet(  # noqa: SLF001
-                        *(self, self.prefix, rank, size, timeout, self.observed),
-                        *(not _LISTS_KEYS, self.traced),
+                        self,
+                        self.prefix,
+                        self.rank,
+                        self.world_size,
+                        self._timeout,
+                        self.observed,
+                        not _LISTS_KEYS,
+                        self.traced,
                     )
                 ):
-                    self._meet(timedelta(seconds=timeout))
-                if self.is_last and (self.entries is not None or not self.in_ledger):
+                    self._meet(timedelta(seconds=self._timeout))
+                if self.entries is not None:
                     guarded(self._audit)
             finally:
                 WATCHER.watches.discard(self)
@@ -202,13 +183,13 @@ class BarrierCall(BarrierTelemetry):
             self._end_failed(error)
             raise
         finally:
+            self._store = None  # a thread that warns may keep this call
             if covered:
                 RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began
         self.ended = True
         RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
         if self.observed:
-            self._store = None  # must not be kept until then
             self.defer_completed(duration)
 
     def _end_failed(self, error: BaseException) -> None:
@@ -253,11 +234,14 @@ class BarrierCall(BarrierTelemetry):
         native = RECORDER.native
         if native is not None and type(store) is native.store_class:
             store._complete(  # noqa: SLF001
-                self, self.prefix, last, self.world_size, self.in_ledger
+                *(self, self.prefix, last, self.world_size),
+                *(self.in_ledger, self.observed),
             )
             return
         entries = steps.complete(store, self._keys, last, self.in_ledger)
-        if entries is not None and not is_complete(entries, self.world_size):
+        if not self.in_ledger:
+            self.entries = b""
+        elif entries is not None and not is_complete(entries, self.world_size):
             self.entries = entries
         self.is_last, self.last = True, last.encode()
 
@@ -275,22 +259,28 @@ class BarrierCall(BarrierTelemetry):
 
     def report(self) -> None:
         """Start to read who is missing, unless that is under way."""
-        store = self._store
-        if 0 < self.order <= READERS and not self._warning and store is not None:
+        if 0 < self.order <= READERS and not self._warning:
             # Not waited for: a store that hangs must not hold up the watcher.
-            start_bounded_thread(partial(guarded, self._read_and_warn, store))
+            start_bounded_thread(partial(guarded, self._read_and_warn))
 
-    def _read_and_warn(self, store: AnyStore) -> None:
+    def _read_and_warn(self) -> None:
         self._warning = True
         try:
-            report = self._read_while_waiting(store)
-            if report.unseen_ranks:
+            report = self._read_while_waiting()
+            if report is not None and report.unseen_ranks:
                 self.emit_waiting(report)
         finally:
             self._warning = False
 
-    def _read_while_waiting(self, own: AnyStore) -> MissingReport:
-        with RECORDER.no_call_spans(), side_connection(own) as store:
+    def _read_while_waiting(self) -> MissingReport | None:
+        """Read and publish who is missing; None if the call has ended."""
+        own = self._store
+        if own is None:
+            return None
+        connection = side_connection(own)
+        # The job may free it meanwhile, and its server with it.
+        del own
+        with RECORDER.no_call_spans(), connection as store:
             report = self._reader().read(store)
             return self._publish(store, report) if report.unseen_ranks else report
 

@@ -21,7 +21,7 @@ from tracedstore.core.barrier_stats import Result, StalledBarrier
 from tracedstore.core.errors import TIMEOUT, error_message, error_type
 from tracedstore.core.keys import printable
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import SpanIds, Telemetry
+from tracedstore.core.telemetry import TELEMETRY, SpanIds, Telemetry
 
 # Seconds for exporting spans before `BarrierTimeout` is raised, which may end the job.
 _FLUSH_TIMEOUT = 1.0
@@ -43,7 +43,7 @@ class BarrierTelemetry:
         world_size: Number of ranks.
         traced: The call gets a span.
         caller: The context of the caller, if the call is observed.
-        ids: The ids that were reserved for its span.
+        ids: The ids that were reserved for its span; unset until its span has some.
         observed: A span or an event is made of the call when it has completed.
         began: When the call began, in ticks.
         arrived: When the store had counted this rank, in ticks.
@@ -53,64 +53,55 @@ class BarrierTelemetry:
         ended: The call has ended.
     """
 
-    __slots__ = (
-        "_spans",
-        "arrived",
-        "began",
-        "caller",
-        "ended",
-        "ids",
-        "is_last",
-        "last",
-        "observed",
-        "order",
-        "prefix",
-        "rank",
-        "telemetry",
-        "traced",
-        "world_size",
-    )
-
-    telemetry: Telemetry
+    # Attributes of the class are those of a call that has only begun: each one that a
+    # call sets takes time.
+    telemetry: Telemetry = TELEMETRY
     prefix: str
     rank: int | None
     world_size: int
     traced: bool
     caller: Context
     ids: SpanIds | None
-    _spans: list[BarrierSpan]
     observed: bool
     began: int
-    arrived: int
-    order: int
-    is_last: bool
-    last: bytes | None
-    ended: bool
+    arrived = 0
+    order = 0
+    is_last = False
+    last: bytes | None = None
+    ended = False
+    _span: BarrierSpan | None = None
 
     @property
     def span(self) -> BarrierSpan:
         """The span of the call; made when it is needed, mostly after the call."""
         if not self.traced:
             return NO_SPAN
-        if not self._spans:
-            self._spans.append(
-                BarrierSpan(
-                    *(self.telemetry, self.prefix, self.rank, self.world_size),
-                    *(self.began, self.caller),
-                    ids=self.ids,
-                )
+        if self._span is None:
+            made = BarrierSpan(
+                *(self.telemetry, self.prefix, self.rank, self.world_size),
+                *(self.began, self.caller),
+                ids=self._claim_ids(None),
             )
-        # The watcher may have made one at the same time: the first one counts.
-        return self._spans[0]
+            # Atomic: the watcher may make one at the same time, and the first counts.
+            vars(self).setdefault("_span", made)
+        return self._span or NO_SPAN
 
     def reserve_span(self) -> str:
         """Return the traceparent of the span, as the last rank; "" without a span."""
-        if not self._spans:
-            self.ids = self.telemetry.reserve_span()
-        if self.ids is not None:
-            return self.ids.traceparent
+        ids = self.telemetry.reserve_span()
+        if ids is not None and self._claim_ids(ids) is ids:
+            return ids.traceparent
         self.span.begin()
         return self.span.traceparent()
+
+    def _claim_ids(self, ids: SpanIds | None) -> SpanIds | None:
+        """Give the span these ids, unless it has got some, or none; return its ids.
+
+        Atomic: a span that the watcher makes has none, and others must not join one
+        that does not exist.
+        """
+        claimed: SpanIds | None = vars(self).setdefault("ids", ids)
+        return claimed
 
     @property
     def _shown(self) -> str:

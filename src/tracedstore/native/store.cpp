@@ -98,6 +98,9 @@ constexpr int MAX_DEPTH = 4;
 // call waits for; of other calls the first ones are shown.
 constexpr size_t MAX_BLOCKED_KEYS = 8192, MAX_SHOWN_KEYS = 16;
 constexpr size_t RING_SIZE = 1024;
+// Of barriers that C++ takes; `coordination.ranges.MAX_RANKS` is the same.
+constexpr int64_t MAX_RANKS = 1'000'000;
+constexpr double MAX_TIMEOUT_SECONDS = 1e9;
 
 int64_t ticks() {
   timespec now{};
@@ -720,23 +723,27 @@ class NativeStore : public c10d::Store {
   // span within the budget, because the span of the barrier covers it.
 
   // Records and counts the arrival of a rank, and waits for the last one, or completes
-  // the barrier as the last one. The position of the arrival is put on the Python object
-  // of the call before the wait, and the value that the last rank has written after it,
-  // if it is to be read. Returns false if Python has to go on after the arrival: for
-  // ranks beyond the last one, for the first and the last one if that is asked for, and,
-  // with no position, if the store has no append.
+  // the barrier as the last one. What Python needs of that is set on its object of the
+  // call, a `coordination.barrier.BarrierCall`: the position of the arrival, before the
+  // wait; if the call is observed, the time of the arrival and the value that the last
+  // rank has written.
+  //
+  // Returns false if Python has to go on: before the arrival, and with no position, if
+  // the arguments are others than a barrier has, or the store has no append; after it
+  // for a rank beyond the last one, and for the first and the last one if that is asked
+  // for.
   bool meet(
-      const py::object& call, const std::string& prefix, int64_t rank,
-      int64_t world_size, double timeout_seconds, bool to_be_read,
+      const py::object& call, const py::object& prefix, const py::object& rank,
+      const py::object& world_size, const py::object& timeout_seconds, bool observed,
       bool stops_if_first, bool stops_if_last);
 
   // Completes a barrier as its last rank: writes a value for the others, and makes a
   // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
-  // this rank is in it. The value is put on the object of the call, and so is a ledger
-  // that does not have each rank once.
+  // this rank is in it. The ledger is set on the object of the call if it does not have
+  // each rank once, and an empty one if it was not read.
   void complete(
       const py::object& call, const std::string& prefix, const std::string& value,
-      int64_t world_size, bool in_ledger);
+      int64_t world_size, bool in_ledger, bool observed);
 
   // Whether this store's calls go through another one.
   bool stands_on(const NativeStore* other) const {
@@ -867,11 +874,64 @@ bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
   }
 }
 
+// The attributes of Python's object of a barrier call. Made once, because that takes
+// longer than setting one.
+struct Attributes {
+  PyObject* arrived = PyUnicode_InternFromString("arrived");
+  PyObject* entries = PyUnicode_InternFromString("entries");
+  PyObject* in_ledger = PyUnicode_InternFromString("in_ledger");
+  PyObject* is_last = PyUnicode_InternFromString("is_last");
+  PyObject* last = PyUnicode_InternFromString("last");
+  PyObject* order = PyUnicode_InternFromString("order");
+};
+const Attributes* attributes = nullptr;
+
+void set_attribute(const py::object& call, PyObject* name, const py::object& value) {
+  if (PyObject_SetAttr(call.ptr(), name, value.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// The arguments of a barrier; not valid if they are others than a barrier has.
+struct Meeting {
+  bool valid = false;
+  std::string prefix;
+  int64_t rank = 0;
+  int64_t world_size = 0;
+  Milliseconds timeout{0};
+
+  Meeting(
+      const py::object& given_prefix, const py::object& given_rank,
+      const py::object& given_size, const py::object& seconds) {
+    if (!PyUnicode_CheckExact(given_prefix.ptr()) || !PyLong_CheckExact(given_rank.ptr()) ||
+        !PyLong_CheckExact(given_size.ptr()) ||
+        !(PyLong_CheckExact(seconds.ptr()) || PyFloat_CheckExact(seconds.ptr()))) {
+      return;
+    }
+    Py_ssize_t length = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(given_prefix.ptr(), &length);
+    if (text != nullptr) {
+      rank = PyLong_AsLongLong(given_rank.ptr());
+      world_size = PyLong_AsLongLong(given_size.ptr());
+      const double given_timeout = PyFloat_AsDouble(seconds.ptr());
+      if (0 <= rank && rank < world_size && world_size < MAX_RANKS && 0 < given_timeout &&
+          given_timeout < MAX_TIMEOUT_SECONDS) {
+        prefix.assign(text, static_cast<size_t>(length));
+        // As a timedelta, which has whole microseconds.
+        timeout = Milliseconds(std::llround(given_timeout * 1e6) / 1000);
+        valid = true;
+      }
+    }
+    PyErr_Clear(); // of a text or a number that C++ cannot take
+  }
+};
+
 bool NativeStore::meet(
-    const py::object& call, const std::string& prefix, int64_t rank,
-    int64_t world_size, double timeout_seconds, bool to_be_read,
+    const py::object& call, const py::object& prefix, const py::object& rank,
+    const py::object& world_size, const py::object& timeout_seconds, bool observed,
     bool stops_if_first, bool stops_if_last) {
-  if (!hasExtendedApi()) {
+  const Meeting meeting(prefix, rank, world_size, timeout_seconds);
+  if (!meeting.valid || !hasExtendedApi()) {
     return false;
   }
   int64_t order = 0;
@@ -880,26 +940,31 @@ bool NativeStore::meet(
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
     try {
-      append(prefix + "/ARRIVALS", arrival(rank));
+      append(meeting.prefix + "/ARRIVALS", arrival(meeting.rank));
     } catch (const abi::__forced_unwind&) {
       throw;
     } catch (...) { // it is recorded, and does not fail a barrier
       in_ledger = false;
     }
-    order = add(prefix + "/num_members", 1);
+    order = add(meeting.prefix + "/num_members", 1);
   }
-  call.attr("arrived") = ticks();
-  call.attr("in_ledger") = in_ledger;
-  call.attr("order") = order;
-  if (order > world_size || (order == 1 && stops_if_first) ||
-      (order == world_size && stops_if_last)) {
+  if (observed) {
+    set_attribute(call, attributes->arrived, py::int_(ticks()));
+  }
+  if (!in_ledger) {
+    set_attribute(call, attributes->in_ledger, py::bool_(false));
+  }
+  set_attribute(call, attributes->order, py::int_(order));
+  if (order > meeting.world_size || (order == 1 && stops_if_first) ||
+      (order == meeting.world_size && stops_if_last)) {
     return false;
   }
-  if (order == world_size) {
+  if (order == meeting.world_size) {
     // As `coordination.protocol.last_arrival` makes it.
     complete(
-        call, prefix, "{\"rank\": " + std::to_string(rank) + ", \"traceparent\": \"\"}",
-        world_size, in_ledger);
+        call, meeting.prefix,
+        "{\"rank\": " + std::to_string(meeting.rank) + ", \"traceparent\": \"\"}",
+        meeting.world_size, in_ledger, observed);
     return true;
   }
   if (PyErr_CheckSignals() != 0) { // else a Ctrl-C would have to wait for the last rank
@@ -909,23 +974,22 @@ bool NativeStore::meet(
   {
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
-    const std::string last = prefix + "/last_member";
-    // As a timedelta, which has whole microseconds.
-    wait({last}, Milliseconds(std::llround(timeout_seconds * 1e6) / 1000));
-    to_be_read = to_be_read && try_to_read(last, value);
+    const std::string last = meeting.prefix + "/last_member";
+    wait({last}, meeting.timeout);
+    observed = observed && try_to_read(last, value);
   }
-  if (to_be_read) {
-    call.attr("last") = bytes_object(value);
+  if (observed) {
+    set_attribute(call, attributes->last, bytes_object(value));
   }
   return true;
 }
 
 void NativeStore::complete(
     const py::object& call, const std::string& prefix, const std::string& value,
-    int64_t world_size, bool in_ledger) {
+    int64_t world_size, bool in_ledger, bool observed) {
   const Bytes written = bytes_of(value);
   Bytes entries;
-  bool suspicious = false;
+  bool suspicious = !in_ledger;
   {
     py::gil_scoped_release no_gil;
     Unsampled unsampled;
@@ -938,11 +1002,13 @@ void NativeStore::complete(
       check({key});
     }
   }
-  call.attr("last") = bytes_object(written);
-  if (suspicious) {
-    call.attr("entries") = bytes_object(entries);
+  if (observed) {
+    set_attribute(call, attributes->last, bytes_object(written));
   }
-  call.attr("is_last") = true;
+  if (suspicious) {
+    set_attribute(call, attributes->entries, bytes_object(entries));
+  }
+  set_attribute(call, attributes->is_last, py::bool_(true));
 }
 
 // What Python refers to a store by without keeping it: a store that is kept keeps its
@@ -1326,6 +1392,7 @@ PYBIND11_MODULE(tracedstore_native, module) {
     start_from_zero();
   });
   py::register_exception_translator(translate_with_note);
+  attributes = new Attributes;
 
   module.attr("KEY") = TRACEDSTORE_KEY;
   module.attr("MAX_KINDS") = MAX_KINDS;

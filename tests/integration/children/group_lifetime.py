@@ -5,7 +5,6 @@ Reports whether ports, files and keys are freed. Arguments: how to trace ("bare"
 """
 
 import os
-import socket
 import sys
 import weakref
 from pathlib import Path
@@ -17,16 +16,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 import tracedstore
 from integration.harness import report
 from support.etcd import free_port
+from support.stores import is_listening
 
 PREFIX = "traced+" if sys.argv[1] == "explicit" else ""
 ALONE: Any = {"rank": 0, "world_size": 1}
 observations: dict[str, object] = {}
-
-
-def in_use(port: int) -> bool:
-    """Return whether a process listens on the port."""
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def group_twice_on_one_port(port: int) -> None:
@@ -37,9 +31,9 @@ def group_twice_on_one_port(port: int) -> None:
         observations[f"{turn}: left over"] = store.check(["key"])
         store.set("key", "value")
         del store
-        observations[f"{turn}: during"] = in_use(port)
+        observations[f"{turn}: during"] = is_listening(port)
         dist.destroy_process_group()
-        observations[f"{turn}: after"] = in_use(port)
+        observations[f"{turn}: after"] = is_listening(port)
 
 
 def references_after_destroy(port: int) -> None:
@@ -48,11 +42,11 @@ def references_after_destroy(port: int) -> None:
     store, group = _get_default_store(), dist.new_group([0])
     dist.destroy_process_group()
     store.set("key", "value")
-    observations["kept store"] = [in_use(port), store.get("key").decode()]
+    observations["kept store"] = [is_listening(port), store.get("key").decode()]
     del store
-    observations["kept group"] = in_use(port)
+    observations["kept group"] = is_listening(port)
     del group
-    observations["nothing kept"] = in_use(port)
+    observations["nothing kept"] = is_listening(port)
 
 
 def failing_backend(port: int) -> None:
@@ -64,7 +58,7 @@ def failing_backend(port: int) -> None:
         dist.init_process_group("nccl", f"{PREFIX}tcp://127.0.0.1:{port}", **ALONE)
     except (RuntimeError, ValueError) as error:
         observations["failed"] = str(error)
-    observations["after it failed"] = in_use(port)
+    observations["after it failed"] = is_listening(port)
 
 
 def file(path: Path) -> None:
@@ -82,9 +76,9 @@ def store_of_job() -> None:
     dist.init_process_group("gloo", store=store, **ALONE)
     dist.destroy_process_group()
     store.set("key", "value")
-    observations["given, kept"] = [in_use(port), store.get("key").decode()]
+    observations["given, kept"] = [is_listening(port), store.get("key").decode()]
     del store
-    observations["given, dropped"] = [in_use(port), alive() is None]
+    observations["given, dropped"] = [is_listening(port), alive() is None]
 
 
 if sys.argv[1] == "instrument":
