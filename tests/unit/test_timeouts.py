@@ -1,6 +1,10 @@
 """run_with_timeout() bounds the time of a function."""
 
+import gc
 import threading
+from contextlib import suppress
+from functools import partial
+from weakref import ref
 
 import pytest
 
@@ -14,6 +18,10 @@ from tracedstore.core.timeouts import (
 )
 
 
+def _divide(_used: object) -> None:
+    _ = 1 // 0
+
+
 class TestRunWithTimeout:
     """The caller gets the result, the exception or a TimeoutError."""
 
@@ -25,6 +33,23 @@ class TestRunWithTimeout:
         """The caller gets the function's exception."""
         with pytest.raises(ZeroDivisionError):
             run_with_timeout(20, lambda: 1 // 0)
+
+    def test_exception_keeps_nothing(self) -> None:
+        """What the function used is freed with its exception, without the collector."""
+
+        class Used:
+            """Something that the function uses."""
+
+        used = Used()
+        freed = ref(used)
+        gc.disable()
+        try:
+            with suppress(ZeroDivisionError):
+                run_with_timeout(20, partial(_divide, used))
+            del used
+            assert freed() is None
+        finally:
+            gc.enable()
 
     def test_timeout(self) -> None:
         """A function that does not return in time is abandoned."""

@@ -42,7 +42,9 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
         raise TimeoutError(f"not run: {error}") from error
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        # Not kept in the list: its traceback refers to that, and so to what the work
+        # uses, a store mostly.
+        raise errors.pop()
     if not results:
         raise TimeoutError(f"not finished after {seconds:g} s")
     return results[0]

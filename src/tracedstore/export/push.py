@@ -19,7 +19,7 @@ from tracedstore.core.recorder import RECORDER
 from tracedstore.core.snapshot import MetricSource
 from tracedstore.export.meter_readers import METER_READERS, has_provider
 from tracedstore.export.settings import Settings
-from tracedstore.export.shutdown import export_with_timeout
+from tracedstore.export.shutdown import SPARE_THREAD, export_with_timeout
 from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.log_records import LogRecords, application_provider
 from tracedstore.signals.spans import process_attributes
@@ -113,11 +113,13 @@ class Push:
             METER_READERS.start(source, self._given.meter)
         else:
             METER_READERS.stop()
+        self._prepare_end()
 
     def restart(self, source: MetricSource) -> None:
         """Begin again in a forked child, which has no thread for it."""
         if self.own_metrics is not None:
             self.own_metrics.start(source)
+        self._prepare_end()
 
     def flush_spans(self, timeout: float) -> None:
         """Export finished spans; return after the timeout at the latest."""
@@ -158,9 +160,15 @@ class Push:
         """Leave connections to the parent, as a forked child must."""
         RECORD_WRITER.reset()
         METER_READERS.reset()
+        SPARE_THREAD.reset()
         self.own_logger = None
         if self.own_metrics is not None:
             self.own_metrics.reset()
+
+    def _prepare_end(self) -> None:
+        own = (self.own_tracer, self.own_metrics, self.own_logger)
+        if own != (None, None, None):
+            SPARE_THREAD.start()
 
     def _flush_spans(self, timeout: float) -> None:
         own_or_given = self.own_tracer or self._given.tracer

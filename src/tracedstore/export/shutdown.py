@@ -3,10 +3,10 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from tracedstore import names
 from tracedstore.core import store_proxy
 from tracedstore.core.counters import thread_names
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.threads import DaemonThread
 from tracedstore.core.timeouts import start_bounded_thread
 
 # Seconds; only where a thread of a process group is in a Store call at exit. Such a
@@ -26,10 +27,52 @@ _SETTLE_AT_EXIT = 0.5
 _LAST_SPANS_TIMEOUT = 1.0
 
 
+class SpareThread:
+    """A thread that is started early, and waits for work that comes once.
+
+    CPython 3.12 starts no thread while the process ends, when the last spans, metrics
+    and log records are exported.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the parent's thread, as a forked child must."""
+        self._thread: DaemonThread | None = None
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread, unless it waits.
+
+        Raises:
+            RuntimeError: The limit of threads is reached.
+        """
+        if self._thread is None:
+            thread = DaemonThread(self._run, name="tracedstore-spare")
+            thread.start()
+            self._thread = thread
+
+    def run(self, work: Callable[[], None]) -> DaemonThread | None:
+        """Let the thread do this and end; return it, or None if there is none."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.put(work)
+        return thread
+
+    def _run(self) -> None:
+        self._work.get()()
+
+
+SPARE_THREAD: Final = SpareThread()
+
+
 def export_with_timeout(
     timeout: float, exports: Mapping[str, Callable[[], object]]
 ) -> None:
     """Run exports, each in a thread; return after the timeout whatever they do.
+
+    If no thread can be started, the spare one runs them one after the other.
 
     Args:
         timeout: Seconds for all of them.
@@ -37,13 +80,23 @@ def export_with_timeout(
             for.
     """
     deadline = time.monotonic() + timeout
-    threads = []
+    threads: list[DaemonThread] = []
+    left: list[Callable[[], object]] = []
     for part, export in exports.items():
-        with suppress(RuntimeError):  # the limit is reached: nothing is exported
-            guarded = partial(RECORDER.failures.guarded, part, export)
+        guarded = partial(RECORDER.failures.guarded, part, export)
+        try:
             threads.append(start_bounded_thread(guarded))
+        except RuntimeError:
+            left.append(guarded)
+    if left and (spare := SPARE_THREAD.run(partial(_run_all, left))) is not None:
+        threads.append(spare)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _run_all(exports: Iterable[Callable[[], object]]) -> None:
+    for export in exports:
+        export()
 
 
 def run_before_its_end(flush: Callable[[float], object], provider: Any) -> None:
