@@ -22,7 +22,8 @@ from support.events import Events, check
 from support.native import on_both_cores
 from support.stores import KINDS, is_listening, second_client
 from tracedstore import BarrierTimeout
-from tracedstore.coordination.arrivals import close_connection, record_arrival
+from tracedstore.coordination.arrivals import record_arrival
+from tracedstore.coordination.connections import close_connection
 from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY

@@ -30,7 +30,7 @@ from integration.harness import forked, in_background, wait_until
 from support.native import on_both_cores
 from support.stores import KINDS, is_listening
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import close_connection
+from tracedstore.coordination.connections import close_connection
 from tracedstore.core import procfs
 from tracedstore.core.counters import handle_of
 from tracedstore.core.recorder import RECORDER

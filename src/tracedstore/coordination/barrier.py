@@ -23,14 +23,13 @@ from torch.distributed import Store
 from tracedstore import names
 from tracedstore.coordination import steps
 from tracedstore.coordination.arrivals import (
-    bare_store,
     has_duplicates,
     read_arrivals,
     share_traceparent,
-    side_connection,
 )
 from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
+from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.coordination.exchange import AnyStore
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.missing_reader import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tracedstore.coordination import validation
-from tracedstore.coordination.arrivals import bare_store
+from tracedstore.coordination.connections import bare_store
 
 INDEX = "tracedstore/KEYS"
 # Maximum size of an index that is read; 100,000 barriers have about 3 MB.

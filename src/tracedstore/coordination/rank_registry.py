@@ -16,12 +16,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from tracedstore.coordination import validation
-from tracedstore.coordination.arrivals import (
-    find_absent,
-    list_keys,
-    read_existing,
-    side_connection,
-)
+from tracedstore.coordination.arrivals import find_absent, list_keys, read_existing
+from tracedstore.coordination.connections import side_connection
 from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.ranges import MAX_RANKS

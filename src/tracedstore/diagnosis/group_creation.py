@@ -14,7 +14,7 @@ from socket import socket
 from typing import Any
 
 from tracedstore import names
-from tracedstore.coordination.arrivals import bare_store, side_connection
+from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.core.errors import error_message
 from tracedstore.core.identity import bottom_of, process_identity
 from tracedstore.core.recorder import RECORDER

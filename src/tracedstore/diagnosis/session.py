@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary, ref
 from torch.distributed import DistError
 
 from tracedstore.coordination import decoders, membership, rank_registry
-from tracedstore.coordination.arrivals import (
+from tracedstore.coordination.arrivals import read_key
+from tracedstore.coordination.connections import (
     bare_store,
     connector,
     is_one_connection,
-    read_key,
 )
 from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.core.identity import bottom_of, number, process_identity

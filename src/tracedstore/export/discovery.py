@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from tracedstore import names
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import close_connection, side_connection
+from tracedstore.coordination.connections import close_connection, side_connection
 from tracedstore.core.counters import store_of
 from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.identity import number

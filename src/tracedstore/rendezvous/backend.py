@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import names
-from tracedstore.coordination.arrivals import (
+from tracedstore.coordination.connections import (
     bare_store,
     is_one_connection,
     side_connection,

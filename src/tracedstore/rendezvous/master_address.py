@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
-from tracedstore.coordination.arrivals import read_existing, side_connection
+from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.connections import side_connection
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import pause
 from tracedstore.diagnosis import incarnations

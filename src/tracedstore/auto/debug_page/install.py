@@ -21,7 +21,7 @@ import torch
 
 from tracedstore import names
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import close_connection
+from tracedstore.coordination.connections import close_connection
 from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export import process_status, server

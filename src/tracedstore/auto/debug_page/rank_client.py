@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracedstore.coordination.arrivals import close_connection, find_absent
+from tracedstore.coordination.arrivals import find_absent
+from tracedstore.coordination.connections import close_connection
 from tracedstore.coordination.rank_registry import RankInfo, read_ranks
 from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.export.inflight_client import Reply, fetch, request_each
