@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -20,6 +21,22 @@ def test_runs_target() -> None:
     assert results == ["called"]
     assert thread.daemon
     assert thread.name == "tracedstore-test"
+
+
+def test_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread on a busy machine, which takes more than a second to begin, is used."""
+    bootstrap = DaemonThread._bootstrap  # type: ignore[attr-defined]
+
+    def begin(thread: DaemonThread) -> None:
+        time.sleep(1.5)  # what the machine takes
+        bootstrap(thread)
+
+    monkeypatch.setattr(DaemonThread, "_bootstrap", begin)
+    called = threading.Event()
+
+    DaemonThread(called.set).start()
+
+    assert called.wait(10)
 
 
 def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
