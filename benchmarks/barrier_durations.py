@@ -74,7 +74,7 @@ def _turns(
                 seconds[each].append(duration)
     return Durations(
         *(
-            1e3 * statistics.quantiles(seconds[each], n=4)[0]
+            1e3 * statistics.quantiles(seconds[each], n=4, method="inclusive")[0]
             for each in ("torch", variant)
         )
     )

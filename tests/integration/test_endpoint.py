@@ -22,7 +22,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 import tracedstore
 from integration.harness import wait_until
 from support.certificates import Authority, Pair
+from support.etcd import free_port
 from support.events import Events, check
+from support.stores import is_listening
+from tracedstore.core.threads import DaemonThread
 from tracedstore.export import server
 from tracedstore.export.discovery import targets
 from tracedstore.testing import FlakyStore
@@ -229,6 +232,20 @@ class TestPorts:
 
         (event,) = [e for e in events() if e["event"] == "telemetry.disabled"]
         assert event["observer"] == "endpoint"
+
+    def test_no_thread_can_be_started(
+        self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing listens at a port that no thread serves."""
+
+        def fail(_thread: DaemonThread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        port = free_port()
+        monkeypatch.setattr(DaemonThread, "start", fail)
+        tracedstore.configure(registry=registry, http_port=port, log_format="off")
+
+        assert not is_listening(port)
 
     def test_configure_again_and_shutdown(self, endpoint: Endpoint) -> None:
         """configure() keeps the port, and shutdown() frees it."""
@@ -496,6 +513,26 @@ class TestAbuse:
 
         assert max_threads <= 8
         assert wait_until(served.alive)
+
+    def test_no_thread_can_be_started(
+        self, served: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Connections are closed without a word, and served when there are threads."""
+
+        def fail(_thread: DaemonThread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        # What writes a traceback to standard error.
+        written: list[Any] = []
+        monkeypatch.setattr(
+            server._Listener, "handle_error", lambda *args: written.append(args)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(DaemonThread, "start", fail)
+            assert not any(served.alive() for _ in range(10))
+
+        assert served.alive()
+        assert not written
 
     def test_store_hangs(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch

@@ -149,7 +149,10 @@ class TestStoppedWhileArriving:
             assert f"rank {stopped} stopped while arriving" in str(error)
         waiting = [e for e in events() if e["event"] == "barrier.waiting"]
         assert waiting
-        assert all(stopped in event["possibly_missing_ranks"] for event in waiting)
+        for event in waiting:
+            # Certain if the warning is late, and the others have confirmed theirs.
+            named = event["possibly_missing_ranks"] or event["missing_ranks"]
+            assert stopped in named
 
 
 class TestStoreLosesData:

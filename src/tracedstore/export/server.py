@@ -147,13 +147,18 @@ class Server:
 
         Raises:
             OSError: No port is free, or the host is not an address of this machine.
+            RuntimeError: No thread can be started.
         """
         self._listener = _listen(pages, host, port, access or Access())
         self.port: int = self._listener.server_address[1]
         self._thread = DaemonThread(
             self._listener.serve_forever, name="tracedstore-http"
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._listener.server_close()
+            raise
 
     def stop(self, timeout: float) -> None:
         """Stop listening; requests in progress end by their own timeout."""
@@ -216,9 +221,12 @@ class _Listener(TCPServer):
         if full:
             self.shutdown_request(request)
             return
-        DaemonThread(
-            self._serve, request, client_address, name="tracedstore-http-request"
-        ).start()
+        try:
+            DaemonThread(
+                self._serve, request, client_address, name="tracedstore-http-request"
+            ).start()
+        except RuntimeError:  # the limit is reached, or the process ends
+            self._end(request, request)
 
     def service_actions(self) -> None:
         """Close connections that take too long; called twice a second."""
@@ -230,7 +238,6 @@ class _Listener(TCPServer):
                         connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, request: socket.socket, client_address: Any) -> None:
-        key = id(request)
         connection = request
         try:
             request.settimeout(_READ_TIMEOUT)
@@ -239,8 +246,8 @@ class _Listener(TCPServer):
                     request, server_side=True, do_handshake_on_connect=False
                 )
                 with self._lock:
-                    began, _ = self._open[key]
-                    self._open[key] = (began, secured)
+                    began, _ = self._open[id(request)]
+                    self._open[id(request)] = (began, secured)
                 secured.do_handshake()
             self.finish_request(connection, client_address)
         except Exception:  # noqa: S110
@@ -248,9 +255,12 @@ class _Listener(TCPServer):
             # HTTP. That is no reason to write to the job's standard error.
             pass
         finally:
-            with self._lock:
-                self._open.pop(key, None)
-            self.shutdown_request(connection)
+            self._end(request, connection)
+
+    def _end(self, request: socket.socket, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.pop(id(request), None)
+        self.shutdown_request(connection)
 
     def server_close(self) -> None:
         """Close the port and all connections."""
