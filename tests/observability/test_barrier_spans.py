@@ -115,6 +115,45 @@ class TestOneTrace:
         shared = LastArrival.from_bytes(traced.get("step/7/last_member")).traceparent
         assert f"{span.context.span_id:016x}" in shared
 
+    @pytest.mark.parametrize("warned", [False, True])
+    def test_prepared_ids(
+        self,
+        traced: Any,
+        spans: InMemorySpanExporter,
+        monkeypatch: pytest.MonkeyPatch,
+        warned: bool,
+    ) -> None:
+        """Ids of the second barrier are known before it, for the watcher too."""
+        run_barrier(traced, 1)
+        barrier_spans(spans)
+        spans.clear()
+        monkeypatch.setattr(TELEMETRY, "reserve_span", None)
+        call = BarrierCall(traced, 1, "step/8", 20, 0, None, 0, find_causes, 0)
+        if warned:
+            call.span.begin()
+        call.run()
+
+        (span,) = barrier_spans(spans)
+        assert span.parent is None
+        shared = LastArrival.from_bytes(traced.get("step/8/last_member")).traceparent
+        assert f"{span.context.trace_id:032x}-{span.context.span_id:016x}" in shared
+
+    def test_prepared_ids_are_not_for_a_trace(
+        self, traced: Any, spans: InMemorySpanExporter, provider: TracerProvider
+    ) -> None:
+        """A last rank that is in a trace passes on that trace."""
+        run_barrier(traced, 1)
+        barrier_spans(spans)
+        spans.clear()
+        with provider.get_tracer("test").start_as_current_span("step") as step:
+            tracedstore.barrier(traced, 1, "step/8", rank=0)
+
+        (span,) = barrier_spans(spans)
+        assert span.parent is not None
+        assert span.parent.span_id == step.get_span_context().span_id
+        shared = LastArrival.from_bytes(traced.get("step/8/last_member")).traceparent
+        assert f"{span.context.trace_id:032x}-{span.context.span_id:016x}" in shared
+
     def test_ranks_time_out_at_once(
         self, traced: Any, spans: InMemorySpanExporter
     ) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from tracedstore.core import deferred
 from tracedstore.core.deferred import DeferredWork
-from tracedstore.core.errors import TracedStoreError
 from tracedstore.core.observer import Failures
 from tracedstore.core.telemetry import NullTelemetry
+from tracedstore.core.threads import DaemonThread
 
 
 class SilentTelemetry(NullTelemetry):
@@ -61,8 +61,10 @@ def test_after_idle(work: DeferredWork, monkeypatch: pytest.MonkeyPatch) -> None
             assert work._changed.wait_for(lambda: work._parked, 20)
 
 
-def test_full(work: DeferredWork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that hangs in work keeps a bounded queue; the rest is refused."""
+def test_full(
+    work: DeferredWork, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that hangs in work keeps a bounded queue; the rest is a failure."""
     monkeypatch.setattr(deferred, "_MAX_QUEUED", 2)
     begun, release = threading.Event(), threading.Event()
 
@@ -74,11 +76,30 @@ def test_full(work: DeferredWork, monkeypatch: pytest.MonkeyPatch) -> None:
     assert begun.wait(20)
     work.submit(int)
     work.submit(int)
-    with pytest.raises(TracedStoreError, match="wait to be made"):
-        work.submit(int)
+    assert failures.counts() == {}
+    work.submit(int)
+    assert failures.counts() == {"barriers": 1}
     assert not work.flush(0.01)
     release.set()
     assert work.flush(20)
+
+
+def test_no_thread(
+    work: DeferredWork, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that can start no thread counts a failure, and queues nothing."""
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DaemonThread, "start", refuse)
+        work.submit(int)
+    assert failures.counts() == {"barriers": 1}
+
+    done = threading.Event()
+    work.submit(done.set)
+    assert done.wait(20)
 
 
 def test_stop_does_the_rest(work: DeferredWork) -> None:

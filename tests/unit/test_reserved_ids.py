@@ -54,19 +54,29 @@ def test_span_gets_reserved_ids(spans: Spans) -> None:
 
 def test_prepared(spans: Spans) -> None:
     """Spans prepare ids for the next ones, which a forked child does not use."""
+    assert spans.take_ids() is None
     for _ in range(20):
         started(spans, None)
-    assert spans._ids is not None
-    prepared = list(spans._ids._prepared)
-    assert len(prepared) == len(set(prepared)) == 16
+    taken = [spans.take_ids() for _ in range(16)]
+    assert len(set(taken)) == 16
+    assert None not in taken
+    assert spans.take_ids() is None
 
-    used = [spans.reserve() for _ in range(20)]
-    assert len(set(used)) == 20
-    assert set(prepared) < set(used)
     started(spans, None)
-    prepared = list(spans._ids._prepared)
     spans.reset()
-    assert spans.reserve() not in prepared
+    assert spans.take_ids() is None
+
+
+def test_prepared_and_in_a_trace(spans: Spans, provider: TracerProvider) -> None:
+    """Prepared ids have a trace of their own, so a span with a parent has others."""
+    started(spans, None)
+    with provider.get_tracer("test").start_as_current_span("step"):
+        assert spans.take_ids() is None
+    suppressing = context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True)
+    token = context.attach(suppressing)
+    assert spans.take_ids() is None
+    context.detach(token)
+    assert spans.take_ids() is not None
 
 
 def test_span_of_another_thread(spans: Spans, provider: TracerProvider) -> None:

@@ -92,6 +92,8 @@ class BarrierCall(BarrierTelemetry):
 
     observer = names.BARRIERS
     in_ledger = True
+    # As the last rank: the trace that the others join. None if it is known only then.
+    _shared: str | None = ""
     # As the last rank: the ledger, if it has not each rank once.
     entries: bytes | None = None
     # A thread reads who is missing.
@@ -124,6 +126,11 @@ class BarrierCall(BarrierTelemetry):
         self.observed = observed = traced or TELEMETRY.emits_debug_events()
         if observed:
             self.caller = copy_context()
+        if traced:
+            ids = TELEMETRY.take_span_ids()
+            self._shared = None
+            if ids is not None:
+                self.ids, self._shared = ids, ids.traceparent
 
     @property
     def _keys(self) -> BarrierKeys:
@@ -170,7 +177,7 @@ class BarrierCall(BarrierTelemetry):
                         self._timeout,
                         self.observed,
                         not _LISTS_KEYS,
-                        self.traced,
+                        self._shared,
                     )
                 ):
                     self._meet(timedelta(seconds=self._timeout))
@@ -189,7 +196,8 @@ class BarrierCall(BarrierTelemetry):
         self.ended = True
         RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
         if self.observed:
-            self.defer_completed(duration)
+            self.duration = duration
+            TELEMETRY.defer(self.emit_completed)
 
     def _end_failed(self, error: BaseException) -> None:
         """End a call that raised; the caller raises the error again.

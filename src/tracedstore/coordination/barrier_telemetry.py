@@ -43,9 +43,10 @@ class BarrierTelemetry:
         world_size: Number of ranks.
         traced: The call gets a span.
         caller: The context of the caller, if the call is observed.
-        ids: The ids that were reserved for its span; unset until its span has some.
+        ids: The ids that were reserved for its span; unset until it has some.
         observed: A span or an event is made of the call when it has completed.
         began: When the call began, in ticks.
+        duration: The duration of a completed call, in ticks.
         arrived: When the store had counted this rank, in ticks.
         order: The position of this rank's arrival, 0 before it.
         is_last: This rank arrived last.
@@ -64,6 +65,7 @@ class BarrierTelemetry:
     ids: SpanIds | None
     observed: bool
     began: int
+    duration: int
     arrived = 0
     order = 0
     is_last = False
@@ -88,7 +90,9 @@ class BarrierTelemetry:
 
     def reserve_span(self) -> str:
         """Return the traceparent of the span, as the last rank; "" without a span."""
-        ids = self.telemetry.reserve_span()
+        ids: SpanIds | None = vars(self).get("ids")
+        if ids is None:
+            ids = self.telemetry.reserve_span()
         if ids is not None and self._claim_ids(ids) is ids:
             return ids.traceparent
         self.span.begin()
@@ -132,27 +136,17 @@ class BarrierTelemetry:
         self.span.begin(report.traceparent)
         self._emit(names.BARRIER_WAITING, **report.event_fields())
 
-    def defer_completed(self, duration: int) -> None:
-        """Make the span and the event of a completed call, a moment later.
+    def emit_completed(self) -> None:
+        """Make the span and the event of a completed call, a moment later."""
+        # In the caller's context, which has its trace and its structlog variables. A
+        # copy: the span enters it too.
+        self.caller.copy().run(self._emit_completed)
 
-        Args:
-            duration: The duration of the call, in ticks.
-        """
-        try:
-            self.telemetry.defer(partial(self._emit_in_context, duration))
-        except Exception as error:
-            RECORDER.failures.add(names.BARRIERS, error)
-
-    def _emit_in_context(self, duration: int) -> None:
-        # The caller's, which has its trace and its structlog variables. A copy: the
-        # span enters it too.
-        self.caller.copy().run(self._emit_completed, duration)
-
-    def _emit_completed(self, duration: int) -> None:
+    def _emit_completed(self) -> None:
         last = LastArrival.from_bytes(self.last or b"")
         self._end_span(
             "completed",
-            duration,
+            self.duration,
             {} if last.rank is None else {names.BARRIER_LAST_RANK: last.rank},
             shared=last.traceparent,
         )
@@ -161,8 +155,8 @@ class BarrierTelemetry:
                 names.BARRIER_COMPLETED,
                 last_rank=last.rank,
                 arrival_order=self.order,
-                completed_at=RECORDER.clock.wall_of(self.began + duration) / 1e9,
-                waited_seconds=round(duration / 1e9, 6),
+                completed_at=RECORDER.clock.wall_of(self.began + self.duration) / 1e9,
+                waited_seconds=round(self.duration / 1e9, 6),
             )
 
     def emit_failed(self, error: Exception, *, from_torch: bool) -> None:

@@ -55,17 +55,15 @@ class DeferredWork:
         self._stopping = False
 
     def submit(self, work: Work) -> None:
-        """Do this later.
-
-        Raises:
-            TracedStoreError: The queue is full, or no thread can be started.
-        """
+        """Do this later; count a failure if the queue is full or there is no thread."""
         if len(self._queue) >= _MAX_QUEUED:
-            raise TracedStoreError(f"{_MAX_QUEUED} spans and events wait to be made")
+            text = f"{_MAX_QUEUED} spans and events wait to be made"
+            self._failures.add(self._observer, TracedStoreError(text))
+            return
         self._queue.append(work)
         # After the work is in the queue: the thread looks there after it has set this.
         if self._parked:
-            self._wake()
+            self._failures.guarded(self._observer, self._wake)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty; return False after the timeout."""
@@ -97,9 +95,9 @@ class DeferredWork:
                 thread = DaemonThread(self._run, name="tracedstore-deferred")
                 try:
                     thread.start()
-                except RuntimeError as error:
+                except RuntimeError:
                     self._queue.clear()
-                    raise TracedStoreError(str(error)) from error
+                    raise
                 self._thread = thread
                 # Now, because hooks run in reverse order: there is a tracer provider by
                 # now, and its own hook drops every later span.

@@ -67,7 +67,14 @@ class Telemetry(Protocol):
     ) -> "Span | None":
         """Start a span; return None where there is no tracer provider.
 
-        It gets the ids that `reserve_span` returned, if there are some.
+        It gets the ids that `take_span_ids` or `reserve_span` returned, if there are
+        some.
+        """
+
+    def take_span_ids(self) -> SpanIds | None:
+        """Return ids that were prepared for a span without a parent.
+
+        None if none are, or the current context may have a parent.
         """
 
     def reserve_span(self) -> SpanIds | None:
@@ -79,8 +86,7 @@ class Telemetry(Protocol):
     def defer(self, work: Callable[[], object]) -> None:
         """Make a span or an event a moment later, in a thread.
 
-        Raises:
-            TracedStoreError: Too much of that is waiting.
+        Counts a failure if too much of that is waiting.
         """
 
     def flush(self, timeout: float) -> None:
@@ -136,6 +142,9 @@ class NullTelemetry:
     ) -> "Span | None":
         """Return None."""
 
+    def take_span_ids(self) -> SpanIds | None:
+        """Return None."""
+
     def reserve_span(self) -> SpanIds | None:
         """Return None."""
 
@@ -173,6 +182,7 @@ class ProxyTelemetry:
         emits_debug_events: That of the telemetry, as it is: every barrier asks.
         tracing_enabled: The same.
         defer: The same.
+        take_span_ids: The same.
         reserve_span: The same.
         is_null: No telemetry is installed.
     """
@@ -186,6 +196,7 @@ class ProxyTelemetry:
         self.emits_debug_events = telemetry.emits_debug_events
         self.tracing_enabled = telemetry.tracing_enabled
         self.defer = telemetry.defer
+        self.take_span_ids = telemetry.take_span_ids
         self.reserve_span = telemetry.reserve_span
         self.is_null = telemetry is NULL_TELEMETRY
 

@@ -96,6 +96,7 @@ class ConfiguredTelemetry:
             *more_observers,
         )
         self.defer = _deferred.submit
+        self.take_span_ids = self._spans.take_ids
         self.reserve_span = self._spans.reserve
         self.emits_debug_events = self._events.emits_debug_events
         self.tracing_enabled = self._spans.enabled

@@ -730,12 +730,12 @@ class NativeStore : public c10d::Store {
   //
   // Returns false if Python has to go on: before the arrival, and with no position, if
   // the arguments are others than a barrier has, or the store has no append; after it
-  // for a rank beyond the last one, and for the first and the last one if that is asked
-  // for.
+  // for a rank beyond the last one, for the first one if that is asked for, and for the
+  // last one if the traceparent that it passes on is None: Python finds it out then.
   bool meet(
       const py::object& call, const py::object& prefix, const py::object& rank,
       const py::object& world_size, const py::object& timeout_seconds, bool observed,
-      bool stops_if_first, bool stops_if_last);
+      bool stops_if_first, const py::object& traceparent);
 
   // Completes a barrier as its last rank: writes a value for the others, and makes a
   // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
@@ -929,7 +929,7 @@ struct Meeting {
 bool NativeStore::meet(
     const py::object& call, const py::object& prefix, const py::object& rank,
     const py::object& world_size, const py::object& timeout_seconds, bool observed,
-    bool stops_if_first, bool stops_if_last) {
+    bool stops_if_first, const py::object& traceparent) {
   const Meeting meeting(prefix, rank, world_size, timeout_seconds);
   if (!meeting.valid || !hasExtendedApi()) {
     return false;
@@ -956,14 +956,15 @@ bool NativeStore::meet(
   }
   set_attribute(call, attributes->order, py::int_(order));
   if (order > meeting.world_size || (order == 1 && stops_if_first) ||
-      (order == meeting.world_size && stops_if_last)) {
+      (order == meeting.world_size && traceparent.is_none())) {
     return false;
   }
   if (order == meeting.world_size) {
     // As `coordination.protocol.last_arrival` makes it.
     complete(
         call, meeting.prefix,
-        "{\"rank\": " + std::to_string(meeting.rank) + ", \"traceparent\": \"\"}",
+        "{\"rank\": " + std::to_string(meeting.rank) + ", \"traceparent\": \"" +
+            traceparent.cast<std::string>() + "\"}",
         meeting.world_size, in_ledger, observed);
     return true;
   }

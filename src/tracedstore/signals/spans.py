@@ -16,7 +16,6 @@ from opentelemetry.environment_variables import OTEL_PYTHON_TRACER_PROVIDER
 from opentelemetry.semconv.attributes import db_attributes as db
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import (
-    SpanContext,
     SpanKind,
     Status,
     StatusCode,
@@ -38,7 +37,6 @@ from tracedstore.core.telemetry import SpanIds
 # after its start; without one, calls must not pay for spans.
 _PROVIDER_CHECK_NS = 50_000_000
 _MAX_PREPARED = 16
-_NO_PARENT = trace.INVALID_SPAN_CONTEXT
 # What a sampler gets as the name of a span whose ids are reserved.
 RESERVED_NAME = "barrier"
 _SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
@@ -53,14 +51,16 @@ class ReservedIds:
 
     Args:
         tracer: A tracer of the SDK. It gets its ids from here from now on.
+
+    Attributes:
+        prepared: For the next spans without a parent. Popping is atomic.
     """
 
     def __init__(self, tracer: Any) -> None:
         self._sampler = tracer.sampler
         self._generator = tracer.id_generator
         self._used = threading.local()
-        # For the next spans. Popping is atomic.
-        self._prepared: list[SpanIds] = []
+        self.prepared: list[SpanIds] = []
         tracer.id_generator = self
 
     @classmethod
@@ -74,27 +74,19 @@ class ReservedIds:
 
         Two at a time, so that there are some after many barriers in a row.
         """
-        for _ in range(min(2, _MAX_PREPARED - len(self._prepared))):
-            self._prepared.append(self._new(name, context.Context(), _NO_PARENT))
+        for _ in range(min(2, _MAX_PREPARED - len(self.prepared))):
+            self.prepared.append(self.reserve(name, context.Context()))
 
     def reset(self) -> None:
         """Forget prepared ids, as a forked child must: the parent has them too."""
-        self._prepared.clear()
+        self.prepared.clear()
 
     def reserve(self, name: str, current: context.Context) -> SpanIds:
         """Return ids for a span in a context.
 
         The sampler decides now. It is asked again when the span is started.
         """
-        span = trace.get_current_span(current)
-        if span is trace.INVALID_SPAN and self._prepared:
-            try:
-                return self._prepared.pop()
-            except IndexError:  # another thread was quicker
-                pass
-        return self._new(name, current, span.get_span_context())
-
-    def _new(self, name: str, current: context.Context, parent: SpanContext) -> SpanIds:
+        parent = trace.get_current_span(current).get_span_context()
         if parent.is_valid:
             trace_id, flags = parent.trace_id, int(parent.trace_flags)
         else:
@@ -205,6 +197,19 @@ class Spans:
         ):
             return False
         return self._current_tracer() is not None
+
+    def take_ids(self) -> SpanIds | None:
+        """Return ids that were prepared for a span without a parent.
+
+        Every barrier asks, before it begins: only an empty context is certain to have
+        neither a parent nor what suppresses the span.
+        """
+        try:
+            if self._ids is None or not self._ids.prepared or context.get_current():
+                return None
+            return self._ids.prepared.pop()
+        except Exception:  # another thread was quicker, or `reserve` will raise it too
+            return None
 
     def reserve(self) -> SpanIds | None:
         """Return the ids of a span that `start` starts later, in this context.
