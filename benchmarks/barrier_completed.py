@@ -15,6 +15,8 @@ from wire import CountingStore, Relay, relay
 from tracedstore.coordination.protocol import BarrierKeys
 
 WORLDS = (2, 8, 16, 64)
+# No bar is for the floors, so fewer sets of processes are enough.
+_MAX_FLOOR_SETS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,26 @@ class Completed:
         return self.configured_ms / self.configured_torch_ms
 
 
-def measure(port: int, worlds: tuple[int, ...], repeats: int) -> list[Completed]:
-    """Measure these world sizes on the TCPStore at a port."""
-    ours_timed, configured_timed, floor_timed, configured_floor_timed = (
-        barrier_durations.measure(port, variant, worlds, repeats)
-        for variant in ("ours", "configured", *FLOORS)
+def measure(
+    port: int, worlds: tuple[int, ...], repeats: int, sets: int
+) -> list[Completed]:
+    """Measure these world sizes on the TCPStore at a port.
+
+    Args:
+        port: The port.
+        worlds: The world sizes.
+        repeats: Barriers of each kind in a set of processes.
+        sets: Number of sets of processes.
+    """
+    ours_timed, configured_timed = (
+        barrier_durations.measure(port, variant, worlds, repeats, sets)
+        for variant in ("ours", "configured")
+    )
+    floor_timed, configured_floor_timed = (
+        barrier_durations.measure(
+            port, floor, worlds, repeats, min(sets, _MAX_FLOOR_SETS)
+        )
+        for floor in FLOORS
     )
     rows = []
     with relay(port) as through:

@@ -8,8 +8,8 @@ forked from one that has imported torch.
 
 The lower quartile of the durations is taken: another process that uses the machine
 makes a barrier longer, and never shorter. How processes are laid out in memory and on
-the cores matters too, so each measurement is made with five sets of processes, and the
-one with the median ratio counts.
+the cores matters more: the ratios of single sets of processes differ by up to 0.3. So
+each measurement is made with several sets, and the one with the median ratio counts.
 """
 
 import gc
@@ -27,7 +27,6 @@ from barrier_variants import FLOORS, VARIANTS, configure
 
 import tracedstore
 
-_SETS = 5
 # Seconds until all ranks have received their instruction and sleep until the start.
 _START_DELAY, _START_DELAY_PER_RANK = 0.005, 0.0005
 
@@ -46,17 +45,25 @@ class Durations:
 
 
 def measure(
-    port: int, variant: str, worlds: tuple[int, ...], repeats: int
+    port: int, variant: str, worlds: tuple[int, ...], repeats: int, sets: int
 ) -> dict[int, Durations]:
-    """Measure a variant of ours against torch's, by world size."""
+    """Measure a variant of ours against torch's, by world size.
+
+    Args:
+        port: The port of a TCPStore.
+        variant: The variant.
+        worlds: The world sizes.
+        repeats: Barriers of each kind in a set of processes.
+        sets: Number of sets of processes.
+    """
     found: dict[int, list[Durations]] = {world: [] for world in worlds}
-    for number in range(_SETS):
+    for number in range(sets):
         with _ranks(port, max(worlds), variant) as pipes:
             for world in worlds:
                 prefix = f"timed/{variant}/{number}/{world}"
                 found[world].append(_turns(pipes[:world], prefix, variant, repeats))
     return {
-        world: sorted(durations, key=lambda each: each.ratio)[_SETS // 2]
+        world: sorted(durations, key=lambda each: each.ratio)[sets // 2]
         for world, durations in found.items()
     }
 

@@ -89,6 +89,7 @@ def main() -> int:
     """Run the benchmark, print the tables, write the JSON."""
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=30)
+    arguments.add_argument("--sets", type=int, default=11)
     arguments.add_argument("--naming-repeats", type=int, default=5)
     arguments.add_argument("--max-ranks", type=int, default=64)
     options = arguments.parse_args()
@@ -101,7 +102,9 @@ def main() -> int:
     with tcp_server() as port, discarded_standard_error():
         # First: processes are forked, and this one must have no threads yet.
         worlds = tuple(n for n in barrier_completed.WORLDS if n <= options.max_ranks)
-        completed = barrier_completed.measure(port, worlds, options.repeats)
+        completed = barrier_completed.measure(
+            port, worlds, options.repeats, options.sets
+        )
         naming = [
             barrier_naming.measure(port, world, options.naming_repeats)
             for world in barrier_naming.WORLDS

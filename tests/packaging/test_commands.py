@@ -201,7 +201,7 @@ class TestMake:
         "script",
         [
             "overhead.py --rounds 20",
-            "barriers.py --max-ranks 8 --repeats 2 --naming-repeats 1",
+            "barriers.py --max-ranks 8 --repeats 2 --sets 2 --naming-repeats 1",
             "exposition.py --times 1",
             "report.py --ranks 10 --barriers 10",
             "fleet.py --nodes 2 --interval 1",
