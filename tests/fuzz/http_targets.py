@@ -65,7 +65,8 @@ def _host_header(data: bytes) -> None:
     header = data.decode("latin-1")
     _SERVER.access.accepts_host(header)
     for origin in (header, f"http://{header}"):
-        assert not _SERVER.access.accepts_origin(origin, "127.0.0.1:1")
+        if _SERVER.access.accepts_origin(origin, "127.0.0.1:1"):
+            assert origin.lower() in ("http://127.0.0.1:1", "https://127.0.0.1:1")
 
 
 def _process_status(data: bytes) -> None:

@@ -17,18 +17,42 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 
 import tracedstore
 from integration.harness import in_background, in_threads, results
+from support.jobs_in_stores import arrive, register
 from support.rendezvous import pickled_state
 from support.stores import client_of, file, tcp
 from support.versions import needs_list_keys
+from tracedstore.attach.address import Address
 from tracedstore.attach.known_keys import find_known_keys
+from tracedstore.attach.token_policy import TokenPolicy
 from tracedstore.cli.main import main
-from tracedstore.coordination import rank_registry
+from tracedstore.coordination import key_index, rank_registry
 from tracedstore.coordination.key_index import INDEX, read_index, record_keys
 from tracedstore.rendezvous import TracedRendezvousBackend
+from tracedstore.top.model import State
+from tracedstore.top.reader import JobReader, Request
 
 HOST = socket.gethostname()
 UNLISTED = "a torch older than 2.10 cannot list the keys of the store:"
 Run = Callable[..., tuple[int, str]]
+
+
+class FileStore(dist.FileStore):
+    """A FileStore in which another rank always writes first.
+
+    Args:
+        path: Its file.
+        waits_for: Its calls do not return before.
+    """
+
+    def __init__(self, path: str, waits_for: threading.Event | None = None) -> None:
+        super().__init__(path, -1)
+        self._waits_for = waits_for
+
+    def compare_set(self, _key: str, expected: str, _desired: str) -> bytes:
+        """Return what the other rank has written."""
+        if self._waits_for is not None:
+            assert self._waits_for.wait(20)
+        return f"{expected}x".encode()
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +250,24 @@ class TestOldServer:
         assert "b: 1 of 2 arrived" in text
 
 
+def test_top(job: tuple[Any, str]) -> None:
+    """The screen of a hung job has its ranks, and the one that is missing."""
+    store, url = job
+    for rank in range(4):
+        register(store, rank, 4)
+    arrive(store, "step/1", {0: 1.0, 1: 1.0, 3: 1.0})
+    reader = JobReader(Address(url), TokenPolicy(), after=5.0)
+    try:
+        model = reader.read(Request()).model
+    finally:
+        reader.close()
+
+    assert model is not None
+    assert "missing 1 of 4: node0 (rank 2)" in model.headline
+    shown = {rank.rank: rank.state for rank in model.ranks}
+    assert shown == {2: State.AWAITED} | dict.fromkeys((0, 1, 3), State.WAITING)
+
+
 class TestIndex:
     """The key that has the names of keys."""
 
@@ -239,6 +281,32 @@ class TestIndex:
         record_keys(store, "a")
 
         assert not store.check([INDEX])
+
+    def test_index_is_never_written(self, tmp_path: Path) -> None:
+        """What torch's append of a FileStore does without end is given up."""
+        store: Any = FileStore(str(tmp_path / "store"))
+        with pytest.raises(tracedstore.TracedStoreError, match="in each of 1000"):
+            record_keys(store, "a")
+
+    def test_file_does_not_respond(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The job goes on if a call for the index does not return."""
+        released = threading.Event()
+        store: Any = FileStore(str(tmp_path / "store"), waits_for=released)
+        monkeypatch.setattr(key_index, "_FILE_TIMEOUT", 0.01)
+        with pytest.raises(TimeoutError):
+            record_keys(store, "a")
+        released.set()
+
+    def test_ranks_at_once(self, tmp_path: Path) -> None:
+        """Keys that processes add to a FileStore at the same time are all there."""
+        path = str(tmp_path / "store")
+        stores: list[Any] = [dist.FileStore(path, -1) for _ in range(8)]
+        results(in_threads(8, lambda n: record_keys(stores[n], f"k{n}")))
+
+        indexed = list(read_index(stores[0].get(INDEX)))
+        assert sorted(indexed) == [f"k{n}" for n in range(8)]
 
     def test_hostile_index(self, tmp_path: Path) -> None:
         """Malformed entries are omitted, and the search ends."""

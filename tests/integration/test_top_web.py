@@ -23,7 +23,6 @@ from support.etcd import free_port
 from support.processes import descendants
 from support.tmux import Tmux
 from support.tools import ROOT
-from support.versions import needs_list_keys
 from tracedstore.cli.main import main
 from tracedstore.export.endpoint import access_of
 from tracedstore.export.settings import Settings
@@ -60,7 +59,6 @@ def runs(pid: int) -> bool:
     return state != "Z"
 
 
-@needs_list_keys
 @pytest.mark.processes
 @pytest.mark.timeout(150)
 def test_hung_torchrun(start_command: StartCommand, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from tracedstore.attach.known_keys import find_known_keys
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     encode_arrival,
@@ -16,6 +18,13 @@ from tracedstore.diagnosis.stalled import VERDICT
 from tracedstore.diagnosis.verdict import AwaitedRank, Cause, Verdict
 
 
+def contents(store: Any) -> dict[str, bytes]:
+    """Return the keys and values of a job; torch before 2.10 lists no other keys."""
+    listed = hasattr(store, "list_keys")
+    keys = store.list_keys() if listed else find_known_keys(store, lambda: None)
+    return {key: store.get(key) for key in keys}
+
+
 def register(store: Any, rank: int, world_size: int, **fields: Any) -> RankInfo:
     """Register a rank; eight of them share a host."""
     defaults: dict[str, Any] = {
@@ -24,7 +33,9 @@ def register(store: Any, rank: int, world_size: int, **fields: Any) -> RankInfo:
         "started": 1.0,
     }
     info = RankInfo(rank=rank, world_size=world_size, **defaults | fields)
-    store.set(f"{REGISTRY}/{rank}", json.dumps(asdict(info)))
+    key = f"{REGISTRY}/{rank}"
+    store.set(key, json.dumps(asdict(info)))
+    record_keys(store, key)
     return info
 
 
@@ -33,6 +44,7 @@ def arrive(
 ) -> None:
     """Let ranks arrive at a barrier at some times."""
     keys = BarrierKeys(prefix)
+    record_keys(store, keys.num_members)
     for rank, time in times.items():
         store.append(keys.ledger, encode_arrival(rank, time))
         store.add(keys.num_members, 1)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from rich.cells import cell_len
 
 from support.jobs_in_stores import arrive, block, judge, register, time_out
-from support.versions import needs_list_keys
 from tracedstore import names
 from tracedstore.attach.collect import read_job_state, select_keys
 from tracedstore.attach.job_status import Status
@@ -33,7 +32,6 @@ from tracedstore.top.seen import Seen
 from tracedstore.top.selection import Selection
 from tracedstore.top.waterfall import waterfall
 
-pytestmark = needs_list_keys
 NOW = 1000.0
 HOSTILE = "\x1b[31mred\x07\u202egnp.exe\x9b2J[bold]x[/bold]\n"
 

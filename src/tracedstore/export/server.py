@@ -8,6 +8,7 @@ bound is closed without a response.
 import errno
 import functools
 import ipaddress
+import re
 import socket
 import ssl
 import threading
@@ -40,6 +41,8 @@ _MAX_PORTS = 128
 # its own: Chromium reads only the first one of a header, and asks for none if it does
 # not know that.
 CHALLENGES = ('Basic realm="tracedstore"', "Bearer")
+# Characters of a Host header: a name or an address, and a port.
+_AUTHORITY = re.compile(r"[\w.:%\[\]-]+", re.ASCII)
 # Addresses that mean every interface; clients cannot connect to them.
 ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - only where it is configured
 
@@ -82,6 +85,8 @@ class Access:
         """
         if header is None:  # not a browser
             return True
+        if not _AUTHORITY.fullmatch(header):
+            return False
         try:
             name = (urlsplit(f"//{header}").hostname or "").lower()
         except ValueError:  # brackets that are not closed
@@ -101,10 +106,8 @@ class Access:
         """
         if origin is None:  # not a browser
             return True
-        try:
-            return urlsplit(origin).netloc.lower() == (host or "").lower()
-        except ValueError:
-            return False
+        own = (host or "").lower()
+        return origin.lower() in {f"http://{own}", f"https://{own}"}
 
 
 def base_url(host: str, port: int, *, secure: bool) -> str:
