@@ -63,7 +63,7 @@ class Script:
         counters = RECORDER.counters.get(threading.get_ident())
         # The telemetry's own calls are not recorded: those of its threads, and those
         # that it makes below the wrapper.
-        is_own = method == "append" and args[0] == INDEX
+        is_own = bool(args) and args[0] == INDEX
         if not is_own and (counters is None or counters.call is not UNRECORDED):
             with self._lock:
                 self.calls[method] += 1

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from fuzz.target import Target
 from fuzz.trial import FoundFailure, Trial
 
-# Hypothesis keeps all inputs of a batch in memory.
-_BATCH = 2000
+# Hypothesis keeps all inputs of a batch in memory. Small batches, because that must not
+# count as growth.
+_BATCH = 500
 # The first inputs of atheris.
 _CORPUS = 100
 _MAX_LENGTH = 8192

@@ -16,6 +16,7 @@ from tracedstore.attach.collect import read_job_state, select_keys
 from tracedstore.attach.job_status import Status
 from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
+from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.verdict import Cause
@@ -180,6 +181,7 @@ class TestStates:
         keys = BarrierKeys("step/7")
         for rank in range(3):
             register(store, rank, 3)
+        record_keys(store, keys.num_members)
         for rank in range(2):
             record_arrival(store, keys, rank)
             store.add(keys.num_members, 1)
