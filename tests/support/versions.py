@@ -14,6 +14,9 @@ LIST_KEYS = (2, 10)
 # A TCPStore connects again if another program answers. 2.8 fails at once; 2.9 was not
 # tried.
 RETRIES_FOREIGN = (2, 10)
+# Gloo gives up a connection before a late rank arrives. That of 2.8 tries for so long
+# that the group may come about; 2.9 was not tried.
+GLOO_GIVES_UP = (2, 10)
 DEBUG_SERVER = (2, 11)
 STORE_BARRIER = (2, 12)
 # An agent that becomes rank 0 in a later round starts a server for the workers.
