@@ -12,6 +12,7 @@ from tracedstore.core.counters import Probe
 from tracedstore.core.errors import ConfigurationError
 from tracedstore.core.identity import bottom_of, identify, is_prefix_store
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import off_main_thread
 from tracedstore.core.store_proxy import StoreProxy
 from tracedstore.export.setup import ensure_configured
 from tracedstore.native.calls import NativeRecording
@@ -57,6 +58,10 @@ def wrap(store: Store) -> "TracedStore":
             f"wrap() takes a torch.distributed.Store, not {type(store).__name__};"
             " subclass Store, which torch's own functions require too"
         )
+    return off_main_thread(_wrap, store)
+
+
+def _wrap(store: Store) -> "TracedStore":
     ensure_configured()
     native: TracedStore | None = _wrap_natively(store)
     if native is not None:
@@ -70,7 +75,7 @@ class _TracedStoreType(_StoreType):  # type: ignore[misc] # pybind's own metacla
     """Makes native stores instances of `TracedStore`, too."""
 
     def __instancecheck__(self, instance: object) -> bool:
-        return super().__instancecheck__(instance) or _is_native(instance)
+        return super().__instancecheck__(instance) or is_native(instance)
 
 
 @final
@@ -104,7 +109,7 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
             """Clone the wrapped store; the clone is traced and kept alive as well.
 
             torch's C++ clones stores (``split_group``) and keeps no Python reference,
-            so a clone is released when its original is closed.
+            so a clone lives as long as its original, until that is closed.
             """
             inner = self._traced.inner
             cloned = super().clone(*args, **kwargs)
@@ -112,8 +117,8 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
             if cloned is inner:
                 return self
             clone = TracedStore(cloned)
-            _kept_alive[id(clone)] = clone
-            self._traced.clones.add(clone)
+            clone._traced.original = self._traced
+            self._traced.clones[id(clone)] = clone
             return clone
 
     def close(self) -> None:
@@ -123,8 +128,11 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
         store that a process group still uses. A store of the native base is not kept
         alive, so there is nothing to release: closing one has no effect.
         """
-        _kept_alive.pop(id(self), None)
-        for clone in list(self._traced.clones):
+        state = self._traced
+        release(self)
+        if state.original is not None:
+            state.original.clones.pop(id(self), None)
+        for clone in list(state.clones.values()):
             clone.close()
 
     def __enter__(self) -> Self:
@@ -163,6 +171,11 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
         )
 
 
+def release(store: TracedStore) -> None:
+    """Keep a store alive no longer; its clones live as long as it does."""
+    _kept_alive.pop(id(store), None)
+
+
 # The class of native stores has these functions, too: when its Python half is freed and
 # C++ returns the store again, it is of that very class and of no subclass.
 _SHARED = (
@@ -181,7 +194,8 @@ _SHARED = (
 )
 
 
-def _is_native(store: object) -> bool:
+def is_native(store: object) -> bool:
+    """Return whether a store is a traced one of the native base."""
     native = RECORDER.native
     return isinstance(native, NativeRecording) and type(store) is native.store_class
 
@@ -193,7 +207,7 @@ def _wrap_natively(store: Store) -> Any:
         ConfigurationError: The settings require the native base, and it cannot be used.
     """
     bottom = bottom_of(store)
-    if _is_native(bottom):
+    if is_native(bottom):
         # Whatever the settings are now: two bases would both record a call.
         return _native().wrap(store, bottom._traced.identity)  # type: ignore[attr-defined] # noqa: SLF001
     # A Python class is called through Python anyway, and another clock is Python's.

@@ -50,7 +50,7 @@ def check_with_promtool(exposition: bytes) -> str:
 def make_every_metric(store: Any) -> None:
     """Make what has no series before it happened, then a call of `set`."""
     call = SimpleNamespace(ended=False)
-    RECORDER.barriers.end(call, "barrier", "completed", 1, last=False)
+    RECORDER.barriers.end("barrier", "completed", 1, last=False)
     stalled = StalledBarrier(
         family="barrier", arrived=1, missing={1: "node1"}, possible=0
     )

@@ -97,8 +97,8 @@ class TestFailures:
         failures.add("events", ValueError())
 
         failures.rearm()
-        assert not failures.has("spans")
-        assert not failures.has("events")
+        assert not failures.rests("spans")
+        assert not failures.rests("events")
         failures.add("spans", ValueError())
 
         assert telemetry.reports == ["spans", "events", "spans"]

@@ -1,38 +1,41 @@
-"""Closes the stores that the patches wrapped, when torch would have freed them.
+"""Releases the stores that the patches wrapped, when torch would have freed them.
 
-A wrapper of the Python base stays alive until it is closed, because torch's C++ does
+A wrapper of the Python base stays alive until it is released, because torch's C++ does
 not keep its Python object. The job does not close a wrapper that it did not create. One
-that stays open does harm: its server keeps the port, and the next
-``init_process_group`` at that port reads the keys of the previous one. So a wrapper is
-closed when the last process group on it is gone, and the last PrefixStore that a group
-was created with. The bare store would be freed at the same time. For a native wrapper,
-closing has no effect.
+that stays alive does harm: its server keeps the port, and the next
+``init_process_group`` at that port reads the keys of the previous one. So a wrapper
+lives as long as the process groups on it, and the PrefixStores that these were created
+with. The bare store would be freed at the same time. A native wrapper lives as long as
+C++ refers to it.
 """
 
-import sys
+import itertools
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 from torch.distributed import Store
 
-from tracedstore.core.counters import StoreState
-from tracedstore.store import TracedStore
+from tracedstore.core.weak_table import WeakTable
+from tracedstore.store import TracedStore, is_native, release
 
 # The states of the stores that the patches wrapped. A store that the job wrapped is the
 # job's to close.
-_owned: WeakSet[StoreState] = WeakSet()
-# The process groups and PrefixStores that use each of them.
-_users: WeakKeyDictionary[StoreState, set[ref[Any]]] = WeakKeyDictionary()
+_owned: WeakTable[None] = WeakTable()
+# What keeps an owned wrapper alive: the wrapper, and a weak reference to a process
+# group or a PrefixStore that uses it. By a number.
+_users: dict[int, tuple[TracedStore, ref[Any]]] = {}
+_numbers = itertools.count()
 
 
 def own(store: TracedStore) -> None:
-    """Take over closing a store."""
-    _owned.add(store._traced)  # noqa: SLF001 - of this package
+    """Take over releasing a store."""
+    _owned.set(store._traced, None)  # noqa: SLF001 - of this package
 
 
 def wrapper_of(store: Store) -> TracedStore | None:
     """Return the open wrapper of a bare store that the patches wrapped."""
-    for state in list(_owned):
+    for state in _owned.keys():
         if state.inner is store:
             wrapper: TracedStore | None = state.wrapper()
             return wrapper
@@ -40,26 +43,24 @@ def wrapper_of(store: Store) -> TracedStore | None:
 
 
 def close_after(store: TracedStore, *users: Any) -> None:
-    """Close an owned store when these and all its other users are gone."""
-    state = store._traced  # noqa: SLF001 - of this package
-    if state not in _owned:
+    """Release an owned store when these and all its other users are gone."""
+    if not _is_owned(store) or is_native(store):
         return
-    remaining = _users.setdefault(state, set())
-    weak_store = state.wrapper
-
-    # Bound as a default, because module globals may be None at interpreter shutdown;
-    # then nothing needs to be closed.
-    def user_gone(user: ref[Any], is_finalizing: Any = sys.is_finalizing) -> None:
-        remaining.discard(user)
-        unused = weak_store()
-        if unused is not None and not remaining and not is_finalizing():
-            unused.close()
-
-    remaining.update(ref(user, user_gone) for user in users)
+    for user in users:
+        number = next(_numbers)
+        # No Python code runs when a user is gone, and so no signal handler, whose
+        # exception would be lost there: the callback is a function of C, which takes
+        # the reference for the default of ``dict.pop``.
+        _users[number] = store, ref(user, partial(_users.pop, number))
+    if users:
+        release(store)
 
 
 def close_if_unused(store: TracedStore) -> None:
     """Close an owned store that no process group uses."""
-    state = store._traced  # noqa: SLF001 - of this package
-    if state in _owned and not _users.get(state):
+    if _is_owned(store) and all(used is not store for used, _ in _users.values()):
         store.close()
+
+
+def _is_owned(store: TracedStore) -> bool:
+    return store._traced in _owned  # noqa: SLF001 - of this package

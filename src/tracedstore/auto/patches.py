@@ -282,6 +282,18 @@ def _install(target: PatchTarget, module: ModuleType) -> None:
     _installed.append((owner, target.name, original, shim))
 
 
+def _raise_if_from_handler(error: Exception) -> None:
+    """Raise an exception again that is a signal handler's.
+
+    What is imported here is imported in this thread: it holds locks of imports, for
+    which another one would wait.
+    """
+    from tracedstore.core.signal_safety import raised_by_handler  # noqa: PLC0415 - see the docstring of the module
+
+    if raised_by_handler(error):
+        raise error
+
+
 def _load_replacement(name: str) -> Callable[..., Any] | None:
     """Load the rest of the package and return a function of `replacements`.
 
@@ -293,6 +305,7 @@ def _load_replacement(name: str) -> Callable[..., Any] | None:
 
         replacement: Callable[..., Any] = getattr(replacements, name)
     except Exception as error:
+        _raise_if_from_handler(error)
         uninstrument()
         _log_disabled(error)
         return None
@@ -310,6 +323,7 @@ def _replace_barrier(module: ModuleType) -> None:
         barrier_patch.replace()
         _undo.append(barrier_patch.restore)
     except Exception as error:
+        _raise_if_from_handler(error)
         _log("torch's barrier is not replaced: %s", error)
 
 
@@ -322,6 +336,7 @@ def _answer_for_workers(_module: ModuleType) -> None:
         agent_patch.replace()
         _undo.append(agent_patch.restore)
     except Exception as error:
+        _raise_if_from_handler(error)
         _log_disabled(error)
 
 
@@ -333,6 +348,7 @@ def _answer_questions(_module: ModuleType) -> None:
 
         early_answers.start()
     except Exception as error:
+        _raise_if_from_handler(error)
         _log_disabled(error)
 
 

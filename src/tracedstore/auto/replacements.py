@@ -8,6 +8,7 @@ gets the store that it would have without tracedstore.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from tracedstore.auto import lifetime, patches
 from tracedstore.coordination import rank_registry
 from tracedstore.core.identity import bottom_of
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import off_main_thread
 from tracedstore.diagnosis import (
     connect_target,
     connecting,
@@ -29,6 +31,9 @@ from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.store import TracedStore, wrap
 
 RendezvousResult = tuple[Store, int, int]
+
+# Runs an optional step; on failure counts it and returns None.
+_guarded = partial(RECORDER.failures.guarded, names.AUTO)
 
 
 def rendezvous(
@@ -56,7 +61,7 @@ def process_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Replace the creation of a process group; trace the default group's store."""
     call = _bind(original, args, kwargs)
     if call is not None and _is_default_group(call):
-        _trace_store_of(call)
+        _guarded(_trace_store_of, call)
     return _create_group(original, args, kwargs, call)
 
 
@@ -76,26 +81,27 @@ def store_based_barrier(original: Callable[..., Any], *args: Any, **kwargs: Any)
     call = _bind(original, args, kwargs)
     if call is None:
         return original(*args, **kwargs)
-    RECORDER.failures.guarded(names.AUTO, _use_wrapper, call)
+    _guarded(_use_wrapper, call)
     try:
         return original(*call.args, **call.kwargs)
     except Exception as error:
-        RECORDER.failures.guarded(names.AUTO, _copy_notes, error)
+        _guarded(_copy_notes, error)
         raise
 
 
 def agent_rendezvous(original: Callable[..., Any], params: Any) -> Any:
     """Replace the creation of the rendezvous handler of torchrun's agent."""
-    try:
-        ensure_configured()
-        # Imported here, because workers do not need it.
-        from tracedstore.rendezvous import plugins  # noqa: PLC0415
-
-        creator = plugins.CREATORS[params.backend]
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
-        creator = None
+    creator = _guarded(_traced_creator, params)
     return (creator if creator and RECORDER.on else original)(params)
+
+
+def _traced_creator(params: Any) -> Callable[..., Any]:
+    ensure_configured()
+    # Imported here, because workers do not need it.
+    from tracedstore.rendezvous import plugins  # noqa: PLC0415
+
+    creator: Callable[..., Any] = plugins.CREATORS[params.backend]
+    return creator
 
 
 def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
@@ -115,16 +121,16 @@ def _watch_connecting(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AbstractContextManager[None]:
     """Diagnose the constructor of the store of an init method."""
-    target = None
-    try:
-        ensure_configured()
-        target = connect_target.from_url(args[0], kwargs.get("timeout"))
-        if target is not None and target.rank is not None and target.world_size:
-            # Before the first event: a URL may have the rank, and no variable.
-            set_identity(target.rank, target.world_size)
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
-    return connecting.watched(target)
+    return connecting.watched(_guarded(_target_of_url, args[0], kwargs.get("timeout")))
+
+
+def _target_of_url(url: str, timeout: Any) -> connect_target.ConnectTarget | None:
+    ensure_configured()
+    target = connect_target.from_url(url, timeout)
+    if target is not None and target.rank is not None and target.world_size:
+        # Before the first event: a URL may have the rank, and no variable.
+        set_identity(target.rank, target.world_size)
+    return target
 
 
 def _watch_agent(
@@ -136,19 +142,30 @@ def _watch_agent(
     connects to the address that the agent publishes. `rendezvous` reports failures of
     the others.
     """
-    target = None
-    try:
-        ensure_configured()
-        if isinstance(original, type):
-            target = connect_target.of_agent(*args, **kwargs)
-        elif original.__name__ == "_create_tcp_store_server":
-            target = connect_target.of_worker_store(*args[-2:])
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
-    return connecting.watched(target)
+    return connecting.watched(_guarded(_target_of_agent, original, args, kwargs))
+
+
+def _target_of_agent(
+    original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> connect_target.ConnectTarget | None:
+    ensure_configured()
+    if isinstance(original, type):
+        return connect_target.of_agent(*args, **kwargs)
+    if original.__name__ == "_create_tcp_store_server":
+        return connect_target.of_worker_store(*args[-2:])
+    return None
 
 
 def _bind(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments | None:
+    bound: inspect.BoundArguments | None = off_main_thread(
+        _bind_signature, original, args, kwargs
+    )
+    return bound
+
+
+def _bind_signature(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments | None:
     try:
@@ -173,17 +190,12 @@ def _trace_store_of(call: inspect.BoundArguments) -> None:
     A store that the program has traced itself is used as it is.
     """
     arguments = call.arguments
-    try:
-        rank, world_size = arguments["group_rank"], arguments["group_size"]
-        traced = _traced_bottom(arguments["store"])
-        if traced is None:
-            arguments["store"] = _trace_and_register(
-                arguments["store"], rank, world_size
-            )
-        elif not rank_registry.is_registered(traced, rank):
-            _register(traced, rank, world_size)
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
+    rank, world_size = arguments["group_rank"], arguments["group_size"]
+    traced = _traced_bottom(arguments["store"])
+    if traced is None:
+        arguments["store"] = _trace_and_register(arguments["store"], rank, world_size)
+    elif not rank_registry.is_registered(traced, rank):
+        _register(traced, rank, world_size)
 
 
 def _use_wrapper(call: inspect.BoundArguments) -> None:
@@ -211,7 +223,7 @@ def _create_group(
     """Create the group; an owned store is closed after its last group."""
     if call is None:
         return original(*args, **kwargs)
-    RECORDER.failures.guarded(names.AUTO, _record_members, call.arguments)
+    _guarded(_record_members, call.arguments)
     traced = _traced_bottom(call.arguments.get("store"))
     try:
         with _watch_creation(call):
@@ -221,7 +233,7 @@ def _create_group(
             lifetime.close_if_unused(traced)
         raise
     if traced is not None:
-        RECORDER.failures.guarded(names.AUTO, _close_after, traced, created)
+        _guarded(_close_after, traced, created)
     return created
 
 
@@ -239,24 +251,23 @@ def _record_members(arguments: dict[str, Any]) -> None:
 
 def _watch_creation(call: inspect.BoundArguments) -> AbstractContextManager[None]:
     """Diagnose the creation of a group of this process; not one of other ranks."""
-    arguments = call.arguments
-    try:
-        ranks = tuple(arguments.get("global_ranks_in_group") or ())
-        # torch passes None to a process outside the group, which creates nothing.
-        outside = arguments["group_rank"] is None
-        if not outside and _traced_bottom(arguments.get("store")) is not None:
-            return group_creation.watched(
-                group_creation.GroupCreation(
-                    store=arguments["store"],
-                    name=str(arguments["group_name"]),
-                    size=len(ranks) or arguments["group_size"],
-                    rank=arguments["group_rank"],
-                    ranks=ranks,
-                )
-            )
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
-    return nullcontext()
+    creation = _guarded(_creation_of, call.arguments)
+    return nullcontext() if creation is None else group_creation.watched(creation)
+
+
+def _creation_of(arguments: dict[str, Any]) -> group_creation.GroupCreation | None:
+    ranks = tuple(arguments.get("global_ranks_in_group") or ())
+    # torch passes None to a process outside the group, which creates nothing.
+    outside = arguments["group_rank"] is None
+    if outside or _traced_bottom(arguments.get("store")) is None:
+        return None
+    return group_creation.GroupCreation(
+        store=arguments["store"],
+        name=str(arguments["group_name"]),
+        size=len(ranks) or arguments["group_size"],
+        rank=arguments["group_rank"],
+        ranks=ranks,
+    )
 
 
 def _close_after(traced: TracedStore, created: Any) -> None:
@@ -275,7 +286,7 @@ def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
     """Trace the store of a rank, and register the rank in it."""
     if rank >= 0 and world_size > 0:
         # Before the first event of the store.
-        RECORDER.failures.guarded(names.AUTO, set_identity, rank, world_size)
+        _guarded(set_identity, rank, world_size)
     traced = _trace(store)
     if isinstance(traced, TracedStore):
         _register(traced, rank, world_size)
@@ -284,26 +295,27 @@ def _trace_and_register(store: Store, rank: int, world_size: int) -> Store:
 
 def _register(traced: TracedStore, rank: int, world_size: int) -> None:
     """Register a rank in its store, unless it is unknown."""
-    if rank < 0 or world_size <= 0:
-        return
-    try:
-        set_identity(rank, world_size)
-        with RECORDER.unrecorded():
-            incarnations.check_earlier(traced, rank, world_size)
-        rank_registry.register(traced, rank, world_size)
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
+    if rank >= 0 and world_size > 0:
+        _guarded(_check_and_register, traced, rank, world_size)
+
+
+def _check_and_register(traced: TracedStore, rank: int, world_size: int) -> None:
+    set_identity(rank, world_size)
+    with RECORDER.unrecorded():
+        incarnations.check_earlier(traced, rank, world_size)
+    rank_registry.register(traced, rank, world_size)
 
 
 def _trace(store: Store) -> Store:
     """Wrap a store; return it unchanged if the telemetry is off or fails."""
-    try:
-        ensure_configured()
-        if isinstance(store, TracedStore) or not RECORDER.on:
-            return store
-        traced = wrap(store)
-        lifetime.own(traced)
-    except Exception as error:
-        RECORDER.failures.add(names.AUTO, error)
-        return store
+    traced: TracedStore | None = _guarded(_wrap_and_own, store)
+    return store if traced is None else traced
+
+
+def _wrap_and_own(store: Store) -> TracedStore | None:
+    ensure_configured()
+    if isinstance(store, TracedStore) or not RECORDER.on:
+        return None
+    traced = wrap(store)
+    lifetime.own(traced)
     return traced

@@ -27,7 +27,11 @@ from tracedstore.coordination.arrivals import (
     read_arrivals,
     share_traceparent,
 )
-from tracedstore.coordination.barrier_telemetry import BarrierTelemetry, guarded
+from tracedstore.coordination.barrier_telemetry import (
+    BarrierTelemetry,
+    guarded,
+    guarded_call,
+)
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.coordination.exchange import AnyStore
@@ -48,6 +52,7 @@ from tracedstore.coordination.rank_registry import is_registered, register
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import is_from_torch
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER
@@ -160,11 +165,8 @@ class BarrierCall(BarrierTelemetry):
             if self.due < WATCHER.looks_at:
                 guarded(WATCHER.wake)
             try:
-                try:
-                    if self.rank is not None and not is_registered(store, self.rank):
-                        register(store, self.rank, self.world_size)
-                except Exception as error:
-                    RECORDER.failures.add(names.BARRIERS, error)
+                if self.rank is not None and not is_registered(store, self.rank):
+                    guarded(register, store, self.rank, self.world_size)
                 native = RECORDER.native
                 if not (
                     native is not None
@@ -186,7 +188,10 @@ class BarrierCall(BarrierTelemetry):
             finally:
                 WATCHER.watches.discard(self)
         except BaseException as error:
-            self._end_failed(error)
+            if raised_by_handler(error) or not isinstance(error, Exception):
+                guarded(self.end_interrupted)
+            else:
+                off_main_thread(self._end_failed, error)
             raise
         finally:
             self._store = None  # a thread that warns may keep this call
@@ -194,25 +199,22 @@ class BarrierCall(BarrierTelemetry):
                 RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began
         self.ended = True
-        RECORDER.barriers.end(self, self.prefix, "completed", duration, self.is_last)
+        RECORDER.barriers.end(self.prefix, "completed", duration, self.is_last)
         if self.observed:
             self.duration = duration
             TELEMETRY.defer(self.emit_completed)
 
-    def _end_failed(self, error: BaseException) -> None:
+    def _end_failed(self, error: Exception) -> None:
         """End a call that raised; the caller raises the error again.
 
         Raises:
             BarrierTimeout: In its stead, if it is the store's timeout.
         """
-        if not isinstance(error, Exception):
-            self.end_interrupted()
-        elif error_type(error) == TIMEOUT:
+        if error_type(error) == TIMEOUT:
             timed_out = self._timed_out()
             raise timed_out from None
-        else:
-            from_torch = is_from_torch(bare_store(self._store))
-            self.emit_failed(error, from_torch=from_torch)
+        from_torch = is_from_torch(bare_store(self._store))
+        self.emit_failed(error, from_torch=from_torch)
 
     def _meet(self, timeout: timedelta) -> None:
         """Arrive and wait, or go on where C++ has stopped."""
@@ -221,7 +223,7 @@ class BarrierCall(BarrierTelemetry):
             self.order, self.in_ledger = steps.arrive(store, self._keys, self.rank)
             self.arrived = RECORDER.ticks()
         if self.order == 1:
-            guarded(record_keys, store, self._keys.num_members)
+            guarded_call(record_keys, store, self._keys.num_members)
         if self.order == self.world_size:
             self._complete()
             return
@@ -233,10 +235,7 @@ class BarrierCall(BarrierTelemetry):
         """Complete the barrier, as the last rank."""
         store, shared = self._store, ""
         if self.traced:
-            try:
-                shared = self.reserve_span()  # the others join it
-            except Exception as error:
-                RECORDER.failures.add(names.BARRIERS, error)
+            shared = guarded(self.reserve_span) or ""  # the others join it
         last = last_arrival(self.rank, shared)
         native = RECORDER.native
         if native is not None and type(store) is native.store_class:

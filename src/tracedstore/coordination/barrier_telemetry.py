@@ -29,6 +29,7 @@ _FLUSH_TIMEOUT = 1.0
 _MAX_RANKS_LISTED = 64
 # Runs an optional step of a barrier; on failure counts it and returns None.
 guarded = partial(RECORDER.failures.guarded, names.BARRIERS)
+guarded_call = partial(RECORDER.failures.guarded_call, names.BARRIERS)
 
 
 class BarrierTelemetry:
@@ -241,7 +242,7 @@ class BarrierTelemetry:
     ) -> None:
         duration = RECORDER.ticks() - self.began
         self.ended = True
-        RECORDER.barriers.end(self, self.prefix, result, duration, self.is_last)
+        RECORDER.barriers.end(self.prefix, result, duration, self.is_last)
         self._end_span(result, duration, attributes, error)
 
     def _end_span(

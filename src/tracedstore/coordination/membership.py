@@ -7,9 +7,9 @@ their store knows it, and records it here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from tracedstore.core.counters import handle_of
+from tracedstore.core.weak_table import WeakTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,19 @@ class Membership:
 
 # By handle. Weak, because the address of a store that was freed may be used for another
 # one.
-_memberships: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
+_memberships: WeakTable[Membership] = WeakTable()
 
 
 def record(store: Any, membership: Membership) -> None:
     """Record the rank that this process has on a store."""
-    _memberships[handle_of(store)] = membership
+    _memberships.set(handle_of(store), membership)
 
 
 def memberships() -> list[tuple[Any, Membership]]:
     """List the handles of the stores on which this process has a recorded rank."""
-    return list(_memberships.items())
+    return _memberships.items()
 
 
 def of(store: Any) -> Membership | None:
     """Return the membership of this process on a store, None if none is recorded."""
-    try:
-        return _memberships.get(handle_of(store))
-    except TypeError:  # a custom store class without weak references
-        return None
+    return _memberships.get(handle_of(store))

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from tracedstore.coordination import validation
 from tracedstore.coordination.arrivals import find_absent, list_keys, read_existing
@@ -24,8 +23,10 @@ from tracedstore.coordination.ranges import MAX_RANKS
 from tracedstore.core import procfs
 from tracedstore.core.counters import handle_of, store_of
 from tracedstore.core.identity import ProcessIdentity, restart_count
+from tracedstore.core.signal_safety import calling_thread
 from tracedstore.core.telemetry import TELEMETRY
 from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.core.weak_table import WeakTable
 
 # The key of a rank is this, a slash, and the rank.
 REGISTRY = "tracedstore/RANKS"
@@ -94,9 +95,9 @@ class RankInfo:
 # What this process has registered, by the handle of a store (`core.counters.handle_of`)
 # and rank. Weak, because the address of a store that was freed may be used for another
 # one.
-_registered: WeakKeyDictionary[Any, dict[int, RankInfo]] = WeakKeyDictionary()
+_registered: WeakTable[dict[int, RankInfo]] = WeakTable()
 # The thread that registered each of them: ranks may be threads of one process.
-_threads: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
+_threads: WeakTable[dict[int, int]] = WeakTable()
 # The store (a weak reference) and the rank that `is_registered` last answered for with
 # yes: every barrier asks, mostly for the same.
 _last_seen: tuple[Callable[[], Any], int] = (lambda: _last_seen, -1)
@@ -127,7 +128,7 @@ def register(
     if rank in known:
         return
     known[rank] = own_entry(rank, world_size, answers)
-    _threads.setdefault(handle, {})[rank] = get_ident()
+    _threads.setdefault(handle, {})[rank] = calling_thread()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
     connection = store if connection is None else connection
@@ -186,7 +187,7 @@ def set_metrics_address(metrics: str | None, agent: int | None = None) -> None:
     _metrics, _agent = metrics, agent
     if metrics is None:
         return
-    for handle, known in list(_registered.items()):
+    for handle, known in _registered.items():
         run_with_timeout(
             _WRITE_TIMEOUT, partial(_write_all, handle, list(known.values()))
         )
@@ -207,7 +208,7 @@ def registered_stores() -> list[tuple[Any, int]]:
     Each has the world size with it.
     """
     return [
-        (handle, max(info.world_size for info in known.values()))
+        (handle, max(info.world_size for info in list(known.values())))
         for handle, known in registrations()
         if store_of(handle) is not None
     ]
@@ -218,12 +219,12 @@ def registrations() -> list[tuple[Any, dict[int, RankInfo]]]:
 
     Each has the ranks with it.
     """
-    return [(handle, known) for handle, known in list(_registered.items()) if known]
+    return [(handle, known) for handle, known in _registered.items() if known]
 
 
 def rank_of_thread(handle: Any, thread_id: int) -> int | None:
     """Return the rank that a thread of this process has in a store, if it is known."""
-    ranks = _threads.get(handle, {})
+    ranks = dict(_threads.get(handle) or {})
     if len(ranks) == 1:
         return next(iter(ranks))
     return next((rank for rank, thread in ranks.items() if thread == thread_id), None)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from tracedstore.coordination.arrivals import read_key, record_arrival
-from tracedstore.coordination.barrier_telemetry import guarded
+from tracedstore.coordination.barrier_telemetry import guarded_call
 from tracedstore.coordination.protocol import BarrierKeys
 
 
@@ -20,7 +20,7 @@ def arrive(store: Any, keys: BarrierKeys, rank: int | None) -> tuple[int, bool]:
         The position of the arrival, from 1, and whether it is in the ledger. That it is
         not does not fail a barrier.
     """
-    in_ledger = rank is not None and guarded(record_arrival, store, keys, rank)
+    in_ledger = rank is not None and guarded_call(record_arrival, store, keys, rank)
     order: int = store.add(keys.num_members, 1)
     return order, bool(in_ledger)
 
@@ -30,7 +30,7 @@ def wait_for(
 ) -> bytes | None:
     """Wait for a key, and read it; return None if it is not or cannot be read."""
     store.wait([key], timeout)
-    return guarded(read_key, store, key) if to_be_read else None
+    return guarded_call(read_key, store, key) if to_be_read else None
 
 
 def complete(
@@ -50,5 +50,5 @@ def complete(
     if not in_ledger:
         store.check([keys.last_member])
         return None
-    entries: bytes | None = guarded(read_key, store, keys.ledger)
+    entries: bytes | None = guarded_call(read_key, store, keys.ledger)
     return entries

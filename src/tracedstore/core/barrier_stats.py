@@ -1,6 +1,7 @@
 """Counts of this process's barriers, and the barriers that are stalled now.
 
-Barriers are rare and slow next to Store calls, so these counts take a lock.
+A barrier call takes no lock here: a signal handler may interrupt it, and use a barrier
+itself.
 """
 
 import threading
@@ -87,8 +88,8 @@ class BarrierStats:
         self._last_arrivals: Counter[str] = Counter()
         # The key prefix, result, duration and whether this process arrived last.
         self._uncounted: deque[tuple[str, Result, int, bool]] = deque()
-        # By the identity of calls that have not ended.
-        self._stalled: dict[int, StalledBarrier] = {}
+        # The stalled calls, by their identity.
+        self._stalled: dict[int, tuple[Ending, StalledBarrier]] = {}
 
     def record_stall(self, call: Ending, stalled: StalledBarrier) -> bool:
         """Keep a barrier as stalled; return False if its call has ended.
@@ -97,19 +98,15 @@ class BarrierStats:
         meanwhile, and its gauges must not stay set then.
         """
         with self._lock:
-            self._stalled[id(call)] = stalled
-            # After it is kept: a call that ends looks whether any is, once it is ended.
-            if call.ended:
-                del self._stalled[id(call)]
+            self._forget_ended()
+            if not call.ended:
+                self._stalled[id(call)] = call, stalled
             return not call.ended
 
-    def end(
-        self, call: Ending, prefix: str, result: Result, nanoseconds: int, last: bool
-    ) -> None:
+    def end(self, prefix: str, result: Result, nanoseconds: int, last: bool) -> None:
         """Count a barrier call that ended.
 
         Args:
-            call: The call. It is ended already.
             prefix: The key prefix of the barrier.
             result: How it ended.
             nanoseconds: Its duration.
@@ -117,10 +114,17 @@ class BarrierStats:
         """
         # Atomic, so without the lock.
         self._uncounted.append((prefix, result, nanoseconds, last))
-        if self._stalled or len(self._uncounted) >= _MAX_UNCOUNTED:
-            with self._lock:
-                self._stalled.pop(id(call), None)
+        # Not waited for: this thread may hold it, in what a signal handler interrupted.
+        if len(self._uncounted) >= _MAX_UNCOUNTED and self._lock.acquire(False):
+            try:
                 self._count()
+            finally:
+                self._lock.release()
+
+    def _forget_ended(self) -> None:
+        for call, _ in list(self._stalled.values()):
+            if call.ended:
+                del self._stalled[id(call)]
 
     def _count(self) -> None:
         while self._uncounted:
@@ -149,4 +153,5 @@ class BarrierStats:
     def stalled(self) -> list[StalledBarrier]:
         """Return the barriers that are stalled now."""
         with self._lock:
-            return list(self._stalled.values())
+            self._forget_ended()
+            return [stalled for _, stalled in self._stalled.values()]

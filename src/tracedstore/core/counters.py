@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import WeakSet
 
 from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import Arguments, Attempts, Method
+from tracedstore.core.signal_safety import off_main_thread
 from tracedstore.core.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ class StoreState:
         series: The label set of each method's successes, by `Method.index`.
         below: The state of the traced store below this one, where PrefixStores are
             between them. A call is recorded once, by the upper one.
-        clones: The traced clones of this store. They are released with it.
+        clones: The open traced clones of this store, which live as long as it does, by
+            their identity.
+        original: The state of the store that this one is a clone of.
         probe: Counts the requests inside a call.
         timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
@@ -157,6 +159,7 @@ class StoreState:
         "identity",
         "inner",
         "losses_in_a_row",
+        "original",
         "probe",
         "recorder",
         "series",
@@ -172,7 +175,8 @@ class StoreState:
         self.recorder = recorder
         self.series: tuple[Series, ...] = ()
         self.below: StoreState | None = None
-        self.clones: WeakSet[Any] = WeakSet()
+        self.clones: dict[int, Any] = {}
+        self.original: StoreState | None = None
         self.probe: Probe | None = None
         self.timeout = timedelta()
         self.losses_in_a_row = 0
@@ -318,7 +322,7 @@ class CountersByThread(dict[int, ThreadCounters]):
 
     def __missing__(self, thread_id: int) -> ThreadCounters:
         counters = self[thread_id] = ThreadCounters(thread_id)
-        self._telemetry.thread_called()
+        off_main_thread(self._telemetry.thread_called)
         return counters
 
     def sums(self) -> Mapping[Series, SeriesCounts]:

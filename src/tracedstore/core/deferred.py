@@ -129,7 +129,13 @@ class DeferredWork:
                     return True
                 self._changed.notify_all()
                 if self._stopping:
-                    self._parked, self._stopping, self._thread = True, False, None
+                    # First: work that is submitted from now on wakes a new thread. What
+                    # was submitted just before has not, and is done by this one.
+                    self._parked = True
+                    if self._queue:
+                        self._parked = False
+                        continue
+                    self._stopping, self._thread = False, None
                     return False
                 if time.monotonic() - idle_from > _LINGER:
                     self._park()

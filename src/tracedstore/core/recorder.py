@@ -38,6 +38,7 @@ from tracedstore.core.keys import KeyFamilies, shown
 from tracedstore.core.observer import Failures, Observers
 from tracedstore.core.operation import Attempts, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
+from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
 from tracedstore.core.stall_stats import StallStats
 from tracedstore.core.telemetry import TELEMETRY, Telemetry
 
@@ -152,7 +153,14 @@ class Recorder:
         self.failures.reset()
 
     def stop_recording(self, error: Exception) -> None:
-        """Record nothing more: recording itself raised and cannot be trusted."""
+        """Record nothing more: recording itself raised and cannot be trusted.
+
+        Raises:
+            Exception: The error, if a signal handler raised it. Then it is the job's,
+                and recording goes on.
+        """
+        if raised_by_handler(error):
+            raise error
         self.on = False
         self.failures.add(names.RECORDING, error)
 
@@ -188,20 +196,34 @@ class Recorder:
         swapped = method.swapped(args, result) if method.swapped else None
         reasons = self._reasons(call, now, swapped=swapped, attempts=attempts)
         if reasons:
-            self._notify_returned(
-                counters.thread_id,
-                call,
-                now,
-                reasons,
-                value_bytes=method.size(args, result) if method.size else 0,
-                swapped=swapped,
-                attempts=attempts,
-                attributes=(
-                    method.attributes(args, result) if method.attributes else None
-                ),
+            off_main_thread(
+                self._notify_result,
+                *(counters.thread_id, call, now, reasons, result, swapped, attempts),
             )
         elif self.budget.counting:
             counters.over_budget += 1
+
+    def _notify_result(
+        self,
+        thread_id: int,
+        call: Call,
+        now: int,
+        reasons: Reason,
+        result: Any,
+        swapped: bool | None,
+        attempts: Attempts | None,
+    ) -> None:
+        method, _, args, _, _ = call
+        self._notify_returned(
+            thread_id,
+            call,
+            now,
+            reasons,
+            value_bytes=method.size(args, result) if method.size else 0,
+            swapped=swapped,
+            attempts=attempts,
+            attributes=method.attributes(args, result) if method.attributes else None,
+        )
 
     def returned_natively(
         self,
@@ -260,30 +282,46 @@ class Recorder:
             method, state, _, started, _ = call
             now = self.ticks() if now is None else now
             duration = now - started
-            name = error_type(error)
+            # The text of an exception is the code of its class.
+            name = off_main_thread(error_type, error)
             series = self.series.of(state.identity.kind, method, name)
             counts = counters.by_series[series]
             counts[BUCKETS + bisect_left(BOUNDS, duration)] += 1
             counts[NANOSECONDS] += duration
             attempts = _count_attempts(counts, state.probe) if state.probe else None
-            if is_ordinary_answer(name):
+            # What a signal handler raises is no failure of the store.
+            if is_ordinary_answer(name) or raised_by_handler(error):
                 return
-            self._notify(
-                counters.thread_id,
-                call,
-                now,
-                self._reasons(call, now, failed=True, attempts=attempts),
-                error=error,
-                # A user's own store may quote values in its texts.
-                error_message=(
-                    error_message(error) if state.identity.from_torch else ""
-                ),
-                error_type=name,
-                attempts=attempts,
-                explained=self._explain(call, error) if explain else None,
+            off_main_thread(
+                self._notify_failed,
+                *(counters.thread_id, call, now, error, name, attempts, explain),
             )
         except Exception as recording_error:
             self.stop_recording(recording_error)
+
+    def _notify_failed(
+        self,
+        thread_id: int,
+        call: Call,
+        now: int,
+        error: BaseException,
+        name: str,
+        attempts: Attempts | None,
+        explain: bool,
+    ) -> None:
+        _, state, _, _, _ = call
+        self._notify(
+            thread_id,
+            call,
+            now,
+            self._reasons(call, now, failed=True, attempts=attempts),
+            error=error,
+            # A user's own store may quote values in its texts.
+            error_message=error_message(error) if state.identity.from_torch else "",
+            error_type=name,
+            attempts=attempts,
+            explained=self._explain(call, error) if explain else None,
+        )
 
     def _explain(
         self, call: Call, error: BaseException | None
@@ -355,6 +393,8 @@ class Recorder:
         self, thread_id: int, call: Call, now: int, reasons: Reason, **details: Any
     ) -> None:
         method, state, args, started, _ = call
+        # A thread that could not be started before may be now.
+        self._telemetry.thread_called()
         if Reason.SAMPLED in reasons:
             self.budget.spend(now)
         keys, key_count = method.keys_of(args)

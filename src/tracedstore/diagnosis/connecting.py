@@ -19,6 +19,7 @@ from functools import partial
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import error_causes, file_store, incarnations, reach, stalled
@@ -56,7 +57,9 @@ def watched(target: ConnectTarget | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _guarded(phase.failed, error)
+        # What a signal handler raises gets no note, and does not wait for a verdict.
+        ended = phase.abandoned if raised_by_handler(error) else phase.failed
+        _guarded(ended, error)
         raise
     _guarded(phase.returned)
 
@@ -116,6 +119,10 @@ class ConnectingPhase:
             self._report()
         if math.isfinite(self._watch.after):
             WATCHER.add(self._watch)
+
+    def abandoned(self, _error: BaseException) -> None:
+        """Note that a signal handler has ended the constructor."""
+        self._end()
 
     def failed(self, error: BaseException) -> None:
         """Add the verdict to the exception that ends the constructor."""
@@ -200,8 +207,12 @@ class ConnectingPhase:
             busy, self._busy = self._busy, True
         if not busy:
             work = self._look if waited >= self._look_after else self._publish
-            # The other watches must not wait for it.
-            start_bounded_thread(partial(self._run, work))
+            try:
+                # The other watches must not wait for it.
+                start_bounded_thread(partial(self._run, work))
+            except RuntimeError:  # no thread now; the next step tries again
+                self._busy = False
+                raise
         points = (self._look_after, self._stall_after, 2 * waited)
         return min(point for point in points if point > waited) - waited
 

@@ -18,6 +18,7 @@ from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.core.errors import error_message
 from tracedstore.core.identity import bottom_of, process_identity
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import (
@@ -172,8 +173,9 @@ def watched(creation: GroupCreation) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _guarded(creation.add_note, error)
-        stalled.failed(creation)
+        if not raised_by_handler(error):
+            _guarded(creation.add_note, error)
+        _guarded(stalled.failed, creation)
         raise
     finally:
         WATCHER.remove(watch)

@@ -18,6 +18,7 @@ from tracedstore.core.counters import ActiveCall, Call
 from tracedstore.core.errors import TIMEOUT, error_type
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.signal_safety import calling_thread
 from tracedstore.core.threads import DaemonThread
 from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import is_barrier
@@ -99,6 +100,11 @@ class Diagnosis:
         self._requests: list[tuple[ActiveCall, threading.Event]] = []
         self._sessions = Sessions(answers=self._answers)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs, or is not to run."""
+        return self._thread is not None or not self._stall_after
+
     def start(self) -> None:
         """Start the thread, unless it runs.
 
@@ -163,7 +169,7 @@ class Diagnosis:
             return _with_earlier(examine_server(call, error), wait)
         if wait is None or wait.verdict is None or wait.verdict.awaited_ranks:
             # Also with names: a rank may have arrived since.
-            self._request(ActiveCall(*call, threading.get_ident(), call))
+            self._request(ActiveCall(*call, calling_thread(), call))
             wait = self._waits.get(id(call))
         if wait is None or wait.verdict is None:
             return None

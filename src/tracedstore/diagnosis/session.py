@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch.distributed import DistError
 
@@ -19,6 +19,7 @@ from tracedstore.coordination.connections import (
 )
 from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.core.identity import bottom_of, number, process_identity
+from tracedstore.core.weak_table import WeakTable
 from tracedstore.diagnosis.blocked_call import Member, describe_call
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
@@ -212,7 +213,7 @@ class Sessions:
     def __init__(self, *, answers: bool) -> None:
         self._answers = answers
         # By handle and rank.
-        self._by_store: WeakKeyDictionary[Any, dict[int, Session]] = WeakKeyDictionary()
+        self._by_store: WeakTable[dict[int, Session]] = WeakTable()
         # Those with the record of a failed call, and when to withdraw that, by
         # ``time.monotonic``. Their stores may have been freed.
         self._failed: dict[Session, float] = {}

@@ -23,6 +23,7 @@ from tracedstore.core.deferred import DeferredWork
 from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import HELPERS, off_main_thread
 from tracedstore.core.snapshot import MetricSource, Snapshots
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
 from tracedstore.core.watcher import WATCHER
@@ -111,11 +112,11 @@ class ConfiguredTelemetry:
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Write an event through structlog."""
-        self._events.emit(event, level=level, **fields)
+        off_main_thread(partial(self._events.emit, event, level=level, **fields))
 
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Emit `telemetry.disabled`."""
-        self._events.report_failure(observer, error)
+        off_main_thread(self._events.report_failure, observer, error)
 
     def start_span(
         self,
@@ -259,15 +260,30 @@ def configure(
         ConfigurationError: A setting has a value that cannot be used. The telemetry
             that was set up before stays.
     """
-    global _telemetry  # noqa: PLW0603 - one telemetry a process
     loaded = Settings.load(settings)
+    providers = Providers(
+        tracer=tracer_provider, meter=meter_provider, logger=logger_provider
+    )
+    off_main_thread(
+        _replace_telemetry,
+        *(loaded, REGISTRY if registry is None else registry),
+        *(providers, clock, observers),
+    )
+
+
+def _replace_telemetry(
+    settings: Settings,
+    registry: CollectorRegistry,
+    providers: Providers,
+    clock: Clock,
+    observers: Iterable[Observer],
+) -> None:
+    global _telemetry  # noqa: PLW0603 - one telemetry a process
     with _lock:
         replacement = ConfiguredTelemetry(
-            loaded,
-            REGISTRY if registry is None else registry,
-            Providers(
-                tracer=tracer_provider, meter=meter_provider, logger=logger_provider
-            ),
+            settings,
+            registry,
+            providers,
             clock,
             observers,
             None if _telemetry is None else _telemetry.push,
@@ -289,9 +305,13 @@ def ensure_configured() -> None:
         ConfigurationError: A ``TRACEDSTORE_*`` variable has an unusable value.
     """
     if _telemetry is None:
-        with _lock:
-            if _telemetry is None:
-                configure()
+        off_main_thread(_configure_once)
+
+
+def _configure_once() -> None:
+    with _lock:
+        if _telemetry is None:
+            configure()
 
 
 def try_to_configure(observer: str) -> bool:
@@ -304,16 +324,16 @@ def try_to_configure(observer: str) -> bool:
         Whether calls are recorded. With a setting that cannot be used they are not,
         and the job runs as without this package.
     """
-    try:
-        ensure_configured()
-    except Exception as error:
-        RECORDER.failures.add(observer, error)
-        return False
-    return RECORDER.on
+    RECORDER.failures.guarded(observer, ensure_configured)
+    return _telemetry is not None and RECORDER.on
 
 
 def set_identity(rank: int, world_size: int) -> None:
     """Put the rank of the default process group on spans, events and ``/inflight``."""
+    off_main_thread(_set_identity, rank, world_size)
+
+
+def _set_identity(rank: int, world_size: int) -> None:
     with _lock:
         set_group_identity(rank, world_size)
         if _telemetry is not None:
@@ -329,8 +349,11 @@ def shutdown(timeout: float = 5.0) -> None:
     Args:
         timeout: Seconds after which to return, flushed or not.
     """
+    off_main_thread(_shut_down, timeouts.countdown(timeout))
+
+
+def _shut_down(left: Callable[[], float]) -> None:
     global _telemetry
-    left = timeouts.countdown(timeout)
     with _lock:
         ended, _telemetry = _telemetry, None
         if ended is None:
@@ -374,6 +397,7 @@ def _at_exit() -> None:
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may hold it
     _lock = threading.RLock()
+    HELPERS.reset()
     timeouts.reset()
     _deferred.reset()
     _event_writer.reset()

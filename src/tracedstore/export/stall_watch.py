@@ -46,13 +46,19 @@ class StallWatch:
         )
 
     def start(self) -> None:
-        """Watch from now on; a second call has no effect."""
+        """Watch from now on, unless that is so.
+
+        A thread that could not be started is started by a later call.
+        """
+        if not self._after:
+            return
         with self._lock:
-            if self._watch is not None or not self._after:
-                return
-            self._watch = Watch(names.INFLIGHT, self._report, self._after)
-        RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._watch)
-        RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.start)
+            if self._watch is None:
+                self._watch = Watch(names.INFLIGHT, self._report, self._after)
+        if self._watch not in WATCHER.watches:
+            RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._watch)
+        if not self._diagnosis.is_running:
+            RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.start)
 
     def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
         """Return event fields on whom a call waited for."""

@@ -6,6 +6,7 @@ are read.
 """
 
 import threading
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ from tracedstore.core.counters import (
 from tracedstore.core.identity import StoreIdentity
 from tracedstore.core.operation import Arguments, Method
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.signal_safety import HELPERS
 from tracedstore.core.store_proxy import RECORDED, create_series
 
 # What C++ compares with ticks.
@@ -103,6 +105,13 @@ class NativeRecording:
         self.enter_unsampled: Callable[[], None] = module.enter_unsampled
         self.exit_unsampled: Callable[[], None] = module.exit_unsampled
         self.reset()
+        module.set_helpers(
+            threading.main_thread().ident,
+            HELPERS.idle,
+            start_new_thread,
+            HELPERS.serve,
+            allocate_lock,
+        )
         module.set_up(
             BOUNDS, self._new_thread, self._returned, self._failed, self._new_state
         )
@@ -182,7 +191,7 @@ class NativeRecording:
         """Return how many notable calls of other threads the ring had no room for."""
         return int(self._module.dropped())
 
-    # What C++ calls, with the GIL, on the thread of the call.
+    # What C++ calls: for the main thread in a helper thread, else in that of the call.
 
     def _new_thread(self) -> None:
         # The telemetry watches calls from the first one on.
@@ -194,9 +203,9 @@ class NativeRecording:
         state.timeout = _timeout(state.inner)
         return state
 
-    def _returned(self, state: StoreState, ended: _EndedCall) -> bool:
+    def _returned(self, thread_id: int, state: StoreState, ended: _EndedCall) -> bool:
         try:
-            return self._notify(threading.get_ident(), state, ended)
+            return self._notify(thread_id, state, ended)
         except Exception as error:
             self._recorder.stop_recording(error)
             return False
@@ -205,13 +214,17 @@ class NativeRecording:
             self.take_rules()
 
     def _failed(
-        self, state: StoreState, ended: _EndedCall, error: BaseException | None
+        self,
+        thread_id: int,
+        state: StoreState,
+        ended: _EndedCall,
+        error: BaseException | None,
     ) -> str | None:
         """Record a failed call; return the note on its exception."""
         native, now, state.losses_in_a_row, _, _ = ended
         state.timeout = _timeout(state.inner)
-        counters = self._recorder.counters[threading.get_ident()]
         error = RuntimeError() if error is None else error
+        counters = self._counters(thread_id)
         self._recorder.failed(counters, self._call(native, state), error, now)
         self.take_rules()
         return "\n".join(getattr(error, "__notes__", ())) or None
@@ -283,13 +296,20 @@ class NativeRecording:
             self._notify(thread_id, state, ended)
             return
         native, now, state.losses_in_a_row, _, _ = ended
-        # Counted by this thread, which alone may write its counts.
-        counters = ThreadCounters(thread_id)
-        own = self._recorder.counters[threading.get_ident()]
-        counters.by_series = own.by_series
+        counters = self._counters(thread_id)
         self._recorder.failed(
             counters, self._call(native, state), error, now, explain=False
         )
+
+    def _counters(self, thread_id: int) -> ThreadCounters:
+        """Return counters for a call of another thread.
+
+        It is counted by this thread, which alone may write its counts.
+        """
+        counters = ThreadCounters(thread_id)
+        own = self._recorder.counters[threading.get_ident()]
+        counters.by_series = own.by_series
+        return counters
 
 
 def _positional(

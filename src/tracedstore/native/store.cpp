@@ -19,6 +19,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -32,6 +33,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -164,36 +166,104 @@ py::object take_exception() {
                           : py::reinterpret_steal<py::object>(value);
 }
 
-// Runs telemetry in Python, inside a call; returns whether it succeeded.
+// The thread that runs signal handlers, by pthread_self.
+std::atomic<pthread_t> main_thread{};
+
+// The helper threads of `core.signal_safety`, set once and never released.
+PyObject* idle_helpers = nullptr;
+PyObject* start_thread = nullptr;
+PyObject* serve = nullptr;
+PyObject* new_lock = nullptr;
+
+// What became of telemetry in Python.
+struct Told {
+  py::object result = py::none(); // None too if it was not waited for
+  bool failed = false;
+};
+
+py::object call_method(PyObject* object, const char* name) {
+  return py::reinterpret_steal<py::object>(PyObject_CallMethod(object, name, nullptr));
+}
+
+// Gives work to a helper thread, as `HelperThreads._submit` does; false if there is
+// none. All of it is C: no signal handler runs.
+bool submit(const py::tuple& work) {
+  auto queue = call_method(idle_helpers, "pop");
+  py::object done;
+  if (queue) {
+    done = py::reinterpret_steal<py::object>(
+        PyObject_CallMethod(queue.ptr(), "put", "(O)", work.ptr()));
+  } else {
+    PyErr_Clear(); // none is idle
+    done = py::reinterpret_steal<py::object>(
+        PyObject_CallFunction(start_thread, "O(O)", serve, work.ptr()));
+  }
+  if (!done) {
+    PyErr_Clear();
+  }
+  return static_cast<bool>(done);
+}
+
+// Waits for work of a helper thread. Handlers run meanwhile. What one raises ends the
+// wait, unless it has to be finished, and is kept.
+void wait_for_helper(const py::object& lock, bool to_the_end, py::object& raised) {
+  const pid_t pid = getpid();
+  while (to_the_end || raised.is_none()) {
+    auto acquired = py::reinterpret_steal<py::object>(
+        PyObject_CallMethod(lock.ptr(), "acquire", "Od", Py_True, 1.0));
+    if (!acquired) {
+      raised = take_exception();
+    } else if (acquired.is(py::bool_(true)) || getpid() != pid) {
+      return; // done, or a handler has forked, and the child has no such thread
+    }
+  }
+}
+
+// Runs telemetry in Python, inside a call and with the GIL.
 //
-// If a signal arrived during the call, its handler runs first: the telemetry would take
-// what the handler raises for a failure of its own. That is raised when the call has
-// returned to Python, as with a bare store.
-template <typename Function>
-bool tell(Function function) {
-  py::gil_scoped_acquire gil;
-  py::error_scope errors;
+// The main thread lets a helper thread run it: the telemetry would take what a signal
+// handler raises for a failure of its own. That is raised when the call has returned to
+// Python, as with a bare store.
+Told tell(PyObject* function, const py::tuple& arguments, bool to_the_end = false) {
+  Told told;
+  if (!pthread_equal(pthread_self(), main_thread.load(std::memory_order_relaxed))) {
+    told.result =
+        py::reinterpret_steal<py::object>(PyObject_Call(function, arguments.ptr(), nullptr));
+    if (!told.result) {
+      told.result = py::none();
+      told.failed = PyErr_ExceptionMatches(PyExc_Exception) != 0;
+      if (!told.failed) { // raised from outside into this thread, such as SystemExit
+        auto raised = take_exception();
+        PyThreadState_SetAsyncExc(
+            PyThread_get_thread_ident(), reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())));
+      }
+      PyErr_Clear();
+    }
+    return told;
+  }
   py::object raised = py::none();
-  if (PyErr_CheckSignals() != 0) {
+  if (PyErr_CheckSignals() != 0) { // one that arrived during the call
     raised = take_exception();
   }
-  bool succeeded = true;
-  try {
-    function();
-  } catch (py::error_already_set& error) {
-    succeeded = !error.matches(PyExc_Exception);
-    if (succeeded) { // a handler's, such as KeyboardInterrupt
-      error.restore();
-      raised = take_exception();
+  py::list results, errors;
+  auto lock = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(new_lock));
+  auto context = py::reinterpret_steal<py::object>(PyContext_CopyCurrent());
+  if (lock && context && call_method(lock.ptr(), "acquire") &&
+      submit(py::make_tuple(
+          context, py::reinterpret_borrow<py::object>(function), arguments, results,
+          errors, lock))) {
+    wait_for_helper(lock, to_the_end, raised);
+    if (!results.empty()) {
+      told.result = results[0];
     }
-  } catch (const std::exception&) {
-    succeeded = false;
+    told.failed = !errors.empty();
   }
-  // Only now: telemetry is the next Python code that would run it.
+  PyErr_Clear();
+  // Only now: no Python code of this thread may run before the call has returned.
   if (!raised.is_none() && Py_AddPendingCall(raise_now, raised.ptr()) == 0) {
     raised.release();
   }
-  return succeeded;
+  return told;
 }
 
 // -------------------------------------------------- Python references from C++
@@ -1035,11 +1105,17 @@ class WeakStore {
 
 py::object NativeStore::state() {
   if (state_ == nullptr) {
-    py::object made = py::reinterpret_borrow<py::object>(make_state)(
-        py::reinterpret_borrow<py::object>(identity_->object), WeakStore(this));
+    Told told = tell(
+        make_state,
+        py::make_tuple(
+            py::reinterpret_borrow<py::object>(identity_->object), WeakStore(this)),
+        true);
     // Another thread may have run while Python made it.
     if (state_ == nullptr) {
-      state_ = made.release().ptr();
+      if (told.result.is_none()) {
+        throw std::runtime_error("the state of a traced store cannot be made");
+      }
+      state_ = told.result.release().ptr();
     }
   }
   return py::reinterpret_borrow<py::object>(state_);
@@ -1070,7 +1146,9 @@ void Call::begin() {
   if (own == nullptr || own->registry != current) {
     own = this_thread.record = take_record(current);
     if (python_knows_this_thread()) {
-      tell([] { py::reinterpret_borrow<py::object>(on_thread)(); });
+      py::gil_scoped_acquire gil;
+      py::error_scope errors;
+      tell(on_thread, py::tuple());
     }
   }
   if (own->depth > 0 && own->depth <= MAX_DEPTH) {
@@ -1144,15 +1222,18 @@ void Call::returned(int64_t bytes, int swapped) noexcept {
 
 void Call::note_return(int64_t now, int64_t bytes, int swapped) {
   if (python_knows_this_thread()) {
-    bool told = tell([&] {
-      py::object noted = py::reinterpret_borrow<py::object>(on_return)(
-          store->state(), for_python(now, bytes, swapped));
-      if (!noted.cast<bool>() && rules.counting.load(std::memory_order_relaxed)) {
-        record->over_budget.add(1);
-      }
-    });
-    if (!told) {
+    py::gil_scoped_acquire gil;
+    py::error_scope errors;
+    Told told = tell(
+        on_return,
+        py::make_tuple(
+            record->thread_id.load(), store->state(), for_python(now, bytes, swapped)));
+    if (told.failed) {
       stop_recording();
+    } else if (
+        told.result.is(py::bool_(false)) &&
+        rules.counting.load(std::memory_order_relaxed)) {
+      record->over_budget.add(1);
     }
     return;
   }
@@ -1191,14 +1272,17 @@ void Call::note_failure(int64_t now, const std::exception_ptr& error) {
     push(std::move(entry));
     return;
   }
-  bool told = tell([&] {
-    py::object note = py::reinterpret_borrow<py::object>(on_fail)(
-        store->state(), for_python(now), exception_object(error));
-    Py_XDECREF(this_thread.note);
-    this_thread.note = note.is_none() ? nullptr : note.release().ptr();
-    this_thread.noted = this_thread.note == nullptr ? nullptr : error;
-  });
-  if (!told) {
+  py::gil_scoped_acquire gil;
+  py::error_scope errors;
+  Told told = tell(
+      on_fail,
+      py::make_tuple(
+          record->thread_id.load(), store->state(), for_python(now),
+          exception_object(error)));
+  Py_XDECREF(this_thread.note);
+  this_thread.note = told.result.is_none() ? nullptr : told.result.release().ptr();
+  this_thread.noted = this_thread.note == nullptr ? nullptr : error;
+  if (told.failed) {
     stop_recording();
   }
 }
@@ -1390,6 +1474,7 @@ PYBIND11_MODULE(tracedstore_native, module) {
   py::module_::import("torch.distributed"); // registers c10d::Store
   pthread_atfork(nullptr, nullptr, [] {
     released.store(new Released, std::memory_order_release);
+    main_thread = pthread_self(); // the one that forked
     start_from_zero();
   });
   py::register_exception_translator(translate_with_note);
@@ -1412,6 +1497,15 @@ PYBIND11_MODULE(tracedstore_native, module) {
       .def("__call__", &WeakStore::store)
       .def_property_readonly("inner", &WeakStore::inner);
 
+  // Arguments: of the thread that runs signal handlers its id, and what `submit` uses.
+  module.def("set_helpers", [](unsigned long main, py::object idle, py::object start,
+                               py::object target, py::object lock) {
+    main_thread = static_cast<pthread_t>(main);
+    idle_helpers = idle.release().ptr();
+    start_thread = start.release().ptr();
+    serve = target.release().ptr();
+    new_lock = lock.release().ptr();
+  });
   module.def("set_up", [](std::vector<int64_t> upper_bounds, py::object thread,
                           py::object returned, py::object failed, py::object state) {
     if (upper_bounds.size() + BUCKETS + 1 > MAX_COUNTS) {

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
@@ -36,6 +37,8 @@ from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_stat
 _MAX_NODES_SHOWN = 64
 # Seconds for the read of a key in etcd.
 _ETCD_TIMEOUT = 2
+# Runs an optional step; on failure counts it and returns None.
+_guarded = partial(RECORDER.failures.guarded, names.RENDEZVOUS)
 
 
 def _state_of(result: Any) -> Any:
@@ -121,8 +124,8 @@ class TracedRendezvousBackend(RendezvousBackend):
             RECORDER.series.of(state.identity.kind, method)
             for method in (_GET_STATE, _SET_STATE)
         )
-        RECORDER.rendezvous.open(backend.name)
-        RECORDER.failures.guarded(names.RENDEZVOUS, _record_key, backend)
+        _guarded(RECORDER.rendezvous.open, backend.name)
+        _guarded(_record_key, backend)
         self._traced = state
         self._attendance = Attendance()
 
@@ -162,7 +165,8 @@ class TracedRendezvousBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """Get the state from the wrapped backend."""
         result: tuple[bytes, Token] | None = self._get_state()
-        self._record_state(result)
+        if RECORDER.on:
+            _guarded(self._record_state, result)
         return result
 
     def set_state(
@@ -174,13 +178,10 @@ class TracedRendezvousBackend(RendezvousBackend):
             result: tuple[bytes, Token, bool] | None = self._set_state(state, token)
         except BaseException:
             if RECORDER.on:
-                RECORDER.rendezvous.record_write(self.name, "failed")
+                _guarded(RECORDER.rendezvous.record_write, self.name, "failed")
             raise
-        accepted = _accepted((), result)
         if RECORDER.on:
-            outcome: Write = "accepted" if accepted else "conflict"
-            RECORDER.rendezvous.record_write(self.name, outcome)
-        self._record_state(result, wrote=started if accepted else None)
+            _guarded(self._record_write, result, started)
         return result
 
     _get_state = forwarder(_GET_STATE, attrgetter("get_state"))
@@ -204,16 +205,18 @@ class TracedRendezvousBackend(RendezvousBackend):
 
     def _record_state(self, result: Any, *, wrote: float | None = None) -> None:
         """Record the state that a call returned, and when it began to write it."""
-        if not RECORDER.on:
-            return
-        try:
-            state = _state_of(result)
-            parsed = parse_state(state) if isinstance(state, bytes) else None
-            if parsed is not None:
-                self._attendance.record(parsed, wrote=wrote)
-                RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
-        except Exception as error:
-            RECORDER.failures.add(names.RENDEZVOUS, error)
+        state = _state_of(result)
+        parsed = parse_state(state) if isinstance(state, bytes) else None
+        if parsed is not None:
+            self._attendance.record(parsed, wrote=wrote)
+            RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
+
+    def _record_write(self, result: Any, started: float) -> None:
+        """Record a write that began at a time and did not fail."""
+        accepted = _accepted((), result)
+        outcome: Write = "accepted" if accepted else "conflict"
+        RECORDER.rendezvous.record_write(self.name, outcome)
+        self._record_state(result, wrote=started if accepted else None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_traced":  # __init__ has not set it yet

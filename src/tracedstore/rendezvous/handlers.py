@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from tracedstore import barrier_patch, names
 from tracedstore.core.barrier_stats import Result
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.export.setup import ensure_configured
@@ -67,10 +68,7 @@ def create(
     cannot be used, the failure is reported and the handler is torch's own: the job does
     not fail.
     """
-    try:
-        ensure_configured()
-    except Exception as error:
-        RECORDER.failures.add(names.RENDEZVOUS, error)
+    if not _guarded(_is_configured):
         untraced: RendezvousHandler = create_untraced(params, create_backend)
         return untraced
     where = host_and_port(params, default_port)
@@ -89,8 +87,7 @@ def create(
         backend, store = create_backend(params)
     except RendezvousError as error:
         if RECORDER.on:
-            attempt = connecting_attempt(params, where, started)
-            _guarded(emit_failure, error, attempt)
+            _guarded(_report_unconnected, error, params, where, started)
         raise
     finally:
         WATCHER.remove(watch)
@@ -106,11 +103,25 @@ def create(
     )
 
 
+def _is_configured() -> bool:
+    ensure_configured()
+    return True
+
+
 def _report_connecting(
     params: RendezvousParameters, where: tuple[str, int] | None, started: int
 ) -> None:
     if RECORDER.on:
         emit_waiting(connecting_attempt(params, where, started))
+
+
+def _report_unconnected(
+    error: RendezvousError,
+    params: RendezvousParameters,
+    where: tuple[str, int] | None,
+    started: int,
+) -> None:
+    emit_failure(error, connecting_attempt(params, where, started))
 
 
 @final
@@ -180,11 +191,13 @@ class TracedRendezvousHandler(RendezvousHandler):
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
         except Exception as error:
-            self._failed("next_rendezvous", error, started)
+            # What a signal handler raises is no failure of the rendezvous.
+            if not raised_by_handler(error):
+                _guarded(self._failed, "next_rendezvous", error, started)
             raise
         finally:
             WATCHER.remove(watch)
-        self._ended("completed", started)
+        _guarded(self._ended, "completed", started)
         if self._sharing is None and RECORDER.on:
             self._sharing = ""
             # It reads the store, and the workers must not wait for that.
@@ -232,7 +245,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         try:
             return call()
         except Exception as error:
-            self._failed(during, error, started)
+            if not raised_by_handler(error):
+                _guarded(self._failed, during, error, started)
             raise
 
     # The rest is optional and must not fail the rendezvous.
@@ -269,7 +283,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         ):
             return
         self._failure_reported = True
-        _guarded(emit_failure, error, self._attempt(during, started))
+        emit_failure(error, self._attempt(during, started))
 
     def _report_waiting(self, started: int) -> None:
         if RECORDER.on:

@@ -128,9 +128,9 @@ class Events:
             )
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
-        """Emit one event. After a write that failed, events are off."""
+        """Emit one event. After a write that failed, events rest for a minute."""
         level = level or LEVELS[event]
-        if self._log_format == "off" or self._recorder.failures.has(self.name):
+        if self._log_format == "off" or self._recorder.failures.rests(self.name):
             return
         if level == "debug" and not self.emits_debug_events():
             return

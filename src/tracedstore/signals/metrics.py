@@ -77,7 +77,7 @@ class MetricsCollector(Collector):
         """
         failures = self._recorder.failures
         families: list[Family] = []
-        if not failures.has(self.name):
+        if not failures.rests(self.name):
             try:
                 families = [self._family(one) for one in self._snapshots.take()]
             except Exception as error:

@@ -31,6 +31,7 @@ from tracedstore.core.identity import ProcessIdentity, StoreIdentity
 from tracedstore.core.keys import OTHER_FAMILIES
 from tracedstore.core.operation import EtcdRequest, Operation, Reason
 from tracedstore.core.recorder import Recorder
+from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
 from tracedstore.core.telemetry import SpanIds
 
 # Pause before the next check for a tracer provider. A job usually sets one up right
@@ -204,12 +205,14 @@ class Spans:
         Every barrier asks, before it begins: only an empty context is certain to have
         neither a parent nor what suppresses the span.
         """
-        try:
-            if self._ids is None or not self._ids.prepared or context.get_current():
-                return None
-            return self._ids.prepared.pop()
-        except Exception:  # another thread was quicker, or `reserve` will raise it too
+        if self._ids is None or not self._ids.prepared or context.get_current():
             return None
+        try:
+            return self._ids.prepared.pop()
+        except IndexError as error:
+            if raised_by_handler(error):
+                raise
+            return None  # another thread was quicker
 
     def reserve(self) -> SpanIds | None:
         """Return the ids of a span that `start` starts later, in this context.
@@ -268,14 +271,17 @@ class Spans:
             if isinstance(provider, trace.ProxyTracerProvider):
                 budget.pause(until=self._recorder.ticks() + _PROVIDER_CHECK_NS)
                 return None
-            self._recorder.failures.guarded(self.name, self._on_provider, provider)
-            self._provider = provider
-            self._tracer = provider.get_tracer(
-                names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
-            )
-            self._ids = ReservedIds.of(self._tracer)
+            off_main_thread(self._use_provider, provider)
         budget.counting = self._count_suppressed
         return self._tracer
+
+    def _use_provider(self, provider: TracerProvider) -> None:
+        self._recorder.failures.guarded(self.name, self._on_provider, provider)
+        self._provider = provider
+        self._tracer = provider.get_tracer(
+            names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
+        )
+        self._ids = ReservedIds.of(self._tracer)
 
     def _attributes(
         self, operation: Operation, summary: str
