@@ -3,6 +3,7 @@
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from weakref import ref
 
 from torch.distributed import Store
 
@@ -117,7 +118,7 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
             if cloned is inner:
                 return self
             clone = TracedStore(cloned)
-            clone._traced.original = self._traced
+            clone._traced.original = ref(self._traced)
             self._traced.clones[id(clone)] = clone
             return clone
 
@@ -130,8 +131,9 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
         """
         state = self._traced
         release(self)
-        if state.original is not None:
-            state.original.clones.pop(id(self), None)
+        original = state.original()
+        if original is not None:
+            original.clones.pop(id(self), None)
         for clone in list(state.clones.values()):
             clone.close()
 

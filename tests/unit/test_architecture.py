@@ -248,8 +248,8 @@ class TestModules:
                     ), f"{module} imports {name}"
 
     def test_size(self, module: Path) -> None:
-        """A module has at most 400 lines."""
-        assert len(module.read_text().splitlines()) <= 400
+        """A module has at most 800 lines: one idea is one file."""
+        assert len(module.read_text().splitlines()) <= 800
 
     def test_names_are_spelled_once(self, module: Path) -> None:
         """Only two modules have the names of metrics, attributes and events."""

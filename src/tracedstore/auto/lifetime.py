@@ -35,7 +35,7 @@ def own(store: TracedStore) -> None:
 
 def wrapper_of(store: Store) -> TracedStore | None:
     """Return the open wrapper of a bare store that the patches wrapped."""
-    for state in _owned.keys():
+    for state, _ in _owned.items():  # noqa: PERF102 - no dictionary
         if state.inner is store:
             wrapper: TracedStore | None = state.wrapper()
             return wrapper

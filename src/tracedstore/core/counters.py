@@ -145,7 +145,8 @@ class StoreState:
             between them. A call is recorded once, by the upper one.
         clones: The open traced clones of this store, which live as long as it does, by
             their identity.
-        original: The state of the store that this one is a clone of.
+        original: Returns the state of the store that this one is a clone of, if that
+            lives.
         probe: Counts the requests inside a call.
         timeout: The timeout that `inner` was last known to have, where it has one.
         losses_in_a_row: Compare-and-sets lost since one was won.
@@ -176,7 +177,7 @@ class StoreState:
         self.series: tuple[Series, ...] = ()
         self.below: StoreState | None = None
         self.clones: dict[int, Any] = {}
-        self.original: StoreState | None = None
+        self.original: Callable[[], StoreState | None] = _freed
         self.probe: Probe | None = None
         self.timeout = timedelta()
         self.losses_in_a_row = 0

@@ -52,10 +52,6 @@ class WeakTable(Generic[V]):
         # Atomic: two threads that set one together get the same.
         return self._entries.setdefault(id(key), (ref(key), default))[1]
 
-    def keys(self) -> list[Any]:
-        """Return the keys that are alive."""
-        return [key for key, _ in self.items()]
-
     def __len__(self) -> int:
         """Return the number of keys that are alive."""
         return len(self.items())

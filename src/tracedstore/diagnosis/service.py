@@ -215,7 +215,12 @@ class Diagnosis:
             requests, self._requests = self._requests, []
         requested = {id(active.call) for active, _ in requests}
         for key in self._waits.keys() - calls.keys() - requested:
-            self._end(self._waits.pop(key))
+            wait = self._waits[key]
+            # A call is not in flight any more before it is known that it has failed.
+            if wait.record is not None and not (wait.failed or wait.seen_ended):
+                wait.seen_ended = True
+            else:
+                self._end(self._waits.pop(key))
         for active in calls.values():
             waited = waited_seconds(self._recorder, active)
             if waited >= examine_after(active, self._stall_after):

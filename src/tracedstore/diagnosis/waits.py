@@ -44,6 +44,7 @@ class Wait:
         elected: This process found the verdict, and reports it.
         reported: It has reported it.
         failed: The call has raised.
+        seen_ended: The call was not in flight any more at the last look.
         valid_from: When the verdict was last discarded, since the epoch: one that was
             found before does not hold any more.
     """
@@ -62,6 +63,7 @@ class Wait:
     elected: bool = False
     reported: bool = False
     failed: bool = False
+    seen_ended: bool = False
     valid_from: float = 0.0
 
     def looking(self) -> float:

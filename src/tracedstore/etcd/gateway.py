@@ -14,6 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tracedstore.core.etcd_stats import RequestResult
 from tracedstore.core.recorder import RECORDER
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.etcd import answers
 from tracedstore.etcd.endpoints import Endpoint, Rotation
 from tracedstore.etcd.errors import (
@@ -135,6 +136,8 @@ class Gateway:
         except RequestFailed as failed:
             self._raise_ended(failed.failure, endpoint, token, deadline)
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             self._pool.check_open()
             if time.monotonic() >= deadline:
                 result = _OK_RESULT

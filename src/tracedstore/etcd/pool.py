@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.etcd.endpoints import Endpoint
 from tracedstore.etcd.errors import (
     EtcdError,
@@ -157,7 +158,7 @@ class Pool:
         except BaseException as error:
             self._own().busy.discard(connection)
             connection.close()
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or raised_by_handler(error):
                 raise
             self.check_open()
             # A server rejects a client's certificate after the first request.

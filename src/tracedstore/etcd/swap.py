@@ -7,6 +7,7 @@ the value since the read shows whether the lost one had been applied.
 
 from enum import Enum, auto
 
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.etcd.answers import (
     KeyValue,
     events,
@@ -111,6 +112,8 @@ def _first_change(
                         return found[0]
         except WatchEnded:
             continue
-        except (TimeoutError, EtcdError):
+        except (TimeoutError, EtcdError) as error:
+            if raised_by_handler(error):
+                raise
             return None
     return None

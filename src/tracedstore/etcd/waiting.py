@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch.distributed import DistStoreError
 
 from tracedstore.core.keys import shown
+from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.etcd.answers import KeyValue, events
 from tracedstore.etcd.errors import EtcdUnreachableError
 from tracedstore.etcd.layout import KeyRange
@@ -88,7 +89,9 @@ def block(
             found = _next_puts(transport, keys, revision + 1, watch_until)
             if from_events is not None:
                 return from_events(found)
-        except TimeoutError:
+        except TimeoutError as error:
+            if raised_by_handler(error):
+                raise
             traffic.add_watch_timeout()
             pause = min(2 * pause, _MAX_READ_AGAIN_SECONDS)
             deadline.check()

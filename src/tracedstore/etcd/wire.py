@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from tracedstore.core.signal_safety import raised_by_handler
+
 _READ_BYTES = 65_536
 _MAX_HEAD_BYTES = 65_536
 # Bounds what a broken server can make a job allocate.
@@ -56,9 +58,9 @@ class Connection:
             except ssl.SSLError:  # a server was reached
                 self.close()
                 raise
-            except OSError:
+            except OSError as error:
                 self.close()
-                if left == 1 or self._aborted:
+                if left == 1 or self._aborted or raised_by_handler(error):
                     raise
             else:
                 return
@@ -93,7 +95,9 @@ class Connection:
             self._socket.recv(1)
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
-        except OSError:
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
             return True
         return True
 
