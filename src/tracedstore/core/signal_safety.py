@@ -140,13 +140,13 @@ class HelperThreads:
         queue: SimpleQueue[_Work] = SimpleQueue()
         while True:
             context, function, args, results, errors, done = work
-            del work
             try:
                 results.append(context.run(function, *args))
             except BaseException as error:
                 errors.append(error)
+            # Before the main thread goes on: a store that is kept keeps its port.
+            del work, context, function, args, results, errors
             done.release()
-            del context, function, args, results, errors, done
             if len(self.idle) >= _MAX_IDLE:
                 return
             self.idle.append(queue)

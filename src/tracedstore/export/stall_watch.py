@@ -1,6 +1,7 @@
 """Watches the Store calls in flight: reports them, and finds whom they wait for."""
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from tracedstore.signals.inflight import StallReporter
 
 # Seconds between two looks while a store does not respond.
 _HANG_INTERVAL = 1.0
+# Seconds between two attempts to start threads.
+_START_INTERVAL = 10.0
 
 
 class StallWatch:
@@ -40,6 +43,8 @@ class StallWatch:
             RECORDER, telemetry, stall_after, self._diagnosis.covers
         )
         self._watch: Watch | None = None
+        # When to look next whether the threads run, by ``time.monotonic``.
+        self._start_at = 0.0
         self._lock = threading.Lock()
         self.observers: tuple[Observer, ...] = (
             (KEY_WRITERS, LAST_CALL) if answers else ()
@@ -50,11 +55,13 @@ class StallWatch:
 
         A thread that could not be started is started by a later call.
         """
-        if not self._after:
-            return
+        now = time.monotonic()
         with self._lock:
+            if not self._after or now < self._start_at:
+                return
             if self._watch is None:
                 self._watch = Watch(names.INFLIGHT, self._report, self._after)
+            self._start_at = now + _START_INTERVAL
         if self._watch not in WATCHER.watches:
             RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._watch)
         if not self._diagnosis.is_running:
@@ -75,6 +82,7 @@ class StallWatch:
         """Forget the parent's calls and threads, as a forked child must."""
         self._lock = threading.Lock()
         self._watch = None
+        self._start_at = 0.0
         self._reporter.reset()
         self._diagnosis.reset()
         KEY_WRITERS.reset()
