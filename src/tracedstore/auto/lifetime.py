@@ -11,28 +11,29 @@ closing has no effect.
 
 import sys
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 from torch.distributed import Store
 
+from tracedstore.core import weak
 from tracedstore.core.counters import StoreState
 from tracedstore.store import TracedStore
 
 # The states of the stores that the patches wrapped. A store that the job wrapped is the
 # job's to close.
-_owned: WeakSet[StoreState] = WeakSet()
+_owned: WeakKeyDictionary[StoreState, bool] = WeakKeyDictionary()
 # The process groups and PrefixStores that use each of them.
 _users: WeakKeyDictionary[StoreState, set[ref[Any]]] = WeakKeyDictionary()
 
 
 def own(store: TracedStore) -> None:
     """Take over closing a store."""
-    _owned.add(store._traced)  # noqa: SLF001 - of this package
+    _owned[store._traced] = True  # noqa: SLF001 - of this package
 
 
 def wrapper_of(store: Store) -> TracedStore | None:
     """Return the open wrapper of a bare store that the patches wrapped."""
-    for state in list(_owned):
+    for state, _ in weak.items(_owned):
         if state.inner is store:
             wrapper: TracedStore | None = state.wrapper()
             return wrapper

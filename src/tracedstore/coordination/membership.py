@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tracedstore.core import weak
 from tracedstore.core.counters import handle_of
 
 
@@ -41,7 +42,7 @@ def record(store: Any, membership: Membership) -> None:
 
 def memberships() -> list[tuple[Any, Membership]]:
     """List the handles of the stores on which this process has a recorded rank."""
-    return list(_memberships.items())
+    return weak.items(_memberships)
 
 
 def of(store: Any) -> Membership | None:

@@ -21,7 +21,7 @@ from tracedstore.coordination.connections import side_connection
 from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.ranges import MAX_RANKS
-from tracedstore.core import procfs
+from tracedstore.core import procfs, weak
 from tracedstore.core.counters import handle_of, store_of
 from tracedstore.core.identity import ProcessIdentity, restart_count
 from tracedstore.core.telemetry import TELEMETRY
@@ -186,7 +186,7 @@ def set_metrics_address(metrics: str | None, agent: int | None = None) -> None:
     _metrics, _agent = metrics, agent
     if metrics is None:
         return
-    for handle, known in list(_registered.items()):
+    for handle, known in weak.items(_registered):
         run_with_timeout(
             _WRITE_TIMEOUT, partial(_write_all, handle, list(known.values()))
         )
@@ -207,7 +207,7 @@ def registered_stores() -> list[tuple[Any, int]]:
     Each has the world size with it.
     """
     return [
-        (handle, max(info.world_size for info in known.values()))
+        (handle, max(info.world_size for info in list(known.values())))
         for handle, known in registrations()
         if store_of(handle) is not None
     ]
@@ -218,12 +218,13 @@ def registrations() -> list[tuple[Any, dict[int, RankInfo]]]:
 
     Each has the ranks with it.
     """
-    return [(handle, known) for handle, known in list(_registered.items()) if known]
+    return [(handle, known) for handle, known in weak.items(_registered) if known]
 
 
 def rank_of_thread(handle: Any, thread_id: int) -> int | None:
     """Return the rank that a thread of this process has in a store, if it is known."""
-    ranks = _threads.get(handle, {})
+    # A copy: other ranks, which are threads too, may register meanwhile.
+    ranks = _threads.get(handle, {}).copy()
     if len(ranks) == 1:
         return next(iter(ranks))
     return next((rank for rank, thread in ranks.items() if thread == thread_id), None)
