@@ -37,6 +37,15 @@ _kept: dict[str, int] = {}
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
 
+def reset() -> None:
+    """Drop the claims, as a forked child must: the parent has them."""
+    while _kept:
+        _, descriptor = _kept.popitem()
+        # Nothing is released: the parent's descriptor stays open.
+        with suppress(OSError):
+            os.close(descriptor)
+
+
 @contextmanager
 def watched(target: ConnectTarget | None) -> Iterator[None]:
     """Diagnose a store's constructor that runs in this context.

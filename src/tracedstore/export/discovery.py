@@ -25,6 +25,11 @@ _READ_TIMEOUT = 3.0
 _being_read: WeakSet[Any] = WeakSet()
 
 
+def reset() -> None:
+    """Forget which stores are read, as a forked child must: it has no such thread."""
+    _being_read.clear()
+
+
 def targets(*, per_node: bool = False) -> list[dict[str, Any]]:
     """Return the ranks that registered in the stores this process registered in.
 
