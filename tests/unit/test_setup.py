@@ -278,7 +278,7 @@ in_child(check)
         done = run(
             self.SCRIPT
             + """
-from tracedstore.diagnosis import connecting, server
+from tracedstore.diagnosis import claims, connecting, server
 from tracedstore.diagnosis.agent_workers import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
@@ -286,7 +286,8 @@ tracedstore.configure(log_format="off")
 store = HashStore()
 AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
 AGENT_WORKERS.environ = {"RANK": "0"}
-connecting._kept["what"] = claimed = os.open("/dev/null", os.O_RDONLY)
+connecting._kept["what"] = claims.claim("what")
+claimed = connecting._kept["what"].fileno()
 server._probed["host", 1] = 0.0, ""
 discovery._being_read.add(store)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from socket import socket
+from io import FileIO
 from typing import Any
 
 from tracedstore import names
@@ -27,7 +27,7 @@ from tracedstore.diagnosis import (
     stalled,
     stamps,
 )
-from tracedstore.diagnosis.connecting import claim
+from tracedstore.diagnosis.claims import claim
 from tracedstore.diagnosis.verdict import Verdict
 
 _READ_TIMEOUT = 2.0
@@ -53,7 +53,7 @@ class GroupCreation:
     rank: int
     ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    claimed: socket | None = None
+    claimed: FileIO | None = None
     started: float = field(default_factory=time.monotonic)
 
     def stamp(self) -> None:
