@@ -89,13 +89,29 @@ def test_second_process(folder: Path) -> None:
     """Another process of this user and host does not get it."""
     claimed = claim("what")
     assert claimed is not None
-    with claimed:
-        command = [sys.executable, "-c", CLAIM, str(folder)]
-        other = subprocess.run(
-            command, input="", capture_output=True, text=True, timeout=50, check=True
-        )
+    command = [sys.executable, "-c", CLAIM, str(folder)]
+    other = subprocess.run(
+        command, input="", capture_output=True, text=True, timeout=50, check=True
+    )
+    claimed.close()
 
     assert other.stdout == "False\n"
+
+
+def test_kept_until_the_end(folder: Path) -> None:
+    """A process that ends with a claim says nothing about it."""
+    command = [sys.executable, "-X", "dev", "-c", f"{CLAIM}kept = [claimed]\n"]
+    ended = subprocess.run(
+        [*command, str(folder)],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+
+    assert ended.stdout == "True\n"
+    assert "unclosed" not in ended.stderr
 
 
 @pytest.mark.parametrize("mode", [0o755, None])

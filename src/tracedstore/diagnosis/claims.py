@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import os
 import struct
-from io import FileIO
+from collections.abc import Callable
 from typing import Final
 
 from tracedstore.diagnosis import socket_directory
@@ -22,28 +22,49 @@ _OFFSET_BYTES: Final = 7
 _TAKEN: Final = (errno.EAGAIN, errno.EACCES)
 
 
-def claim(what: str) -> FileIO | None:
+class Claim:
+    """A claim of this process, until it is closed or freed, or the process ends.
+
+    Args:
+        descriptor: The open file that is locked.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor of the open file; -1 if it is closed."""
+        return self._descriptor
+
+    # Bound as a default, because module globals may be None at interpreter shutdown.
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """Give the claim up. A forked child that closes its copy releases nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close(descriptor)
+
+    __del__ = close
+
+
+def claim(what: str) -> Claim | None:
     """Claim a report for this process; None if another one of this host has it.
 
     A process that cannot find out, because there is no private directory or it has no
-    locks, has the claim: two reports are better than none.
-
-    Returns:
-        What holds the claim. It lasts until this is closed or the process ends. A
-        forked child must close its copy.
+    locks, has the claim: two reports are better than none. A forked child must close
+    its copy.
     """
     try:
         return _lock(what)
     except OSError as error:
         if error.errno in _TAKEN:
             return None
-        return FileIO(os.devnull)
+        return Claim(-1)
 
 
-def _lock(what: str) -> FileIO:
+def _lock(what: str) -> Claim:
     with socket_directory.create() as directory:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        held = FileIO(os.open(_FILE, flags, 0o600, dir_fd=directory), "r+")
+        held = Claim(os.open(_FILE, flags, 0o600, dir_fd=directory))
     try:
         # Hosts may share the directory.
         named = f"{socket_directory.namespace_digest()}/{what}"

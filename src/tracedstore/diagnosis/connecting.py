@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from io import FileIO
 
 from tracedstore import names
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import error_causes, file_store, incarnations, reach, stalled
-from tracedstore.diagnosis.claims import claim
+from tracedstore.diagnosis.claims import Claim, claim
 from tracedstore.diagnosis.connect_target import ConnectTarget
 from tracedstore.diagnosis.serving import ServerSide
 from tracedstore.diagnosis.verdict import Verdict
@@ -32,7 +31,7 @@ _PUBLISH_AFTER = 1.0
 _END_TIMEOUT = 1.0
 
 # The claims that this process keeps, by what is reported.
-_kept: dict[str, FileIO] = {}
+_kept: dict[str, Claim] = {}
 
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 

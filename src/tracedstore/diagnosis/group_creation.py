@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import FileIO
 from typing import Any
 
 from tracedstore import names
@@ -27,7 +26,7 @@ from tracedstore.diagnosis import (
     stalled,
     stamps,
 )
-from tracedstore.diagnosis.claims import claim
+from tracedstore.diagnosis.claims import Claim, claim
 from tracedstore.diagnosis.verdict import Verdict
 
 _READ_TIMEOUT = 2.0
@@ -53,7 +52,7 @@ class GroupCreation:
     rank: int
     ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    claimed: FileIO | None = None
+    claimed: Claim | None = None
     started: float = field(default_factory=time.monotonic)
 
     def stamp(self) -> None:
