@@ -122,7 +122,7 @@ def everything() -> None:
         RECORDER.barriers.record_stall(
             call,
             StalledBarrier(
-                family=RECORDER.families.of(_word(name)),
+                family=RECORDER.barriers.families.of(_word(name)),
                 arrived=1,
                 missing={rank: f"node{rank}" for rank in range(1, 1024)},
                 possible=0,

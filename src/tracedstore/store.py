@@ -1,6 +1,8 @@
 """TracedStore and wrap(): a Store that behaves like the one it wraps, and is traced."""
 
+import os
 import sys
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from weakref import ref
@@ -227,15 +229,57 @@ def _wrap_natively(store: Store) -> Any:
         raise ConfigurationError(f"core is 'native', but {error}") from error
 
 
+class _Loading:
+    """The loading of the native base in one process.
+
+    Attributes:
+        lock: Held while it is loaded. Reentrant, because a signal handler may wrap a
+            store at any time, also in the thread that loads.
+        begun: The thread with the lock loads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.begun = False
+
+
+# By pid: another thread of the parent may have held the lock of a forked child.
+_loading: dict[int, _Loading] = {}
+
+
 def _native() -> NativeRecording:
-    """Return the native base; load it at the first use."""
-    if not isinstance(RECORDER.native, NativeRecording):
-        recording = NativeRecording(load(), RECORDER)
-        for name in _SHARED:
-            value = getattr(TracedStore, name)
-            setattr(recording.store_class, name, value)
-        RECORDER.record_natively(recording)
-    return RECORDER.native  # type: ignore[return-value]
+    """Return the native base; load it at the first use.
+
+    Raises:
+        NativeUnavailable: It cannot be loaded, or this thread is just loading it.
+    """
+    if isinstance(RECORDER.native, NativeRecording):
+        return RECORDER.native
+    # One step: threads that come at once get the same object.
+    loading = _loading.setdefault(os.getpid(), _Loading())
+    with loading.lock:
+        # Another thread may have loaded it meanwhile.
+        if isinstance(RECORDER.native, NativeRecording):
+            return RECORDER.native
+        if loading.begun:
+            # In a signal handler. C++ has one recording, so there is no second one.
+            raise NativeUnavailable("it is being loaded by this thread")
+        loading.begun = True
+        try:
+            return _load_native()
+        finally:
+            loading.begun = False
+
+
+def _load_native() -> NativeRecording:
+    recording = NativeRecording(load(), RECORDER)
+    for name in _SHARED:
+        value = getattr(TracedStore, name)
+        setattr(recording.store_class, name, value)
+    # Before other threads find it, and record by these rules.
+    recording.take_rules()
+    RECORDER.record_natively(recording)
+    return recording
 
 
 def _probe(store: Store) -> Probe | None:

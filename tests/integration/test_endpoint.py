@@ -233,6 +233,24 @@ class TestPorts:
         (event,) = [e for e in events() if e["event"] == "telemetry.disabled"]
         assert event["observer"] == "endpoint"
 
+    def test_no_port_for_local_rank(
+        self,
+        registry: CollectorRegistry,
+        events: Events,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A port beyond the last one is reported in one sentence; the job continues."""
+        monkeypatch.setenv("LOCAL_RANK", "7")
+        tracedstore.configure(registry=registry, http_port=65530, log_format="json")
+        tracedstore.wrap(dist.HashStore()).set("k", "v")
+
+        (event,) = [e for e in events() if e["event"] == "telemetry.disabled"]
+        assert event["observer"] == "endpoint"
+        assert event["error"] == (
+            "TRACEDSTORE_HTTP_PORT is 65530, and with the local rank 7 the port is"
+            " 65537; set it to 65528 or less"
+        )
+
     def test_no_thread_can_be_started(
         self, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
     ) -> None:

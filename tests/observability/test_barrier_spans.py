@@ -1,6 +1,8 @@
 """The spans of barriers: one trace for all ranks, which are threads of one process."""
 
+import itertools
 import socket
+import string
 import threading
 import time
 from collections.abc import Sequence
@@ -19,8 +21,11 @@ from prometheus_client import CollectorRegistry
 import tracedstore
 from integration.harness import wait_until
 from support.events import Events
+from tracedstore import names
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.protocol import LastArrival
+from tracedstore.core.keys import MAX_FAMILIES, OTHER_FAMILIES
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import TELEMETRY, SpanIds
 from tracedstore.diagnosis.missing_ranks import find_causes
 from tracedstore.export import setup
@@ -59,6 +64,32 @@ def run_barrier(store: Any, world_size: int) -> None:
     """Call the barrier from all ranks at once."""
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(lambda rank: barrier(store, rank, world_size), range(world_size)))
+
+
+def test_families_of_their_own(
+    registry: CollectorRegistry,
+    provider: TracerProvider,
+    spans: InMemorySpanExporter,
+    events: Events,
+) -> None:
+    """A barrier keeps its name in a program with very many different keys."""
+    tracedstore.configure(
+        registry=registry, tracer_provider=provider, spans="all", log_format="json"
+    )
+    store = tracedstore.wrap(dist.HashStore())
+    letters = string.ascii_letters
+    for key in itertools.islice(itertools.product(letters, letters), MAX_FAMILIES + 1):
+        store.set("".join(key), "value")
+
+    with pytest.raises(tracedstore.BarrierTimeout):
+        barrier(store, 0, barrier_timeout=0.1)
+
+    (span,) = barrier_spans(spans)
+    labels = {"barrier": "step/*", "result": "timeout"}
+    count = registry.get_sample_value(f"{names.BARRIER_DURATION.name}_count", labels)
+    families = {one["barrier_family"] for one in events() if "barrier_family" in one}
+    assert (span.name, count, families) == ("barrier step/*", 1, {"step/*"})
+    assert RECORDER.families.of("another") == OTHER_FAMILIES
 
 
 class TestOneTrace:

@@ -4,6 +4,7 @@ The tests run on the native base, which ``TRACEDSTORE_CORE=auto`` selects for to
 C++ stores. Tests of what depends on the base run on both.
 """
 
+import os
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from native_caller import one_builder
 from tracedstore.core.errors import CommandError
 from tracedstore.native.build import build
 from tracedstore.native.load import PACKAGE_DIRECTORY, file_in
+from tracedstore.native.verify import RefusedError, open_verified
 
 on_both_cores = pytest.mark.parametrize("core", ["python", "native"], indirect=True)
 
@@ -26,9 +28,11 @@ def use_core(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @cache
 def why_not_built() -> str:
-    """Build it into this checkout, unless a build is there; return why not, or ""."""
+    """Build it into this checkout, unless it is there; return why not, or ""."""
     with one_builder():
-        if not file_in(PACKAGE_DIRECTORY).is_file():
+        try:
+            os.close(open_verified(file_in(PACKAGE_DIRECTORY)))
+        except RefusedError:
             try:
                 build(PACKAGE_DIRECTORY, print)
             except CommandError as error:

@@ -1,6 +1,5 @@
 """The constructor of a store that fails: which process of a host reports it."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +9,9 @@ from torch.distributed import DistNetworkError
 import tracedstore
 from support.etcd import free_port
 from tracedstore.diagnosis import connecting
+from tracedstore.diagnosis.claims import claim
 from tracedstore.diagnosis.connect_target import ConnectTarget
-from tracedstore.diagnosis.connecting import ConnectingPhase, claim
+from tracedstore.diagnosis.connecting import ConnectingPhase
 
 Events = Callable[[], list[dict[str, Any]]]
 
@@ -23,8 +23,7 @@ def target() -> Iterator[ConnectTarget]:
     yield ConnectTarget(
         host="127.0.0.1", port_text=str(free_port()), rank=1, world_size=3
     )
-    while connecting._kept:
-        os.close(connecting._kept.popitem()[1])
+    connecting.reset()
 
 
 def fail(phase: ConnectingPhase) -> DistNetworkError:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tracedstore
 from tracedstore.core.errors import CommandError
-from tracedstore.native import build, load
+from tracedstore.native import build, load, verify
 
 HEADER = Path(torch.__file__).parent / "include" / build._HEADER
 
@@ -166,21 +168,197 @@ class TestFallBack:
             file = load.file_in(tmp_path)
             file.parent.mkdir()
             file.write_text("no extension")
+            verify.seal(file)
 
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", WRAP, str(tmp_path)],
-            env={
-                "PATH": os.environ["PATH"],
-                "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                "TRACEDSTORE_CORE": core,
-            },
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=True,
+        assert re.fullmatch(expected, run(WRAP, tmp_path, core))
+
+
+def run(script: str, directory: Path, core: str) -> str:
+    """Run a script in a process that finds builds in this directory only."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(directory)],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(Path(tracedstore.__file__).parents[1]),
+            "XDG_CACHE_HOME": str(directory / "cache"),
+            "TRACEDSTORE_CORE": core,
+        },
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    return done.stdout
+
+
+# Puts another file in the place of the one that was checked, before it is loaded.
+REPLACE = (
+    """
+from tracedstore.native import verify
+check = verify.open_verified
+
+def check_and_replace(file):
+    descriptor = check(file)
+    other = file.with_name("other")
+    other.write_text("no extension")
+    other.replace(file)
+    return descriptor
+
+verify.open_verified = check_and_replace
+"""
+    + WRAP
+)
+
+
+class TestVerification:
+    """A build that is damaged, or that another user may have written, is not loaded."""
+
+    @pytest.fixture
+    def build_in(self, tmp_path: Path) -> Path:
+        """A copy of the build, in a directory of its own."""
+        file = load.file_in(tmp_path)
+        file.parent.mkdir(mode=0o755)
+        shutil.copy(load.find(), file)
+        verify.seal(file)
+        return file
+
+    @staticmethod
+    def refused(file: Path) -> str:
+        """Return why a build is not loaded; it is one sentence."""
+        with pytest.raises(load.NativeUnavailable) as raised:
+            load.load_file(file)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    def test_intact(self, build_in: Path) -> None:
+        """A copy of file and digest is used."""
+        assert run(WRAP, build_in.parent.parent, "native") == "native\nnative\n"
+
+    @pytest.mark.parametrize("core", ["auto", "native"])
+    @pytest.mark.parametrize("truncated", [True, False])
+    def test_damaged(self, build_in: Path, core: str, truncated: bool) -> None:
+        """A file that was copied in part, or has other bytes, ends no process."""
+        content = build_in.read_bytes()
+        half = len(content) // 2
+        flipped = bytes(byte ^ 0xFF for byte in content[4096:])
+        build_in.write_bytes(content[:half] if truncated else content[:4096] + flipped)
+
+        printed = run(WRAP, build_in.parent.parent, core)
+
+        reason = "SHA-256 is not the one that it was built with"
+        if truncated:
+            reason = f"it has {half} bytes, and had {len(content)} when it was built"
+        if core == "auto":
+            assert printed == "python\npython\n"
+        else:
+            assert f"core is 'native', but {build_in} is damaged: " in printed
+            assert f"{reason}; run `tracedstore build-native` again\n" in printed
+
+    def test_checked_file_is_loaded(self, build_in: Path) -> None:
+        """What is put in its place after the check is not loaded."""
+        printed = run(REPLACE, build_in.parent.parent, "native")
+
+        assert printed == "native\nnative\n"
+        assert build_in.read_text() == "no extension"
+
+    def test_without_digest(self, build_in: Path) -> None:
+        """A build of an earlier version is not used."""
+        verify.digest_file(build_in).unlink()
+
+        reason = self.refused(build_in)
+
+        assert reason.startswith(f"{build_in}.sha256 is missing")
+        assert reason.endswith("run `tracedstore build-native` again")
+
+    @pytest.mark.parametrize("content", [b"", b"0" * 64, b"x" * 1000, b"\xff 1\n"])
+    def test_damaged_digest(self, build_in: Path, content: bytes) -> None:
+        """The digest may be copied in part, too."""
+        verify.digest_file(build_in).write_bytes(content)
+
+        assert f"{build_in}.sha256 is damaged" in self.refused(build_in)
+
+    @pytest.mark.parametrize("digest", [False, True])
+    @pytest.mark.parametrize("mode", [0o775, 0o757])
+    def test_others_can_write(self, build_in: Path, digest: bool, mode: int) -> None:
+        """Neither the file nor its digest may be writable by others."""
+        file = verify.digest_file(build_in) if digest else build_in
+        file.chmod(mode)
+
+        reason = self.refused(build_in)
+
+        assert f"other users can write to {file}; run `chmod go-w " in reason
+
+    @pytest.mark.parametrize("above", [False, True])
+    def test_folder_of_everyone(self, build_in: Path, above: bool) -> None:
+        """In a folder that every user can write to, the file can be replaced."""
+        folder = build_in.parent.parent if above else build_in.parent
+        folder.chmod(0o777)
+
+        assert f"every user can write to {folder}; run `chmod o-w" in self.refused(
+            build_in
         )
 
-        assert re.fullmatch(expected, done.stdout)
+    @pytest.mark.parametrize("mode", [0o1777, 0o775])
+    def test_folder_in_which_nobody_replaces(self, build_in: Path, mode: int) -> None:
+        """In a sticky folder nobody can; members of a group own what they write."""
+        build_in.parent.parent.chmod(mode)
+
+        os.close(verify.open_verified(build_in))
+
+    @pytest.mark.parametrize("owned", ["directory", "folder", "file", "digest"])
+    def test_other_owner(
+        self, build_in: Path, owned: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What belongs to another user than this one and root is not used."""
+        path = {
+            "directory": build_in.parent.parent,
+            "folder": build_in.parent,
+            "file": build_in,
+            "digest": verify.digest_file(build_in),
+        }[owned]
+        inode = path.stat().st_ino
+        fstat = os.fstat
+
+        def of_another_user(descriptor: int) -> os.stat_result:
+            found = fstat(descriptor)
+            if found.st_ino != inode:
+                return found
+            return os.stat_result((*found[:4], 12345, *found[5:]))
+
+        monkeypatch.setattr(os, "fstat", of_another_user)
+
+        reason = self.refused(build_in)
+
+        assert reason.startswith(f"{path} belongs to the user 12345, and not to this")
+        assert "run `tracedstore build-native` as this user or root" in reason
+
+    @pytest.mark.timeout(60)
+    def test_pipe(self, build_in: Path) -> None:
+        """A pipe is not waited for."""
+        build_in.unlink()
+        os.mkfifo(build_in)
+
+        assert f"{build_in} is not a regular file" in self.refused(build_in)
+
+    def test_seal_with_any_umask(self, tmp_path: Path) -> None:
+        """Others cannot write to a new build."""
+        file = load.file_in(tmp_path)
+        file.parent.mkdir(mode=0o755)
+        before = os.umask(0)
+        try:
+            file.write_text("content")
+            verify.seal(file)
+        finally:
+            os.umask(before)
+
+        os.close(verify.open_verified(file))
+
+    def test_build_into_folder_of_everyone(self, tmp_path: Path) -> None:
+        """It is refused before the work: nobody would use the build."""
+        tmp_path.chmod(0o777)
+
+        with pytest.raises(CommandError, match=r"every user can write to .*chmod o-w"):
+            build.build(tmp_path, pytest.fail)
 
 
 class TestFind:
@@ -232,6 +410,7 @@ class TestFind:
         """A file that is no extension is refused with its name."""
         file = tmp_path / "tracedstore_native.so"
         file.write_text("no extension")
+        verify.seal(file)
 
         with pytest.raises(load.NativeUnavailable, match="cannot be loaded"):
             load.load_file(file)

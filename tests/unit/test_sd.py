@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tracedstore import names
 from tracedstore.attach import job_discovery
 from tracedstore.attach.job_discovery import RegisteredRanks
 from tracedstore.cli import sd
+from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.core.recorder import RECORDER
 from tracedstore.export.discovery import targets
@@ -75,3 +77,35 @@ def test_page(events: Events) -> None:
     (event,) = [one for one in events() if one["event"] == names.TELEMETRY_DISABLED]
     assert event["observer"] == names.ENDPOINT
     assert event["error"].startswith("1 registry entry is not valid, and left out")
+
+
+def register(store: dist.Store, rank: int, world_size: int, port: int) -> None:
+    """Write the entry of another process."""
+    entry = {
+        **ENTRY,
+        "rank": rank,
+        "world_size": world_size,
+        "metrics": f"http://h:{port}/metrics",
+    }
+    store.set(f"{REGISTRY}/{rank}", json.dumps(entry))
+
+
+def test_ranks_of_two_stores() -> None:
+    """Ranks with the same number are two targets; a process in both stores is one."""
+    tracedstore.configure(log_format="off")
+    world, others = dist.HashStore(), dist.HashStore()
+    # Own entries, so that the stores are read.
+    tracedstore.barrier(world, 1, "b", rank=0)
+    tracedstore.barrier(others, 1, "b", rank=0)
+    for rank in range(3):
+        register(world, rank, 3, 9400 + rank)
+    register(others, 0, 2, 9402)
+    register(others, 1, 2, 9409)
+    for store in (world, others):
+        rank_registry._registered[store][0] = replace(
+            rank_registry._registered[store][0], world_size=3
+        )
+
+    found = [(one["targets"][0], one["labels"]["rank"]) for one in targets()]
+
+    assert found == [("h:9400", "0"), ("h:9401", "1"), ("h:9409", "1"), ("h:9402", "2")]

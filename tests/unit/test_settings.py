@@ -54,7 +54,7 @@ class TestLoad:
             ("SLOW_AFTER", "10ms", "a number of seconds, 0 or more"),
             ("STALL_AFTER", "nan", "a number of seconds, 0 or more"),
             ("STALL_AFTER", "inf", "a number of seconds, 0 or more"),
-            ("CONTENDED_AFTER", "", "a whole number, 1 or more"),
+            ("CONTENDED_AFTER", " ", "a whole number, 1 or more"),
             ("LOG_FORMAT", "xml", "one of auto, json, console, off"),
             ("DISABLED", "maybe", "true or false (also 1, yes, on; 0, no, off)"),
             ("TRACING", "2", "true or false (also 1, yes, on; 0, no, off)"),
@@ -70,6 +70,12 @@ class TestLoad:
 
         expected = f"TRACEDSTORE_{name} is {value!r}; accepted is {accepted}"
         assert str(raised.value) == expected
+
+    def test_empty_variables(self) -> None:
+        """An empty variable is as if it were not set."""
+        names = [f"TRACEDSTORE_{field.name.upper()}" for field in fields(Settings)]
+
+        assert Settings.load({}, dict.fromkeys(names, "")) == Settings()
 
     @pytest.mark.parametrize("setting", [field.name for field in fields(Settings)])
     def test_configure_accepts_every_setting(self, setting: str) -> None:

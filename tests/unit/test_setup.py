@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from tracedstore import ConfigurationError
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.setup import set_identity
 
+# The package that is tested, also if another checkout is installed.
+SOURCE = str(Path(tracedstore.__file__).parents[1])
+
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a new Python process, where nothing is configured."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
-        env={"PATH": "/usr/bin:/bin", **environ},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCE, **environ},
         capture_output=True,
         text=True,
         timeout=50,
@@ -224,6 +228,91 @@ class TestShutdown:
 
         assert not released.is_set()
         released.set()
+
+
+class TestFork:
+    """A forked child starts from zero."""
+
+    # Forks, calls `check` in the child, and prints what that returns.
+    SCRIPT = """
+import os
+import tracedstore
+from prometheus_client import REGISTRY
+from torch.distributed import HashStore
+
+def in_child(check):
+    pid = os.fork()
+    if pid == 0:
+        print(check(), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+    @pytest.mark.parametrize("core", ["python", "native"])
+    def test_after_shutdown(self, core: str) -> None:
+        """A child that configures again does not export the calls of its parent."""
+        done = run(
+            self.SCRIPT
+            + """
+store = tracedstore.wrap(HashStore())
+for _ in range(3):
+    store.set("key", "value")
+tracedstore.shutdown()
+
+def check():
+    tracedstore.wrap(HashStore()).set("key", "value")
+    return REGISTRY.get_sample_value(
+        "tracedstore_operation_duration_seconds_count",
+        {"store": "hash_store", "operation": "set", "error_type": ""},
+    )
+
+in_child(check)
+""",
+            TRACEDSTORE_CORE=core,
+        )
+
+        assert done.stdout == "1\n", done.stderr
+
+    def test_state_of_diagnosis(self) -> None:
+        """Workers, claims, probes and readings are the parent's."""
+        done = run(
+            self.SCRIPT
+            + """
+from tracedstore.diagnosis import claims, connecting, server
+from tracedstore.diagnosis.agent_workers import AGENT_WORKERS, Worker
+from tracedstore.export import discovery
+
+tracedstore.configure(log_format="off")
+store = HashStore()
+AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
+AGENT_WORKERS.environ = {"RANK": "0"}
+connecting._kept["what"] = claims.claim("what")
+claimed = connecting._kept["what"].fileno()
+server._probed["host", 1] = 0.0, ""
+discovery._being_read.add(store)
+
+def check():
+    try:
+        os.fstat(claimed)
+    except OSError:
+        closed = True
+    return (
+        closed,
+        AGENT_WORKERS.workers,
+        dict(AGENT_WORKERS.environ),
+        connecting._kept,
+        server._probed,
+        len(discovery._being_read),
+    )
+
+in_child(check)
+os.fstat(claimed)
+assert AGENT_WORKERS.workers and server._probed
+"""
+        )
+
+        assert done.stdout == "(True, (), {}, {}, {}, 0)\n", done.stderr
+        assert done.returncode == 0, done.stderr
 
 
 class TestTracing:

@@ -60,6 +60,20 @@ def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) ->
     assert results == ["called"]
 
 
+def test_join_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``join`` of a thread that does not begin waits no longer than its timeout."""
+    monkeypatch.setattr(threads, "_START_TIMEOUT", 600.0)
+    joined = threading.Event()
+
+    def join() -> None:
+        DaemonThread(print).join(0.1)
+        joined.set()
+
+    threading.Thread(target=join, daemon=True).start()
+
+    assert joined.wait(20)
+
+
 class TestNoBegin:
     """A thread that does not begin, as in a process that has no memory left."""
 

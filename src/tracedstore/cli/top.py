@@ -153,11 +153,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tracedstore.export.endpoint import access_of  # noqa: PLC0415
 
     host, port = arguments.web
-    # The token is in the arguments already. An empty variable is no token.
-    environ = {**os.environ}
-    environ.pop(TOKEN_VARIABLE, None)
     try:
-        access = access_of(Settings.load({"http_token": arguments.token}, environ))
+        access = access_of(Settings.load({"http_token": arguments.token}))
     except ConfigurationError as error:
         raise CommandError(str(error)) from None
     if access.credentials is None and not is_loopback(host):

@@ -114,7 +114,7 @@ class BarrierTelemetry:
 
     @property
     def _family(self) -> str:
-        return RECORDER.families.of(self._shown)
+        return RECORDER.barriers.families.of(self._shown)
 
     def emit_stale(self, arrived: int, duplicate_ranks: Sequence[int]) -> None:
         """Emit `barrier.stale_key`: the prefix was used before."""

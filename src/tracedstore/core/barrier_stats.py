@@ -71,16 +71,18 @@ class BarrierStats:
 
     A call that ended is counted when the counts are read: other work waits for it.
 
-    Args:
-        families: Returns the family of a key prefix.
+    Attributes:
+        families: The families of key prefixes. The keys of Store calls have others, so
+            that a program with many of them leaves room for its barriers.
     """
 
-    def __init__(self, families: KeyFamilies) -> None:
-        self._families = families
+    def __init__(self) -> None:
+        self.families = KeyFamilies()
         self.reset()
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
+        self.families.reset()
         self._lock = threading.Lock()
         self._durations: defaultdict[tuple[str, Result], Durations] = defaultdict(
             Durations
@@ -129,7 +131,7 @@ class BarrierStats:
     def _count(self) -> None:
         while self._uncounted:
             prefix, result, nanoseconds, last = self._uncounted.popleft()
-            family = self._families.of(printable(prefix))
+            family = self.families.of(printable(prefix))
             self._durations[family, result].add(nanoseconds)
             if last:
                 self._last_arrivals[family] += 1

@@ -115,7 +115,7 @@ class Recorder:
         self.counters = CountersByThread(telemetry)
         self.series = SeriesTable()
         self.families = KeyFamilies()
-        self.barriers = BarrierStats(self.families)
+        self.barriers = BarrierStats()
         self.failures = Failures(telemetry)
         self.observers = Observers(self.failures)
         self.without_call_spans: set[int] = set()

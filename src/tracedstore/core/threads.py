@@ -58,14 +58,17 @@ class DaemonThread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended, also if another thread is just starting it.
 
-        `threading.Thread.join` raises RuntimeError then.
+        `threading.Thread.join` raises RuntimeError then. The timeout includes the time
+        that the thread takes to begin.
         """
-        if not self._begun.wait():
-            return
         if timeout is None:
-            super().join()
-        else:
-            _wait_in_slices(self._ends_within, timeout)
+            if self._begun.wait():
+                super().join()
+            return
+        waiting_since = time.monotonic()
+        if self._begun.wait(min(timeout, _START_TIMEOUT)):
+            left = timeout - (time.monotonic() - waiting_since)
+            _wait_in_slices(self._ends_within, max(0.0, left))
 
     def _ends_within(self, seconds: float) -> bool:
         super().join(seconds)

@@ -12,6 +12,8 @@ from weakref import ref
 
 V = TypeVar("V")
 
+_MIN_LIMIT = 16
+
 
 class WeakTable(Generic[V]):
     """Values by the identity of objects, which must support weak references.
@@ -21,6 +23,8 @@ class WeakTable(Generic[V]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[ref[Any], V]] = {}
+        # Number of entries from which on dead ones are looked for.
+        self._limit = _MIN_LIMIT
 
     def __contains__(self, key: Any) -> bool:
         """Return whether a key has a value."""
@@ -39,7 +43,7 @@ class WeakTable(Generic[V]):
         Raises:
             TypeError: The key does not support weak references.
         """
-        self._drop_dead()
+        self._make_room()
         self._entries[id(key)] = (ref(key), value)
 
     def setdefault(self, key: Any, default: V) -> V:
@@ -48,7 +52,9 @@ class WeakTable(Generic[V]):
         Raises:
             TypeError: The key does not support weak references.
         """
-        self._drop_dead()
+        self._make_room()
+        if key not in self:
+            self._entries.pop(id(key), None)
         # Atomic: two threads that set one together get the same.
         return self._entries.setdefault(id(key), (ref(key), default))[1]
 
@@ -58,7 +64,7 @@ class WeakTable(Generic[V]):
 
     def items(self) -> list[tuple[Any, V]]:
         """Return the keys that are alive, with their values."""
-        self._drop_dead()
+        self.drop_dead()
         found = [(key(), value) for key, value in list(self._entries.values())]
         return [(key, value) for key, value in found if key is not None]
 
@@ -66,7 +72,13 @@ class WeakTable(Generic[V]):
         """Drop all entries."""
         self._entries.clear()
 
-    def _drop_dead(self) -> None:
+    def drop_dead(self) -> None:
+        """Drop the values of keys that are dead."""
         for identity, (key, _) in list(self._entries.items()):
             if key() is None:
                 self._entries.pop(identity, None)
+
+    def _make_room(self) -> None:
+        if len(self._entries) >= self._limit:
+            self.drop_dead()
+            self._limit = max(_MIN_LIMIT, 2 * len(self._entries))

@@ -58,11 +58,15 @@ class AgentWorkers:
     """
 
     def __init__(self) -> None:
+        self._hook_set = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the workers, as a forked child must: they are the parent's."""
         self.workers: tuple[Worker, ...] = ()
         self.environ: Mapping[str, str] = {}
         self._processes: Any = None
         self._stopping = threading.Event()
-        self._hook_set = False
 
     def started(self, processes: Any) -> None:
         """Answer for the workers that the agent has started, instead of earlier ones.

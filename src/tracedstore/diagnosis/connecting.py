@@ -6,10 +6,8 @@ the others, what a connection attempt of our own runs into. An exception of the
 constructor gets the verdict as a note, and is otherwise unchanged.
 """
 
-import hashlib
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from tracedstore.core.signal_safety import raised_by_handler
 from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.core.watcher import WATCHER, Watch
 from tracedstore.diagnosis import error_causes, file_store, incarnations, reach, stalled
+from tracedstore.diagnosis.claims import Claim, claim
 from tracedstore.diagnosis.connect_target import ConnectTarget
 from tracedstore.diagnosis.serving import ServerSide
 from tracedstore.diagnosis.verdict import Verdict
@@ -32,10 +31,17 @@ _PUBLISH_AFTER = 1.0
 # Seconds that a constructor which has ended waits for the last step of the diagnosis.
 _END_TIMEOUT = 1.0
 
-# The file descriptors of the claims that this process keeps, by what is reported.
-_kept: dict[str, int] = {}
+# The claims that this process keeps, by what is reported.
+_kept: dict[str, Claim] = {}
 
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
+
+
+def reset() -> None:
+    """Drop the claims, as a forked child must: the parent has them."""
+    while _kept:
+        # Nothing is released: the parent's file stays open.
+        _kept.popitem()[1].close()
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def _check_file(target: ConnectTarget) -> None:
     # Kept until the process ends: the other ranks of the host may open the file later.
     what = f"{target.path}/{verdict.cause}"
     if what not in _kept and (claimed := claim(what)) is not None:
-        _kept[what] = claimed.detach()
+        _kept[what] = claimed
         incarnations.report_stale(verdict.describe(), remedy=verdict.remedy)
 
 
@@ -164,7 +170,7 @@ class ConnectingPhase:
             waited = self._waited()
             stalled.resumed(self, replace(self._reported, waited_seconds=waited))
         if self._claimed:
-            os.close(_kept.pop(self._claimed))
+            _kept.pop(self._claimed).close()
 
     def _reach_after(self, cause: str) -> reach.Reach:
         """Return what a connection attempt runs into after torch's have failed.
@@ -262,23 +268,7 @@ class ConnectingPhase:
         """
         what = self._claimed or f"{self._target.server}/{verdict.cause}"
         if what not in _kept and (claimed := claim(what)) is not None:
-            _kept[what] = claimed.detach()
+            _kept[what] = claimed
         self._left_to_other = what not in _kept
         self._claimed = "" if self._left_to_other else what
         return not self._left_to_other
-
-
-def claim(what: str) -> socket.socket | None:
-    """Claim a report for this process; None if another one of this host has it.
-
-    The claim lasts until the socket is closed or the process ends.
-    """
-    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    name = hashlib.sha256(f"{os.getuid()}/{what}".encode()).hexdigest()
-    try:
-        # In Linux's abstract namespace, where no file is left behind.
-        claimed.bind(f"\0tracedstore/{name}")
-    except OSError:
-        claimed.close()
-        return None
-    return claimed

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from socket import socket
 from typing import Any
 
 from tracedstore import names
@@ -28,7 +27,7 @@ from tracedstore.diagnosis import (
     stalled,
     stamps,
 )
-from tracedstore.diagnosis.connecting import claim
+from tracedstore.diagnosis.claims import Claim, claim
 from tracedstore.diagnosis.verdict import Verdict
 
 _READ_TIMEOUT = 2.0
@@ -54,7 +53,7 @@ class GroupCreation:
     rank: int
     ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    claimed: socket | None = None
+    claimed: Claim | None = None
     started: float = field(default_factory=time.monotonic)
 
     def stamp(self) -> None:

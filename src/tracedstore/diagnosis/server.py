@@ -26,6 +26,11 @@ _NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
 _probed: dict[tuple[str, int], tuple[float, str]] = {}
 
 
+def reset() -> None:
+    """Forget the results, as a forked child must: a thread may have been writing."""
+    _probed.clear()
+
+
 def probe_server(host: str, port: int) -> str:
     """Connect once; return "" or why that failed, a constant of `error_causes`.
 

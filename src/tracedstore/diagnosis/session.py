@@ -259,6 +259,7 @@ class Sessions:
     def poll(self) -> None:
         """Answer questions in every store in which this process has registered."""
         self._withdraw_failed()
+        self._by_store.drop_dead()
         # A session refers to its store weakly: it may be freed while this polls.
         for session in self._registered():
             session.poll()

@@ -1,4 +1,4 @@
-"""The private directory of this user's Unix sockets, on this host.
+"""The private directory of this user's Unix sockets and claims, on this host.
 
 The directory may be below /tmp, where any user can create it first. So it is used only
 if it is a real directory of this user that no other user can enter. Sockets are reached
@@ -97,12 +97,12 @@ def socket_name(pid: int) -> str:
     Containers may share the directory, and hosts too, where it is on a network file
     system. The name has a digest of the namespace, so that pids are not mixed up.
     """
-    return f"{_namespace_digest()}-{pid}.sock"
+    return f"{namespace_digest()}-{pid}.sock"
 
 
 def pids(directory: int) -> list[int]:
     """Return the pids of this namespace that have a socket, at most 4096."""
-    digest = _namespace_digest()
+    digest = namespace_digest()
     found: list[int] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -127,7 +127,12 @@ def remove(directory: int, pid: int) -> None:
         os.unlink(socket_name(pid), dir_fd=directory)
 
 
-def _namespace_digest() -> str:
+def namespace_digest() -> str:
+    """Return a text that identifies the pid namespace of this process.
+
+    Raises:
+        NoDirectoryError: It cannot be known.
+    """
     namespace = procfs.own_namespace()
     if namespace is None:
         raise NoDirectoryError("/proc does not show the processes of this namespace")

@@ -25,6 +25,11 @@ _READ_TIMEOUT = 3.0
 _being_read: WeakSet[Any] = WeakSet()
 
 
+def reset() -> None:
+    """Forget which stores are read, as a forked child must: it has no such thread."""
+    _being_read.clear()
+
+
 def targets(*, per_node: bool = False) -> list[dict[str, Any]]:
     """Return the ranks that registered in the stores this process registered in.
 
@@ -34,9 +39,9 @@ def targets(*, per_node: bool = False) -> list[dict[str, Any]]:
     Args:
         per_node: An agent reads the store of its workers.
     """
-    found: dict[int, rank_registry.RankInfo] = {}
+    found: list[rank_registry.RankInfo] = []
     invalid = 0
-    reads: dict[Any, Callable[[], rank_registry.Entries]] = {
+    reads: dict[Any, Callable[[], rank_registry.Registry]] = {
         handle: partial(_registered, handle, world_size)
         for handle, world_size in rank_registry.registered_stores()
     }
@@ -47,16 +52,16 @@ def targets(*, per_node: bool = False) -> list[dict[str, Any]]:
         if store in _being_read:
             continue
         with suppress(Exception):
-            entries = run_with_timeout(_READ_TIMEOUT, partial(_read, store, read))
-            found |= entries.infos
-            invalid += entries.invalid_count
+            registry = run_with_timeout(_READ_TIMEOUT, partial(_read, store, read))
+            found += registry.ranks()
+            invalid += registry.invalid_count
     if invalid:
         error = TracedStoreError(
             f"{invalid_entries(invalid)}, and left out of /sd: another program has"
             f" written to the keys below {rank_registry.REGISTRY}"
         )
         RECORDER.failures.add(names.ENDPOINT, error)
-    return listed(found.values())
+    return listed(found)
 
 
 def invalid_entries(count: int) -> str:
@@ -66,8 +71,8 @@ def invalid_entries(count: int) -> str:
 
 
 def _read(
-    store: Any, read: Callable[[], rank_registry.Entries]
-) -> rank_registry.Entries:
+    store: Any, read: Callable[[], rank_registry.Registry]
+) -> rank_registry.Registry:
     _being_read.add(store)
     try:
         return read()
@@ -75,25 +80,28 @@ def _read(
         _being_read.discard(store)
 
 
-def _registered(handle: Any, world_size: int) -> rank_registry.Entries:
+def _registered(handle: Any, world_size: int) -> rank_registry.Registry:
     with side_connection(store_of(handle)) as free:
-        return rank_registry.read_entries(free, range(world_size))
+        return _registry(rank_registry.read_entries(free, range(world_size)))
 
 
-def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Entries:
+def _registry(entries: rank_registry.Entries) -> rank_registry.Registry:
+    return rank_registry.Registry(
+        groups={"": list(entries.infos.values())}, invalid_count=entries.invalid_count
+    )
+
+
+def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Registry:
     """Read the entries in the workers' store."""
     store = connect(environ)
     try:
         size = number(environ.get("WORLD_SIZE")) or 0
         entries = rank_registry.read_entries(store, range(size))
         if entries.infos or not hasattr(store, "list_keys"):
-            return entries
-        # A program that gives its own PrefixStore to a barrier registers below it.
-        registry = rank_registry.read_registry(store)
-        infos = {info.rank: info for info in registry.ranks()}
-        return rank_registry.Entries(
-            infos=infos, invalid_count=entries.invalid_count + registry.invalid_count
-        )
+            return _registry(entries)
+        # A program that gives its own PrefixStore to a barrier registers below it. Its
+        # entries that are not valid are among those of all prefixes.
+        return rank_registry.read_registry(store)
     finally:
         close_connection(store)
 
@@ -101,20 +109,23 @@ def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Entries:
 def listed(infos: Iterable[rank_registry.RankInfo]) -> list[dict[str, Any]]:
     """Return endpoints in the format of ``http_sd`` and ``file_sd``.
 
-    Ranks without an endpoint are left out. Those that an agent serves are one target,
-    whose samples have the ranks.
+    Ranks without an endpoint are left out. A process is one target. If it is a rank in
+    several stores, its rank in the largest world is the label. The ranks that an agent
+    serves are one target, whose samples have the ranks. Ranks of different stores may
+    have the same number.
     """
-    found: dict[tuple[str, int | None], rank_registry.RankInfo] = {}
-    for info in sorted(infos, key=lambda info: info.rank):
+    # By the address. One that is a loopback address is another process on each host.
+    found: dict[tuple[str, str], rank_registry.RankInfo] = {}
+    for info in sorted(infos, key=lambda info: (-info.world_size, info.rank)):
         if info.metrics:
-            rank = info.rank if info.agent is None else None
-            found.setdefault((info.metrics, rank), info)
+            found.setdefault((info.metrics, info.host), info)
+    ordered = sorted(found.items(), key=lambda item: (item[1].rank, item[0]))
     return [
         {
             "targets": [urlsplit(url).netloc],
             "labels": {"__scheme__": urlsplit(url).scheme, **_labels(info)},
         }
-        for (url, _), info in found.items()
+        for (url, _), info in ordered
     ]
 
 

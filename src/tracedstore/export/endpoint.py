@@ -16,7 +16,7 @@ from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
 from tracedstore.export import node_endpoint
 from tracedstore.export.pages import pages, pages_for_agent
 from tracedstore.export.server import Access, Server, base_url
-from tracedstore.export.settings import PREFIX, Settings
+from tracedstore.export.settings import MAX_PORT, PREFIX, Settings
 
 
 class Endpoint:
@@ -45,6 +45,7 @@ class Endpoint:
 
         Raises:
             OSError: The process cannot listen.
+            ConfigurationError: There is no port for this local rank.
         """
         settings = self._settings
         if settings.http_port is None or settings.disabled:
@@ -66,11 +67,15 @@ class Endpoint:
 
     def _listen(self, port: int, *, per_node: bool) -> str:
         host = self._settings.http_host
+        own_port = port and port + self._local_rank
+        if own_port > MAX_PORT:
+            raise ConfigurationError(
+                f"{PREFIX}HTTP_PORT is {port}, and with the local rank"
+                f" {self._local_rank} the port is {own_port}; set it to"
+                f" {MAX_PORT - self._local_rank} or less"
+            )
         self._server = Server(
-            pages(self._registry, per_node=per_node),
-            host,
-            port and port + self._local_rank,
-            self._access,
+            pages(self._registry, per_node=per_node), host, own_port, self._access
         )
         secure = self._access.tls is not None
         return f"{base_url(host, self._server.port, secure=secure)}/metrics"

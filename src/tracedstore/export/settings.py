@@ -13,6 +13,7 @@ from typing import Any, Final
 from tracedstore.core.errors import ConfigurationError
 
 PREFIX: Final = "TRACEDSTORE_"
+MAX_PORT: Final = 65535
 
 
 def _choice(*accepted: str) -> Callable[[Any], str]:
@@ -58,12 +59,12 @@ def _count(minimum: int) -> Callable[[Any], int]:
 
 
 def _port(value: Any) -> int:
-    accepted = "a port number, 0 to 65535; 0 for any that is free"
+    accepted = f"a port number, 0 to {MAX_PORT}; 0 for any that is free"
     try:
         number = int(value)
     except (TypeError, ValueError):
         raise ValueError(accepted) from None
-    if not 0 <= number <= 65535:  # noqa: PLR2004
+    if not 0 <= number <= MAX_PORT:
         raise ValueError(accepted)
     return number
 
@@ -124,6 +125,7 @@ class Settings:
     """The settings of a process.
 
     The environment variable of a setting is ``TRACEDSTORE_`` and its name in capitals.
+    An empty variable is as none.
 
     Attributes:
         disabled: Record nothing. Wrapped stores only forward calls.
@@ -223,7 +225,8 @@ class Settings:
             variable = PREFIX + setting.name.upper()
             if given.get(setting.name) is not None:
                 name, value = setting.name, given[setting.name]
-            elif variable in environ:
+            # A manifest or a script may set a variable to nothing, to unset it.
+            elif environ.get(variable):
                 name, value = variable, environ[variable]
             else:
                 continue

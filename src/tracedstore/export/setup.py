@@ -27,8 +27,10 @@ from tracedstore.core.signal_safety import HELPERS, off_main_thread
 from tracedstore.core.snapshot import MetricSource, Snapshots
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
 from tracedstore.core.watcher import WATCHER
-from tracedstore.diagnosis import groups
+from tracedstore.diagnosis import connecting, groups, server
+from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.export import discovery
 from tracedstore.export import shutdown as ending
 from tracedstore.export.endpoint import Endpoint
 from tracedstore.export.push import RECORD_WRITER, Providers, Push
@@ -404,6 +406,11 @@ def _after_fork() -> None:
     WATCHER.reset()
     rank_registry.reset()
     groups.reset()
+    AGENT_WORKERS.reset()
+    connecting.reset()
+    server.reset()
+    discovery.reset()
     if _telemetry is not None:
         _telemetry.reset()
-        RECORDER.reset()
+    # Also after `shutdown`: the child may configure again.
+    RECORDER.reset()

@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from tracedstore.core.errors import CommandError
+from tracedstore.native import verify
 from tracedstore.native.load import (
     DIRECTORY_VARIABLE,
     SOURCE,
@@ -107,8 +108,13 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
     compiler = _compiler()[0]
     try:
         place = file_in((directory or user_directory()).absolute())
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(mode=0o755, exist_ok=True)
+        # Before the work: a build there would not be used.
+        verify.check_folders(place)
         folder = tempfile.mkdtemp(prefix="building-", dir=place.parent.parent)
+    except verify.RefusedError as error:
+        raise CommandError(str(error)) from error
     except NativeUnavailable as error:
         raise CommandError(f"{error}; name a directory with --dir") from error
     except OSError as error:
@@ -118,7 +124,7 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
         ) from error
     try:
         made = file_in(Path(folder))
-        made.parent.mkdir()
+        made.parent.mkdir(mode=0o755)
         progress(
             f"compiling for torch {torch.__version__} with {compiler}; this takes"
             " half a minute of an idle core"
@@ -129,9 +135,11 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
             f'-DTRACEDSTORE_KEY="{build_key()}"',
             *(f"-DHAS_{name}" for name in sorted(features)),
         )
+        verify.seal(made)
         progress("testing the build in a process of its own")
         _test(Path(folder))
         made.replace(place)
+        verify.digest_file(made).replace(verify.digest_file(place))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return place

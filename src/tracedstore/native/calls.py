@@ -100,7 +100,7 @@ class NativeRecording:
         self._methods = [
             RECORDED.get(name) or Method(name=name) for name in module.METHODS
         ]
-        self._kinds: list[str] = []
+        self._kinds: dict[int, str] = {}
         self.store_class: type[Any] = module.TracedStore
         self.enter_unsampled: Callable[[], None] = module.enter_unsampled
         self.exit_unsampled: Callable[[], None] = module.exit_unsampled
@@ -121,11 +121,12 @@ class NativeRecording:
 
         The number of kinds of stores is limited.
         """
-        if identity.kind not in self._kinds:
-            if len(self._kinds) == self._module.MAX_KINDS:
-                return None
-            self._kinds.append(identity.kind)
-        kind = self._kinds.index(identity.kind)
+        for kind in range(self._module.MAX_KINDS):
+            # One step: threads that wrap at once agree on the number of a kind.
+            if self._kinds.setdefault(kind, identity.kind) == identity.kind:
+                break
+        else:
+            return None
         # Later calls may all come from threads that Python does not know, which cannot
         # start the watch.
         self._new_thread()

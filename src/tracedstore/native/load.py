@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from contextlib import suppress
 from functools import cache
-from importlib.machinery import ExtensionFileLoader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import torch
 
 from tracedstore._version import __version__
 from tracedstore.core.errors import TracedStoreError
+from tracedstore.native import verify
 
 SOURCE: Final = Path(__file__).with_name("store.cpp")
 MODULE: Final = "tracedstore_native"
@@ -100,15 +101,22 @@ def load_file(file: Path) -> Any:
     """Load one build.
 
     Raises:
-        NativeUnavailable: It cannot be loaded, or it is one for something else.
+        NativeUnavailable: It is damaged or not to be trusted, it cannot be loaded, or
+            it is one for something else.
     """
-    loader = ExtensionFileLoader(MODULE, str(file))
-    spec = importlib.util.spec_from_file_location(MODULE, file, loader=loader)
-    if spec is None:
-        raise NativeUnavailable(f"{file} is no extension")
+    try:
+        descriptor = verify.open_verified(file)
+    except verify.RefusedError as error:
+        raise NativeUnavailable(str(error)) from None
+    # The very file that was checked. It is never closed: the dynamic linker knows the
+    # library by this name, which must not become that of another file.
+    checked = f"/proc/self/fd/{descriptor}"
+    loader = ExtensionFileLoader(MODULE, checked)
+    spec = ModuleSpec(MODULE, loader, origin=checked)
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
+        module.__file__ = str(file)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise NativeUnavailable(f"{file} cannot be loaded: {reason}") from error
