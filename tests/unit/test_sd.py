@@ -102,9 +102,8 @@ def test_ranks_of_two_stores() -> None:
     register(others, 0, 2, 9402)
     register(others, 1, 2, 9409)
     for store in (world, others):
-        rank_registry._registered[store][0] = replace(
-            rank_registry._registered[store][0], world_size=3
-        )
+        known = rank_registry._registered.setdefault(store, {})
+        known[0] = replace(known[0], world_size=3)
 
     found = [(one["targets"][0], one["labels"]["rank"]) for one in targets()]
 

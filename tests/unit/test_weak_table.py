@@ -57,7 +57,7 @@ def test_items() -> None:
         table.set(kept[-1], number)
         table.set(_Key(), number)
 
-    read_during(write, lambda: table.items())
+    read_during(write, table.items)
 
     assert sorted(number for _, number in table.items()) == [*range(_WRITES)]
 

@@ -171,6 +171,7 @@ class HelperThreads:
 
 
 HELPERS: Final = HelperThreads()
+os.register_at_fork(after_in_child=HELPERS.reset)
 
 
 def off_main_thread(function: Callable[..., T], *args: Any) -> T:

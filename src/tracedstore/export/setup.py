@@ -23,7 +23,7 @@ from tracedstore.core.deferred import DeferredWork
 from tracedstore.core.identity import process_identity, set_group_identity
 from tracedstore.core.observer import Observer
 from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import HELPERS, off_main_thread
+from tracedstore.core.signal_safety import off_main_thread
 from tracedstore.core.snapshot import MetricSource, Snapshots
 from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
 from tracedstore.core.watcher import WATCHER
@@ -399,7 +399,6 @@ def _at_exit() -> None:
 def _after_fork() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may hold it
     _lock = threading.RLock()
-    HELPERS.reset()
     timeouts.reset()
     _deferred.reset()
     _event_writer.reset()
