@@ -19,6 +19,7 @@ from tracedstore.coordination.connections import (
 )
 from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.core.identity import bottom_of, number, process_identity
+from tracedstore.diagnosis.allowance import Allowance
 from tracedstore.diagnosis.blocked_call import Member, describe_call
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
@@ -79,6 +80,7 @@ class Session:
         self._marked = False
         self._poll_at = 0.0
         self._responder: Responder | None = None
+        self._allowance = Allowance(member.world_size)
         # Seconds between two reads of questions; None if another process answers.
         self._interval = _interval(member) if answers else None
 
@@ -198,7 +200,11 @@ class Session:
         self._poll_at = now + self._interval
         try:
             if self._responder is None:
-                self._responder = Responder(self.member.rank, self.member.world_size)
+                self._responder = Responder(
+                    self.member.rank,
+                    self.member.world_size,
+                    allowance=self._allowance,
+                )
             self._responder.poll(self.connection)
         except STORE_ERRORS:
             # At the end of a job its server ends first: that is no failure.
