@@ -36,6 +36,18 @@ def unfold_shared(text: str, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
     return _expand(_parse(text), max_ranks)
 
 
+def unfold_all_below(text: str, below: int) -> tuple[int, ...]:
+    """Expand a text as `unfold_shared` does.
+
+    Raises:
+        ValueError: The text is malformed, or has a rank from a limit on.
+    """
+    ranks = unfold_shared(text, below)
+    if ranks and ranks[-1] >= below:
+        raise ValueError(f"a rank from {below}")
+    return ranks
+
+
 def unfold_below(text: str, below: int) -> tuple[int, ...]:
     """Expand the ranks of a text that are lower than a limit.
 

@@ -27,6 +27,7 @@ from tracedstore.diagnosis.blocked_record import (
     withdraw_blocked,
 )
 from tracedstore.diagnosis.incarnations import check_replaced
+from tracedstore.diagnosis.inquiry import agrees
 from tracedstore.diagnosis.local_client import host_has_agent
 from tracedstore.diagnosis.questions import (
     MAX_POLLING_RANKS,
@@ -47,6 +48,8 @@ _RETRY_AFTER: Final = 30.0
 # Seconds after which a process has outlived the failure of its call: a wait that it
 # repeats has been published by then in most cases, and no request is needed.
 _OUTLIVED: Final = 15.0
+# Seconds by which the clocks of two hosts may differ.
+_CLOCK_TOLERANCE: Final = 60.0
 # What a store raises whose server cannot be reached, or that was freed.
 STORE_ERRORS: Final = (OSError, DistError, ReferenceError)
 
@@ -81,6 +84,8 @@ class Session:
         self._poll_at = 0.0
         self._responder: Responder | None = None
         self._allowance = Allowance(member.world_size)
+        # Another one: questions without end do not keep a rank from its verdict.
+        self._verdict_allowance = Allowance(member.world_size)
         # Seconds between two reads of questions; None if another process answers.
         self._interval = _interval(member) if answers else None
 
@@ -176,16 +181,23 @@ class Session:
 
     def read_verdict(self, record: BlockedRecord, since: float) -> Verdict | None:
         """Return the latest verdict if it covers a blocked call of this rank."""
-        if not self.connection.check([VERDICT]):
+        allowance = self._verdict_allowance
+        if allowance.is_spent or not self.connection.check([VERDICT]):
             return None
-        verdict = Verdict.from_bytes(read_key(self.connection, VERDICT))
-        if verdict is None or verdict.time < since:
+        value = read_key(self.connection, VERDICT)
+        allowance.spend_bytes(len(value))
+        verdict = Verdict.from_bytes(value, self.member.world_size)
+        until = time.time() + _CLOCK_TOLERANCE
+        if verdict is None or not since <= verdict.time < until:
             return None
-        if record.awaits is None:
-            return verdict if verdict.phase == record.phase else None
         # A rank that this one waits for is awaited, or waits for one that is.
         known = {*verdict.awaited_ranks, *verdict.waiting_ranks}
-        return verdict if known.issuperset(record.awaits) else None
+        if record.awaits is None:
+            covers = verdict.phase == record.phase
+        else:
+            covers = known.issuperset(record.awaits)
+        covers = covers and agrees(self.connection, record, self.member, verdict)
+        return verdict if covers else None
 
     def publish_verdict(self, verdict: Verdict) -> None:
         """Publish a verdict for the other ranks and for ``tracedstore status``."""
