@@ -23,7 +23,6 @@ from tracedstore.diagnosis.excess import find_excess
 from tracedstore.diagnosis.judge import find_suspects, judge, still_waits
 from tracedstore.diagnosis.learned import learned_writers
 from tracedstore.diagnosis.process_answer import ProcessAnswer, WrittenFamily
-from tracedstore.diagnosis.questions import MAX_POLLING_RANKS
 from tracedstore.diagnosis.rank_keys import find_awaited
 from tracedstore.diagnosis.verdict import MAX_AWAITED, REMEDIES, Verdict
 
@@ -102,25 +101,6 @@ def inquire(
     )
     verdict = replace(verdict, agents=member.agents is not None)
     return _with_replacements(connection, verdict)
-
-
-def agrees(
-    connection: Any, own: BlockedRecord, member: Member, verdict: Verdict
-) -> bool:
-    """Return whether the records of a job agree with a verdict that was published.
-
-    Any client of the store can write one. It names nobody whom no rank waits for. In a
-    large job that is not checked: all ranks would read the records of all others.
-
-    Args:
-        connection: A connection to the store in which the ranks registered.
-        own: The record of the blocked call of this rank.
-        member: The rank of this process.
-        verdict: The verdict.
-    """
-    if member.world_size > MAX_POLLING_RANKS:
-        return True
-    return still_holds(connection, own, member, verdict)
 
 
 def still_holds(

@@ -27,7 +27,6 @@ from tracedstore.diagnosis.blocked_record import (
     withdraw_blocked,
 )
 from tracedstore.diagnosis.incarnations import check_replaced
-from tracedstore.diagnosis.inquiry import agrees
 from tracedstore.diagnosis.local_client import host_has_agent
 from tracedstore.diagnosis.questions import (
     MAX_POLLING_RANKS,
@@ -190,14 +189,11 @@ class Session:
         until = time.time() + _CLOCK_TOLERANCE
         if verdict is None or not since <= verdict.time < until:
             return None
+        if record.awaits is None:
+            return verdict if verdict.phase == record.phase else None
         # A rank that this one waits for is awaited, or waits for one that is.
         known = {*verdict.awaited_ranks, *verdict.waiting_ranks}
-        if record.awaits is None:
-            covers = verdict.phase == record.phase
-        else:
-            covers = known.issuperset(record.awaits)
-        covers = covers and agrees(self.connection, record, self.member, verdict)
-        return verdict if covers else None
+        return verdict if known.issuperset(record.awaits) else None
 
     def publish_verdict(self, verdict: Verdict) -> None:
         """Publish a verdict for the other ranks and for ``tracedstore status``."""
