@@ -240,7 +240,7 @@ class TestHostileContents:
         answer["rank"] = 6
         store.set(questions.answer_key(1, 5), json.dumps(answer))
 
-        found = questions._read_answers(store, question, frozenset([5]))
+        found = questions._AnswerReader(store, question).read(frozenset([5]))
         assert found == {}
 
 

@@ -121,6 +121,8 @@ def test_stalled_job(
     assert not document["healthy"]
     assert document["verdict"] | verdict().event_fields() == document["verdict"]
     assert document["verdict"]["still_waiting"]
+    assert document["verdict"]["confirmed"]
+    assert document["claimed_verdicts"] == []
     assert [one["rank"] for one in document["blocked"]] == [0, 1, 3]
     assert {one["awaits"] for one in document["blocked"]} == {"2"}
     assert {one["key"] for one in document["blocked"]} == {KEY}
@@ -181,9 +183,11 @@ class TestFresh:
     def test_wait_that_has_just_ended(
         self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A verdict younger than a minute is shown, and that it may be outdated."""
+        """A young verdict is shown if calls failed, and that it may be outdated."""
         store, url = tcp_job
         register(store, 0, 1, 2, 3)
+        failed = replace(blocked(0), failed=time.time())
+        store.set(blocked_key(0), failed.to_bytes())
         store.set(VERDICT, verdict(age=0).to_bytes())
 
         code, out = run(capsys, url)
@@ -191,6 +195,7 @@ class TestFresh:
 
         assert code == 2
         assert "it may have ended" in " ".join(out.split())
+        assert document["blocked"] == document["claimed_verdicts"] == []
         assert not document["verdict"]["still_waiting"]
         assert document["missing"] == ["1 stall reported"]
 
@@ -327,6 +332,112 @@ def test_thousands_of_ranks(
     assert "and 3976 more ranks" in text
     assert len(document["blocked"]) == 4000
     assert document["blocked"][1]["awaits"] == "0,2-3999"
+
+
+class TestClaims:
+    """Verdicts that records and processes do not confirm."""
+
+    def check_claim(
+        self, capsys: pytest.CaptureFixture[str], url: str, doubt: str, code: int = 0
+    ) -> None:
+        """The claim is shown as such, and accuses no rank."""
+        found, out = run(capsys, url)
+        text = " ".join(out.split())
+        document = json.loads(run(capsys, url, "--json")[1])
+
+        assert found == code
+        assert "stalled in" not in text
+        assert "stall reported" not in text
+        assert f"claimed, not confirmed: {doubt}. The store has the verdict" in text
+        assert "waiting in new_group 1 for rank 2 on node4" in text
+        assert document["healthy"] is (code == 0)
+        assert document["verdict"] is None
+        (claim,) = document["claimed_verdicts"]
+        assert not claim["confirmed"]
+        assert (claim["awaited_ranks"], claim["doubt"]) == ([2], doubt)
+
+    def test_forged_verdict(
+        self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """No rank of a healthy job is blocked: it is healthy, on every store."""
+        store, url = job
+        register(store, 0, 1, 2, 3)
+        store.set(VERDICT, verdict(age=0).to_bytes())
+        store.set(blocked_key(0), b"")
+
+        doubt = "no rank that it says waits is blocked in such a call"
+        self.check_claim(capsys, url, doubt)
+        assert run(capsys, url)[1].startswith("nothing is missing\n")
+
+    def test_rank_for_which_nobody_waits(
+        self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The ranks wait for rank 1, and the verdict accuses rank 2."""
+        store, url = tcp_job
+        register(store, 0, 1, 2, 3)
+        for rank in (0, 3):
+            waits = replace(blocked(rank), awaits=(1,))
+            store.set(blocked_key(rank), waits.to_bytes())
+        store.set(VERDICT, verdict().to_bytes())
+
+        self.check_claim(capsys, url, "no blocked rank waits for rank 2", code=2)
+
+    def test_rank_that_does_not_exist(
+        self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The writer of the key is unknown, but it is one of the job."""
+        store, url = tcp_job
+        register(store, 0, 1, world_size=2)
+        waits = replace(blocked(0), awaits=None, protocol="")
+        store.set(blocked_key(0), waits.to_bytes())
+        store.set(VERDICT, verdict().to_bytes())
+
+        self.check_claim(capsys, url, "no blocked rank waits for rank 2", code=2)
+
+    @needs_list_keys
+    @pytest.mark.parametrize("prefix", ["", "job/attempt_1/"])
+    def test_key_that_exists(
+        self,
+        tcp_job: tuple[Store, str],
+        prefix: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The call waits for a key that was written."""
+        store, url = tcp_job
+        under: Store = dist.PrefixStore(prefix[:-1], store) if prefix else store
+        stall(under)
+        under.set(KEY, "there")
+
+        doubt = "no rank that it says waits is blocked in such a call"
+        self.check_claim(capsys, url, doubt, code=2)
+
+    @needs_list_keys
+    def test_rank_that_never_registered(
+        self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A rank registers before it publishes a record."""
+        store, url = tcp_job
+        store.set(blocked_key(0), blocked(0).to_bytes())
+        store.set(VERDICT, verdict().to_bytes())
+
+        doubt = "no rank that it says waits is blocked in such a call"
+        self.check_claim(capsys, url, doubt, code=2)
+
+    def test_large_group(
+        self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Each rank of it has the first absent rank only; the verdict has all."""
+        store, url = tcp_job
+        register(store, *range(17), world_size=17)
+        store.set(blocked_key(0), blocked(0).to_bytes())
+        several = replace(verdict(), awaited_ranks=(2, 5))
+        store.set(VERDICT, several.to_bytes())
+
+        code, out = run(capsys, url)
+
+        assert code == 2
+        assert "stalled in new_group 1: waiting for rank 2" in out
+        assert "claimed" not in out
 
 
 @needs_list_keys

@@ -9,6 +9,8 @@ from hypothesis import given
 from torch.distributed import HashStore
 
 from support.hostile_json import values
+from tracedstore.coordination import ranges
+from tracedstore.diagnosis import blocked_record
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
     blocked_key,
@@ -119,3 +121,33 @@ def test_key_of_a_record() -> None:
     """Below any prefix."""
     assert is_blocked_key("default_pg/" + blocked_key(12))
     assert not is_blocked_key("tracedstore/BLOCKED/x")
+
+
+def test_long_ledger_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that is longer than the job's is not parsed; the records are found."""
+    store: Any = HashStore()
+    publish_blocked(store, RECORD, first=True)
+    store.append("tracedstore/BLOCKED_RANKS", "3 " * 1_000_000)
+    parsed = []
+
+    class Pattern:
+        def fullmatch(self, text: bytes) -> bool:
+            parsed.append(text)
+            return True
+
+    monkeypatch.setattr(blocked_record, "_RANK", Pattern())
+
+    assert read_blocked(store, 4) == {2: RECORD}
+    assert parsed == []
+
+
+@pytest.mark.parametrize("field", ["awaits", "members"])
+def test_ranks_that_the_job_does_not_have(field: str) -> None:
+    """A record with one is none, and is not expanded."""
+    store: Any = HashStore()
+    publish_blocked(store, RECORD, first=True)
+    store.set(blocked_key(2), json.dumps(FIELDS | {field: "0-999999"}))
+    ranges.unfold_shared.cache_clear()
+
+    assert read_blocked(store, 4) == {}
+    assert ranges.unfold_shared.cache_info().currsize <= 1

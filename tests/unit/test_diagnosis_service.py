@@ -29,7 +29,7 @@ import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.native import on_both_cores
 from support.stores import KINDS, is_listening
-from tracedstore.coordination import rank_registry
+from tracedstore.coordination import arrivals, rank_registry
 from tracedstore.coordination.connections import close_connection
 from tracedstore.core import procfs
 from tracedstore.core.counters import handle_of
@@ -45,7 +45,7 @@ from tracedstore.diagnosis.process_answer import ProcessAnswer
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.waits import Repeats, Wait, blocked_calls
 
 Events = Callable[[], list[dict[str, Any]]]
@@ -464,6 +464,102 @@ def test_hostile_verdict_is_not_used(bare: HashStore, events: Events) -> None:
     bare.set("go", "")
     waiting.result(20)
     assert stall["awaited_ranks"] == [1]
+
+
+FORGED = Verdict(
+    phase="key go",
+    cause="gone",
+    awaited=(AwaitedRank(rank=1, host="evil", pid=7, cause="gone", doing="forged"),),
+    awaited_ranks=(1,),
+    waiting_ranks=(0,),
+    evidence=("forged",),
+)
+
+
+def forge(store: HashStore, **changes: Any) -> None:
+    """Write a verdict on a stall that any client made up."""
+    forged = replace(FORGED, **{"time": time.time() + 30, **changes})
+    store.set(VERDICT, forged.to_bytes().decode())
+
+
+def test_forged_verdict_in_a_healthy_job(bare: HashStore, events: Events) -> None:
+    """No event, no gauge, and no note; a call that just takes long is not explained."""
+    bare.add("tracedstore/DIAGNOSING/0", 2)
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    wait_until(lambda: read_blocked(bare, 2))
+    # Rank 1 waits too, for another key: it is not the one that this rank waits for.
+    own = read_blocked(bare, 2)[0]
+    publish_blocked(bare, replace(own, rank=1, pid=own.pid + 1), first=True)
+    looked = threading.Event()
+    read = Session.read_verdict
+
+    def counted(*args: Any) -> Any:
+        found = read(*args)
+        looked.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "read_verdict", counted)
+        forge(bare, cause="busy")
+        looked.clear()
+        assert looked.wait(30)
+        bare.set("go", "")
+        waiting.result(20)
+    store.set("next", "")
+
+    assert named(events, "job.stalled") == named(events, "job.resumed") == []
+    assert not RECORDER.stalls.current()
+    assert "forged" not in json.dumps(events())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"awaited_ranks": (5,), "awaited": (replace(FORGED.awaited[0], rank=5),)},
+        {"awaited": (replace(FORGED.awaited[0], rank=2),)},
+        {"waiting_ranks": (0, 2)},
+        {"time": 1e10},
+    ],
+    ids=["named", "described", "waiting", "future"],
+)
+def test_forged_verdict_in_a_stalled_job(
+    bare: HashStore, events: Events, changes: dict[str, Any]
+) -> None:
+    """One with ranks that do not exist, or from the future, is not used."""
+    forge(bare, **changes)
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+
+    (stall,) = wait_until(lambda: named(events, "job.stalled"))
+    bare.set("go", "")
+    waiting.result(20)
+
+    assert (stall["cause"], stall["awaited_ranks"]) == ("not_started", [1])
+    assert "forged" not in json.dumps(events())
+
+
+def test_long_verdict_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of a value is known when it is read."""
+    bare = HashStore()
+    traced = tracedstore.wrap(bare)
+    member = Member(rank=0, world_size=2, host_of=lambda _: "")
+    found = Session(handle_of(traced), member, answers=False)
+    bare.set(VERDICT, "x" * 6_000_000)
+    reads: list[str] = []
+    read = arrivals.read_key
+
+    def counted(store: Any, key: str) -> bytes:
+        reads.append(key)
+        return read(store, key)
+
+    monkeypatch.setattr(session, "read_key", counted)
+    record = BlockedRecord(
+        rank=0, host="h", pid=1, operation="get", keys=(), phase="key go", started=0
+    )
+
+    assert [found.read_verdict(record, 0.0) for _ in range(5)] == [None] * 5
+    assert reads == [VERDICT]
 
 
 def test_call_without_a_rank_is_not_diagnosed(

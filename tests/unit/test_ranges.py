@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracedstore.coordination.decoders import default_name
-from tracedstore.coordination.ranges import by_host, describe, fold, unfold
+from tracedstore.coordination.ranges import (
+    by_host,
+    describe,
+    fold,
+    unfold,
+    unfold_below,
+)
 
 
 def eight_per_node(rank: int) -> str:
@@ -220,3 +226,23 @@ class TestDescribe:
         assert text.startswith(f"missing {len(ranks)} of 501")
         hosts = {rank // 8 for rank in ranks}
         assert text.count("node") == min(len(hosts), max_hosts)
+
+
+class TestUnfoldBelow:
+    """unfold_below."""
+
+    @given(st.sets(st.integers(0, 60)), st.integers(61, 80))
+    def test_all_ranks(self, ranks: set[int], below: int) -> None:
+        """It is the inverse of fold for the ranks of a job."""
+        assert unfold_below(fold(ranks), below) == tuple(sorted(ranks))
+
+    def test_ranks_that_a_job_does_not_have(self) -> None:
+        """They are omitted."""
+        assert unfold_below("1-999999", 4) == (1, 2, 3)
+        assert unfold_below("4-999999", 4) == ()
+
+    @pytest.mark.parametrize("text", ["0-1000000", "0-3,0-3", "0,0,0,0,0", "x", "3-1"])
+    def test_not_of_a_job(self, text: str) -> None:
+        """What fold returns for no job is refused."""
+        with pytest.raises(ValueError, match=r"rank|range"):
+            unfold_below(text, 4)

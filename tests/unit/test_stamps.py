@@ -62,3 +62,14 @@ def test_hostile_stamp(value: bytes) -> None:
     if verdict is not None:
         assert verdict.describe().isprintable()
         assert json.dumps(verdict.event_fields())
+
+
+def test_stamp_of_another_rank(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is no member of the group is not named."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    stamps.write(store, "0", 0)
+    store.set("tracedstore/STAMPS/0/1", json.dumps(STAMP | {"rank": 999}))
+
+    assert stamps.find_stale(store, "0", (0, 1)) is None

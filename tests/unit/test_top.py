@@ -229,12 +229,25 @@ class TestStates:
     def test_verdict_that_has_ended(self) -> None:
         """A wait that has ended accuses nobody; an ended process stays so."""
         store = job(3)
+        block(store, 0, 950.0, failed=985.0, awaits=(1, 2))
         judge(store, 990.0, [0], {1: "gone", 2: "busy"})
 
         model = model_of(store)
 
         assert states(model) == ".X."
         assert model.headline == "missing: 1 stall reported"
+
+    def test_verdict_that_is_not_confirmed(self) -> None:
+        """A claim that no record confirms accuses nobody, and is a note."""
+        store = job(3)
+        judge(store, 990.0, [0], {1: "gone", 2: "busy"})
+
+        model = model_of(store)
+
+        assert states(model) == "..."
+        assert (model.level, model.stalls) == ("good", ())
+        assert model.headline.startswith("healthy: 3 ranks")
+        assert model.notes[0].startswith("claimed, not confirmed: no rank that it says")
 
     def test_endpoints(self) -> None:
         """A long call is a wait; silence counts if others of the host answer."""

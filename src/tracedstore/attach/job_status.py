@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tracedstore.attach.confirmation import Processes, find_doubt
 from tracedstore.attach.job_state import BarrierState, Group, JobState
 from tracedstore.attach.stalls import BlockedRank, Stall
 from tracedstore.coordination.rank_registry import RankInfo
@@ -63,13 +65,29 @@ class Status:
         return texts
 
     def fresh_stalls(self) -> list[tuple[Verdict, Stall]]:
-        """Return the fresh verdicts, those of ranks before those of agents."""
+        """Return the fresh verdicts that are confirmed, those of agents last."""
+        return [(verdict, stall) for verdict, stall, doubt in self._fresh if not doubt]
+
+    def claims(self) -> list[tuple[Verdict, str]]:
+        """Return the fresh verdicts that are not confirmed, and why each is not."""
+        return [(verdict, doubt) for verdict, _, doubt in self._fresh if doubt]
+
+    @cached_property
+    def _fresh(self) -> list[tuple[Verdict, Stall, str]]:
         fresh = [
-            (verdict, stall)
+            (verdict, stall, find_doubt(stall, verdict, self._processes(stall.prefix)))
             for stall in self.job.stalls
             if (verdict := stall.fresh_verdict(self.now)) is not None
         ]
         return sorted(fresh, key=lambda one: (one[0].agents, -one[0].time))
+
+    def _processes(self, prefix: str) -> Processes:
+        groups = [group for group in self.job.groups if group.prefix == prefix]
+        return Processes(
+            world_size=max((group.world_size for group in groups), default=0),
+            registered={info.rank: info for group in groups for info in group.ranks},
+            replies=self.replies,
+        )
 
     def blocked(self) -> list[BlockedRank]:
         """Return the blocked ranks, the longest wait first."""
@@ -115,6 +133,10 @@ class Status:
             "missing": self.missing(),
             "verdict": self._verdicts()[0] if self.fresh_stalls() else None,
             "other_verdicts": self._verdicts()[1:],
+            "claimed_verdicts": [
+                _verdict(verdict) | {"confirmed": False, "doubt": doubt}
+                for verdict, doubt in self.claims()
+            ],
             "blocked": [
                 asdict(one) | {"waited_seconds": self.waited(one)}
                 for one in self.blocked()
@@ -157,9 +179,8 @@ class Status:
 
     def _verdicts(self) -> list[dict[str, Any]]:
         return [
-            verdict.event_fields()
-            | {"agents": verdict.agents, "time": verdict.time}
-            | {"still_waiting": stall.still_waiting()}
+            _verdict(verdict)
+            | {"confirmed": True, "still_waiting": stall.still_waiting()}
             for verdict, stall in self.fresh_stalls()
         ]
 
@@ -198,6 +219,10 @@ class Status:
             "wait_list": nodes(sorted(state.wait_list)),
             "silent": nodes(self.silent_nodes(state)),
         }
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return verdict.event_fields() | {"agents": verdict.agents, "time": verdict.time}
 
 
 def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:

@@ -16,6 +16,8 @@ _FRESH_FOR = 60.0
 _CLOCK_TOLERANCE = 10.0
 # Maximum number of awaited ranks in all records. Expanding so many takes about 2 s.
 _MAX_AWAITED = 8_000_000
+# Methods that wait for more than the existence of keys.
+_COUNTING = ("barrier", "queue_pop")
 _MAX_DIGITS = len(str(ranges.MAX_RANKS))
 
 
@@ -31,9 +33,12 @@ class BlockedRank:
         operation: The Store method, or ``connect``.
         key: The first key that it waits for; "" without one.
         phase: What it executes.
+        protocol: The protocol of torch that its keys belong to; "" for others.
         awaits: The ranks that should write its keys, folded; None if unknown.
         members: The ranks of which one should write its keys, folded; None for all.
         started: When the call began, in seconds since the epoch.
+        failed: The call has failed.
+        key_exists: All keys that it waits for exist now.
     """
 
     rank: int
@@ -46,6 +51,9 @@ class BlockedRank:
     awaits: str | None
     members: str | None
     started: float
+    protocol: str = ""
+    failed: bool = False
+    key_exists: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +64,13 @@ class Stall:
         prefix: The key prefix, with numbers replaced by ``*``.
         verdict: The latest verdict; None without one.
         blocked: The blocked ranks, in numerical order.
+        failed: The ranks whose call has failed, and that have not gone on since.
     """
 
     prefix: str
     verdict: Verdict | None = None
     blocked: tuple[BlockedRank, ...] = ()
+    failed: tuple[BlockedRank, ...] = ()
 
     def fresh_verdict(self, now: float) -> Verdict | None:
         """Return the verdict, unless the wait that it is about has ended.
@@ -76,11 +86,19 @@ class Stall:
 
     def still_waiting(self) -> bool:
         """Return whether a rank that the verdict covers is still in that call."""
+        return any(not one.failed for one in self.covered())
+
+    def covered(self) -> list[BlockedRank]:
+        """Return the records that are of the wait that the verdict is about."""
         if self.verdict is None:
-            return False
-        covered = frozenset(self.verdict.waiting_ranks)
+            return []
+        ranks = frozenset(self.verdict.waiting_ranks)
         until = self.verdict.time + _CLOCK_TOLERANCE
-        return any(one.rank in covered and one.started <= until for one in self.blocked)
+        return [
+            one
+            for one in (*self.blocked, *self.failed)
+            if one.rank in ranks and one.started <= until
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,26 +134,26 @@ def read_stalls(
         snapshot: The contents of the store.
         registered: The registered ranks, by the prefix of their keys.
     """
-    reader = _Reader()
     keys = sorted(snapshot.list_keys())
+    reader = _Reader(snapshot.keys)
     for key in keys:
         if (prefix := _verdict_prefix(key)) is not None:
             reader.add_verdict(without_numbers(prefix), snapshot.get(key))
     for key in keys:
         if (found := _blocked_rank(key)) is not None:
-            group, rank = without_numbers(found[0]), found[1]
-            info = registered.get(group, {}).get(rank)
-            reader.add_record(group, rank, snapshot.get(key), info)
+            rank = found[1]
+            info = registered.get(without_numbers(found[0]), {}).get(rank)
+            reader.add_record(found[0], rank, snapshot.get(key), info)
     return Stalls(
         stalls=tuple(
             Stall(
                 prefix=prefix,
                 verdict=reader.verdicts.get(prefix),
-                blocked=tuple(
-                    one for _, one in sorted(reader.blocked.get(prefix, {}).items())
-                ),
+                blocked=reader.ranks(prefix, failed=False),
+                failed=reader.ranks(prefix, failed=True),
             )
             for prefix in sorted(reader.verdicts.keys() | reader.blocked.keys())
+            if prefix in reader.verdicts or reader.ranks(prefix, failed=False)
         ),
         invalid_count=reader.invalid_count,
         unread_count=reader.unread_count,
@@ -149,7 +167,8 @@ class _Reader:
     for all others, and expanded these are gigabytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: frozenset[str]) -> None:
+        self._keys = keys
         self.verdicts: dict[str, Verdict] = {}
         self.blocked: dict[str, dict[int, BlockedRank]] = {}
         self.invalid_count = 0
@@ -173,9 +192,9 @@ class _Reader:
     def add_record(
         self, prefix: str, rank: int, value: bytes, info: RankInfo | None
     ) -> None:
-        """Keep the latest record of a rank.
+        """Keep the latest record of a rank; not that of a process that was replaced.
 
-        Not that of a call that has failed, or of a process that was replaced.
+        The prefix is that of its key, with its numbers.
         """
         if not self._is_read(value):
             return
@@ -183,15 +202,20 @@ class _Reader:
         if record is None or record.rank != rank:
             self.invalid_count += 1
             return
-        if record.failed is not None or (info and _is_replaced(record, info)):
+        if info and _is_replaced(record, info):
             return
-        group = self.blocked.setdefault(prefix, {})
+        group = self.blocked.setdefault(without_numbers(prefix), {})
         before = group.get(rank)
         if before is None or (before.attempt, before.started) <= (
             record.attempt,
             record.started,
         ):
-            group[rank] = self._to_rank(record)
+            group[rank] = self._to_rank(record, prefix)
+
+    def ranks(self, prefix: str, *, failed: bool) -> tuple[BlockedRank, ...]:
+        """Return the blocked ranks of a prefix, or those whose call has failed."""
+        ranks = self.blocked.get(prefix, {})
+        return tuple(one for _, one in sorted(ranks.items()) if one.failed is failed)
 
     def _is_read(self, value: bytes) -> bool:
         """Return whether to parse a value; an empty one is of a call that has ended."""
@@ -199,7 +223,10 @@ class _Reader:
             self.unread_count += 1
         return self._remaining > 0 and value != b""
 
-    def _to_rank(self, record: BlockedRecord) -> BlockedRank:
+    def _to_rank(self, record: BlockedRecord, prefix: str) -> BlockedRank:
+        # Its store may have another prefix than its registry. Then the keys are not
+        # found, and what it says is not doubted.
+        exist = bool(record.keys) and record.operation not in _COUNTING
         return BlockedRank(
             rank=record.rank,
             host=record.host,
@@ -211,6 +238,9 @@ class _Reader:
             awaits=self._fold(record.awaits),
             members=self._fold(record.members),
             started=record.started,
+            protocol=record.protocol,
+            failed=record.failed is not None,
+            key_exists=exist and self._keys.issuperset(prefix + k for k in record.keys),
         )
 
     def _fold(self, ranks: tuple[int, ...] | None) -> str | None:

@@ -39,6 +39,7 @@ def status_lines(status: Status) -> list[Line]:
         [
             *_stalled(status),
             _missing(status),
+            *claim_lines(status),
             _line(f"store: {status.store}"),
             *_unlisted(job),
         ],
@@ -67,7 +68,8 @@ def status_lines(status: Status) -> list[Line]:
 
 
 def problem_lines(status: Status) -> Iterator[Line]:
-    """Return the lines on what could not be read, or not completely."""
+    """Return the lines on what could not be read or confirmed, or not completely."""
+    yield from claim_lines(status)
     yield from _unlisted(status.job)
     yield from _invalid(status.job)
     yield from _unreadable(status)
@@ -104,6 +106,16 @@ def _stalled(status: Status) -> Iterator[Line]:
             yield _line(text, _WARNING)
     if rest := len(stalls[_MAX_STALLS:]):
         yield _line(f"and {count(rest, 'more stall')}", "bold red")
+
+
+def claim_lines(status: Status) -> Iterator[Line]:
+    """Return the lines on verdicts that are not confirmed."""
+    claims = status.claims()
+    for verdict, doubt in claims[:_MAX_STALLS]:
+        text = f"claimed, not confirmed: {doubt}. The store has the verdict:"
+        yield _line(_shorten(f"{text} {verdict.describe()}"), _WARNING)
+    if rest := len(claims[_MAX_STALLS:]):
+        yield _line(f"and {count(rest, 'more claim')}", _WARNING)
 
 
 def _missing(status: Status) -> Line:

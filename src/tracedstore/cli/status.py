@@ -15,9 +15,10 @@ Examples:
   tracedstore status --store etcds://etcd1:2379/job-7 --etcd-ca-cert ca.pem
 
 Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
-also ends --watch; 2 something is missing: a stall is reported, ranks are
-blocked, a barrier or a rendezvous is not complete, a node of a rendezvous is
-silent, or ranks have not registered; 64 invalid command line; 130 Ctrl-C
+also ends --watch; 2 something is missing: a stall is reported and confirmed,
+ranks are blocked, a barrier or a rendezvous is not complete, a node of a
+rendezvous is silent, or ranks have not registered; 64 invalid command line;
+130 Ctrl-C
 """
 
 import argparse

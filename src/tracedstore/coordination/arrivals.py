@@ -300,8 +300,13 @@ def list_keys(store: Any) -> Iterable[str]:
 
 def read_existing(store: Any, keys: list[str]) -> list[bytes]:
     """Read the values of the keys that exist."""
+    return list(read_items(store, keys).values())
+
+
+def read_items(store: Any, keys: Sequence[str]) -> dict[str, bytes]:
+    """Read the keys that exist, with their values."""
     absent = set(absent_keys(store, keys))
     existing = [key for key in keys if key not in absent]
     # torch implements multi_get with get for stores that have none.
     values: list[bytes] = store.multi_get(existing) if existing else []
-    return values
+    return dict(zip(existing, values, strict=True))

@@ -1,7 +1,7 @@
 """Short texts for many ranks: folded into ranges and grouped by host."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from tracedstore.coordination.decoders import Decoder, default_name, name_of
@@ -33,8 +33,40 @@ def unfold_shared(text: str, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
 
     All ranks of a group publish the same text, and a million ranks take 40 MB.
     """
-    ranges: list[range] = []
-    total = 0
+    return _expand(_parse(text), max_ranks)
+
+
+def unfold_all_below(text: str, below: int) -> tuple[int, ...]:
+    """Expand a text as `unfold_shared` does.
+
+    Raises:
+        ValueError: The text is malformed, or has a rank from a limit on.
+    """
+    ranks = unfold_shared(text, below)
+    if ranks and ranks[-1] >= below:
+        raise ValueError(f"a rank from {below}")
+    return ranks
+
+
+def unfold_below(text: str, below: int) -> tuple[int, ...]:
+    """Expand the ranks of a text that are lower than a limit.
+
+    The others cost nothing: any client of a store can write ``0-999999``.
+
+    Raises:
+        ValueError: The text is malformed, has a rank from `MAX_RANKS`, or more ranges
+            than there are ranks. It is raised before anything is expanded.
+    """
+    if text.count(",") >= below:
+        raise ValueError(f"more than {below} ranges")
+    parsed = list(_parse(text))
+    if any(ranks.stop > MAX_RANKS for ranks in parsed):
+        raise ValueError(f"a rank from {MAX_RANKS}")
+    clipped = (range(ranks.start, min(ranks.stop, below)) for ranks in parsed)
+    return _expand((ranks for ranks in clipped if ranks), below)
+
+
+def _parse(text: str) -> Iterator[range]:
     for item in text.split(",") if text else ():
         match = _RANGE.fullmatch(item)
         if not match:
@@ -42,12 +74,19 @@ def unfold_shared(text: str, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
         ranks = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not ranks:
             raise ValueError(f"{item!r} is a descending range")
+        yield ranks
+
+
+def _expand(ranges: Iterable[range], max_ranks: int) -> tuple[int, ...]:
+    accepted: list[range] = []
+    total = 0
+    for ranks in ranges:
         # From the bounds: len() of a range beyond sys.maxsize is an OverflowError.
         total += ranks.stop - ranks.start
         if total > max_ranks:
             raise ValueError(f"more than {max_ranks} ranks")
-        ranges.append(ranks)
-    return tuple(sorted({rank for ranks in ranges for rank in ranks}))
+        accepted.append(ranks)
+    return tuple(sorted({rank for ranks in accepted for rank in ranks}))
 
 
 def by_host(ranks: Iterable[int], decoder: Decoder) -> dict[str, list[int]]:

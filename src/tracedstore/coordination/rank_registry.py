@@ -258,10 +258,12 @@ class Entries:
         infos: The valid entries, by rank. If a rank has registered twice, the later
             one.
         invalid_count: The number of entries that are not valid.
+        byte_count: The length of the entries that were read.
     """
 
     infos: dict[int, RankInfo]
     invalid_count: int
+    byte_count: int = 0
 
 
 def read_entries(store: Any, ranks: Iterable[int]) -> Entries:
@@ -271,6 +273,7 @@ def read_entries(store: Any, ranks: Iterable[int]) -> Entries:
     return Entries(
         infos={info.rank: info for info in entries if info is not None},
         invalid_count=entries.count(None),
+        byte_count=sum(map(len, values)),
     )
 
 

@@ -20,6 +20,7 @@ from tracedstore.core import procfs, timeouts
 from tracedstore.core.identity import process_identity
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.threads import DaemonThread
+from tracedstore.diagnosis.allowance import Allowance
 from tracedstore.diagnosis.local_identity import LocalIdentity
 from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
 from tracedstore.diagnosis.process_answer import ProcessAnswer
@@ -175,12 +176,13 @@ def _respond(
         pollers += world_size
     interval = poll_interval(world_size, pollers)
     responder: Responder | None = None
+    allowance = Allowance(world_size)
     delay = _FIRST_RETRY
     while not stopping.wait(interval if responder else delay):
         try:
             if responder is None:
                 connection = connect(environ)
-                responder = Responder(None, world_size, job)
+                responder = Responder(None, world_size, job, allowance)
             responder.poll(connection)
             delay = _FIRST_RETRY
         except OSError:  # the store is not served yet

@@ -22,7 +22,7 @@ from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning
 _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
 # only the ranks that look do: the keys of 16,384 ranks have half a megabyte.
-_MAX_SIBLINGS = 16
+MAX_SIBLINGS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def describe_call(
         awaits = awaited_in(texts, absent, member.world_size)
         return replace(record, awaits=awaits, wrote=_wrote(record.keys))
     members = _members(known, member)
-    complete = complete or len(members or ()) <= _MAX_SIBLINGS
+    complete = complete or len(members or ()) <= MAX_SIBLINGS
     return replace(
         record,
         phase=known.phase,

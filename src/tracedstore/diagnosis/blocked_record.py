@@ -21,7 +21,9 @@ from tracedstore.diagnosis.verdict import printable_text
 BLOCKED: Final = "tracedstore/BLOCKED"
 # The ranks that have ever published a record, appended by each once.
 _RANKS: Final = "tracedstore/BLOCKED_RANKS"
-_MAX_LEDGER_BYTES = 8 * 1024 * 1024
+# Its bytes in any job, and for each rank. A rank is at most seven of them; it is
+# appended once an attempt.
+_MAX_LEDGER_BYTES, _LEDGER_BYTES_OF_RANK = 64 * 1024, 64
 MAX_KEYS: Final = 16
 _MAX_RECORD_BYTES = 64 * 1024
 _MAX_PID = 2**32
@@ -86,12 +88,17 @@ class BlockedRecord:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, value: bytes) -> "BlockedRecord | None":
-        """Decode a record; None if the value is empty, malformed or too large."""
+    def from_bytes(
+        cls, value: bytes, world_size: int = ranges.MAX_RANKS
+    ) -> "BlockedRecord | None":
+        """Decode a record; None if the value is empty, malformed or too large.
+
+        So it is if it has a rank that the job has not.
+        """
         try:
             fields = validation.load_json(value, _MAX_RECORD_BYTES)
             return cls(
-                rank=validation.integer(fields["rank"], ranges.MAX_RANKS),
+                rank=validation.integer(fields["rank"], world_size),
                 host=printable_text(fields["host"]),
                 pid=validation.integer(fields["pid"], _MAX_PID),
                 attempt=validation.integer(fields["attempt"], ranges.MAX_RANKS),
@@ -100,8 +107,8 @@ class BlockedRecord:
                 phase=printable_text(fields["phase"]),
                 protocol=_optional_text(fields["protocol"]),
                 group=_optional_text(fields["group"]),
-                awaits=_optional_ranks(fields["awaits"]),
-                members=_optional_ranks(fields["members"]),
+                awaits=_optional_ranks(fields["awaits"], world_size),
+                members=_optional_ranks(fields["members"], world_size),
                 wrote=tuple(map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])),
                 started=validation.seconds(fields["started"]),
                 failed=_optional_seconds(fields["failed"]),
@@ -136,11 +143,13 @@ def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
     if store.has_extended_api():
         if not store.check([_RANKS]):
             return {}
-        written = read_key(store, _RANKS)[:_MAX_LEDGER_BYTES].split()
-        numbers = {int(one) for one in written if _RANK.fullmatch(one)}
-        ranks = sorted(rank for rank in numbers if rank < world_size)
+        written = read_key(store, _RANKS)
+        # A longer one is not the job's: the ranks are looked for without it.
+        if len(written) <= _MAX_LEDGER_BYTES + _LEDGER_BYTES_OF_RANK * world_size:
+            numbers = {int(one) for one in written.split() if _RANK.fullmatch(one)}
+            ranks = sorted(rank for rank in numbers if rank < world_size)
     values = read_existing(store, [blocked_key(rank) for rank in ranks])
-    records = map(BlockedRecord.from_bytes, values)
+    records = (BlockedRecord.from_bytes(value, world_size) for value in values)
     return {record.rank: record for record in records if record is not None}
 
 
@@ -163,10 +172,5 @@ def _optional_seconds(value: Any) -> float | None:
     return None if value is None else validation.seconds(value)
 
 
-def _optional_ranks(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ranks = ranges.unfold_shared(value)
-    if ranks and ranks[-1] >= ranges.MAX_RANKS:
-        raise ValueError(f"a rank from {ranges.MAX_RANKS}")
-    return ranks
+def _optional_ranks(value: Any, world_size: int) -> tuple[int, ...] | None:
+    return None if value is None else ranges.unfold_all_below(value, world_size)

@@ -23,10 +23,11 @@ from tracedstore.coordination import ranges, validation
 from tracedstore.coordination.arrivals import (
     etcd_contents,
     find_absent,
-    read_existing,
+    read_items,
 )
 from tracedstore.core.keys import printable
 from tracedstore.core.timeouts import pause
+from tracedstore.diagnosis.allowance import Allowance
 from tracedstore.diagnosis.local_socket import KINDS
 from tracedstore.diagnosis.process_answer import (
     MAX_ANSWER_BYTES,
@@ -44,9 +45,13 @@ _ABSENT: Final = "tracedstore: absent"
 # More than there are questions at a time: two ranks diagnose, and operators ask.
 SLOTS: Final = 8
 _MAX_NUMBER: Final = 2**53
-_MAX_QUESTION_BYTES: Final = 256 * 1024
-# A rank is at most six digits and a comma.
-_MAX_ANSWERED_BYTES: Final = 16 << 20
+# Bytes of a question, of an answer without stacks, and of the ledger of answers in any
+# job. Each rank adds some to a question, and more to a ledger: several processes of its
+# host may answer for it.
+_MAX_QUESTION_BYTES: Final = 64 * 1024
+_MAX_STATUS_BYTES: Final = 256 * 1024
+_MAX_ANSWERED_BYTES: Final = 64 * 1024
+_BYTES_OF_RANK, _ANSWERED_BYTES_OF_RANK = 8, 32
 # Seconds between two reads of the answers: at first, and at most.
 _FIRST_READ, _LONGEST_READ = 0.05, 0.5
 # Requests per second for questions, of a whole job between two questions.
@@ -89,16 +94,22 @@ class Question:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, value: bytes) -> "Question | None":
-        """Decode a question; None if it is malformed or too large."""
+    def from_bytes(
+        cls, value: bytes, world_size: int = ranges.MAX_RANKS
+    ) -> "Question | None":
+        """Decode a question; None if it is malformed or too large.
+
+        Ranks that the job does not have are omitted.
+        """
         try:
-            fields = validation.load_json(value, _MAX_QUESTION_BYTES)
+            max_bytes = _MAX_QUESTION_BYTES + _BYTES_OF_RANK * world_size
+            fields = validation.load_json(value, max_bytes)
             if fields["kind"] not in KINDS:
                 return None
             return cls(
                 number=validation.integer(fields["number"], _MAX_NUMBER),
                 kind=fields["kind"],
-                ranks=frozenset(ranges.unfold(fields["ranks"])),
+                ranks=frozenset(ranges.unfold_below(fields["ranks"], world_size)),
                 families=tuple(map(printable, fields["families"][:MAX_FAMILIES])),
                 asked_by=printable_text(fields["asked_by"] or "?"),
                 time=validation.seconds(fields["time"]),
@@ -170,26 +181,50 @@ def peek(connection: Any, key: str) -> bytes | None:
     return None if value == _ABSENT.encode() else value
 
 
-def read_number(connection: Any) -> int:
+def read_number(connection: Any, allowance: Allowance | None = None) -> int:
     """Return the number of the last question, 0 without one."""
-    value = peek(connection, QUESTIONS)
+    value = peek(connection, QUESTIONS) or b"0"
+    if allowance is not None:
+        allowance.spend_bytes(len(value))
     try:
-        return validation.digits(value or b"0", _MAX_NUMBER)
+        return validation.digits(value, _MAX_NUMBER)
     except ValueError:
         return 0
 
 
-def read_question(connection: Any, number: int) -> Question | None:
-    """Read a question; None if it is not written yet, over, or malformed."""
-    question = Question.from_bytes(peek(connection, question_key(number)) or b"")
-    return question if question and question.number == number else None
+def read_question(
+    connection: Any,
+    number: int,
+    world_size: int = ranges.MAX_RANKS,
+    allowance: Allowance | None = None,
+) -> Question | None:
+    """Read a question; None if it is not written yet, or over.
+
+    Args:
+        connection: A bare store that no other thread uses.
+        number: Its number.
+        world_size: The number of ranks of the job.
+        allowance: What the read is taken off.
+
+    Raises:
+        ValueError: It is malformed, or too large.
+    """
+    value = peek(connection, question_key(number))
+    if value is None:
+        return None
+    if allowance is not None:
+        allowance.spend_bytes(len(value))
+    question = Question.from_bytes(value, world_size)
+    if question is None:
+        raise ValueError(f"question {number} is malformed, or too large")
+    return question if question.number == number else None
 
 
 def write_answer(connection: Any, question: Question, answer: ProcessAnswer) -> None:
     """Write the answer about a rank."""
     fields = {"question": question.number, **answer.to_fields()}
     value = json.dumps(fields).encode()
-    if len(value) > MAX_ANSWER_BYTES:
+    if len(value) > _max_answer_bytes(question):
         return
     connection.set(answer_key(question.number, answer.rank), value)
     if connection.has_extended_api():
@@ -197,7 +232,10 @@ def write_answer(connection: Any, question: Question, answer: ProcessAnswer) -> 
 
 
 def answered_ranks(
-    connection: Any, question: Question, ranks: Iterable[int]
+    connection: Any,
+    question: Question,
+    ranks: Iterable[int],
+    allowance: Allowance | None = None,
 ) -> set[int]:
     """Return those of these ranks that have an answer already; waits for nothing."""
     ranks = set(ranks)
@@ -206,7 +244,9 @@ def answered_ranks(
     if in_etcd is not None:
         return ranks & _parsed(in_etcd.values(), question).keys()
     if connection.has_extended_api():
-        return ranks & _listed_ranks(connection, question)
+        listed = _listed_ranks(connection, question, allowance)
+        if listed is not None:
+            return ranks & listed
     absent = find_absent(
         lambda some: bool(
             connection.check([answer_key(question.number, rank) for rank in some])
@@ -255,13 +295,14 @@ def ask(
     _delete(connection, [_answered_key(question.number)])
     connection.set(question_key(question.number), question.to_bytes())
     delay = _FIRST_READ
+    reader = _AnswerReader(connection, question)
     try:
         while missing := named - answers.keys():
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not pause(min(delay, remaining)):
                 break
             delay = min(2 * delay, _LONGEST_READ)
-            answers |= _read_answers(connection, question, missing)
+            answers |= reader.read(missing)
     finally:
         with suppress(Exception):  # the server may be gone
             _delete(
@@ -279,29 +320,58 @@ def _answered_key(number: int) -> str:
     return f"{_ANSWERED}/{number % SLOTS}"
 
 
-def _read_answers(
-    connection: Any, question: Question, ranks: frozenset[int]
-) -> dict[int, ProcessAnswer]:
-    """Read the answers about these ranks that exist."""
-    contents = etcd_contents(connection)
-    in_etcd = None if contents is None else contents.items
-    if in_etcd is not None:
-        found = _parsed(in_etcd.values(), question)
-    else:
-        if connection.has_extended_api():
-            ranks = ranks & _listed_ranks(connection, question)
-        keys = [answer_key(question.number, rank) for rank in sorted(ranks)]
-        found = _parsed(read_existing(connection, keys) if keys else (), question)
-    return {rank: answer for rank, answer in found.items() if rank in ranks}
+class _AnswerReader:
+    """Reads the answers to a question; a value that is too large is read once."""
+
+    def __init__(self, connection: Any, question: Question) -> None:
+        self._connection = connection
+        self._question = question
+        self._has_ledger: bool = connection.has_extended_api()
+        # Keys whose values are no answers.
+        self._refused: set[str] = set()
+
+    def read(self, ranks: frozenset[int]) -> dict[int, ProcessAnswer]:
+        """Read the answers about these ranks that exist."""
+        contents = etcd_contents(self._connection)
+        in_etcd = None if contents is None else contents.items
+        if in_etcd is not None:
+            found = _parsed(in_etcd.values(), self._question)
+        else:
+            found = _parsed(self._values(ranks), self._question)
+        return {rank: answer for rank, answer in found.items() if rank in ranks}
+
+    def _values(self, ranks: frozenset[int]) -> Iterable[bytes]:
+        if self._has_ledger:
+            listed = _listed_ranks(self._connection, self._question)
+            self._has_ledger = listed is not None
+            ranks = ranks if listed is None else ranks & listed
+        keys = [answer_key(self._question.number, rank) for rank in sorted(ranks)]
+        keys = [key for key in keys if key not in self._refused]
+        items = read_items(self._connection, keys) if keys else {}
+        max_bytes = _max_answer_bytes(self._question)
+        self._refused |= {key for key, one in items.items() if len(one) > max_bytes}
+        return items.values()
 
 
-def _listed_ranks(connection: Any, question: Question) -> set[int]:
-    text = peek(connection, _answered_key(question.number)) or b""
+def _listed_ranks(
+    connection: Any, question: Question, allowance: Allowance | None = None
+) -> set[int] | None:
+    """Return the ranks in the ledger of answers; None if it is none of this job."""
+    value = peek(connection, _answered_key(question.number)) or b""
+    if allowance is not None:
+        allowance.spend_bytes(len(value))
+    for_ranks = _ANSWERED_BYTES_OF_RANK * len(question.ranks)
+    if len(value) > _MAX_ANSWERED_BYTES + for_ranks:
+        return None
     return {
         int(rank)
-        for rank in text[:_MAX_ANSWERED_BYTES].split(b",")
+        for rank in value.split(b",")
         if rank.isdigit() and len(rank) < len(str(ranges.MAX_RANKS))
     }
+
+
+def _max_answer_bytes(question: Question) -> int:
+    return MAX_ANSWER_BYTES if question.kind == "stacks" else _MAX_STATUS_BYTES
 
 
 def _parsed(values: Iterable[bytes], question: Question) -> dict[int, ProcessAnswer]:
@@ -309,7 +379,7 @@ def _parsed(values: Iterable[bytes], question: Question) -> dict[int, ProcessAns
     answers: dict[int, ProcessAnswer] = {}
     for value in values:
         with suppress(ValueError, KeyError, TypeError):
-            fields = validation.load_json(value, MAX_ANSWER_BYTES)
+            fields = validation.load_json(value, _max_answer_bytes(question))
             if fields["question"] == question.number:
                 answer = ProcessAnswer.from_fields(fields)
                 answers[answer.rank] = answer

@@ -1,9 +1,10 @@
 """Answers the questions that other processes of the job wrote into the store."""
 
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from tracedstore.coordination.rank_registry import read_ranks
+from tracedstore.coordination.rank_registry import read_entries
+from tracedstore.diagnosis.allowance import Allowance
 from tracedstore.diagnosis.last_call import LAST_CALL
 from tracedstore.diagnosis.local_client import local_processes
 from tracedstore.diagnosis.local_identity import LocalIdentity
@@ -24,6 +25,9 @@ _MAX_QUESTIONS: Final = 4
 _MAX_READS: Final = 3
 # Seconds for the processes of this host to answer.
 _HOST_TIMEOUT: Final = 2.0
+# Seconds that a question is worth, and a read that finds none. A job asks less than one
+# a second: two ranks diagnose, and operators watch.
+_COST_OF_QUESTION, _COST_OF_READ = 1.0, 0.5
 # Ranks of one question whose registry entries are read to find those of this host.
 _MAX_REGISTRY_READS: Final = 64
 
@@ -35,10 +39,14 @@ class Responder:
     answered by the other processes of its host, from its socket, its agent and /proc.
     In larger jobs one process a host polls, and answers for all of them at once.
 
+    Any client of the store can ask. More questions than a job asks, or longer values
+    than it writes, are not read until the allowance of this process admits it.
+
     Args:
         rank: The rank of this process; None for an agent.
         world_size: The number of ranks.
         job: The job; that of this process by default.
+        allowance: What reading and answering is taken off; a new one by default.
     """
 
     def __init__(
@@ -46,10 +54,12 @@ class Responder:
         rank: int | None,
         world_size: int,
         job: LocalIdentity | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._job = job
+        self._allowance = allowance or Allowance(world_size)
         self._at_once = world_size > MAX_POLLING_RANKS
         self._last_number = 0
         # Questions that are not there yet, with the number of reads so far.
@@ -60,17 +70,19 @@ class Responder:
     def poll(self, connection: Any) -> None:
         """Answer new questions: one request if there is none.
 
-        Raises what the store raises.
+        It is none while the allowance is spent. Raises what the store raises.
 
         Args:
             connection: A bare store that no other thread uses. It is not kept: it may
                 be the job's own.
         """
         LAST_CALL.sample()
+        if self._allowance.is_spent:
+            return
         late, self._open = self._open, []
         for question in late:
             # It is deleted when its answers are not awaited any more.
-            if read_question(connection, question.number) is not None:
+            if isinstance(self._read(connection, question.number), Question):
                 self._answer_for_host(connection, question)
         for question in self._new_questions(connection):
             if self._rank is not None and self._rank in question.ranks:
@@ -81,7 +93,7 @@ class Responder:
                 self._open.append(question)
 
     def _new_questions(self, connection: Any) -> list[Question]:
-        last = read_number(connection)
+        last = read_number(connection, self._allowance)
         # A counter that went back is that of another store server.
         first = self._last_number + 1 if last >= self._last_number else 1
         for number in range(max(first, last - _MAX_QUESTIONS + 1), last + 1):
@@ -91,13 +103,27 @@ class Responder:
             self._unread.popitem(last=False)
         questions = []
         for number in list(self._unread):
-            question = read_question(connection, number)
-            self._unread[number] += 1
-            if question is not None:
+            if self._allowance.is_spent:
+                break
+            reads = self._unread.pop(number) + 1
+            question = self._read(connection, number)
+            if isinstance(question, Question):
+                self._allowance.spend(_COST_OF_QUESTION)
                 questions.append(question)
-            if question is not None or self._unread[number] >= _MAX_READS:
-                del self._unread[number]
+                continue
+            self._allowance.spend(_COST_OF_READ)
+            if question == "absent" and reads < _MAX_READS:
+                self._unread[number] = reads
         return questions
+
+    def _read(
+        self, connection: Any, number: int
+    ) -> Question | Literal["absent", "malformed"]:
+        try:
+            found = read_question(connection, number, self._world_size, self._allowance)
+        except ValueError:
+            return "malformed"
+        return "absent" if found is None else found
 
     def _answer_for_self(self, connection: Any, question: Question, rank: int) -> None:
         with_stacks = question.kind == "stacks"
@@ -106,10 +132,12 @@ class Responder:
 
     def _answer_for_host(self, connection: Any, question: Question) -> None:
         """Answer for the ranks of this host that have no answer."""
-        named = {rank for rank in question.ranks if rank < self._world_size}
+        if self._allowance.is_spent:
+            return
+        named = set(question.ranks)
         named.discard(-1 if self._rank is None else self._rank)
         if not self._at_once:
-            named -= answered_ranks(connection, question, named)
+            named -= answered_ranks(connection, question, named, self._allowance)
         if not named:
             return
         replies = local_processes(_HOST_TIMEOUT, question.kind, question.families)
@@ -117,9 +145,12 @@ class Responder:
         if len(named) > _MAX_REGISTRY_READS:
             # Every host would read the entries of all ranks of the job.
             named &= ranks_of_host(replies, job)
-        infos = read_ranks(connection, sorted(named)) if named else {}
-        answers = known_ranks(replies, infos, named, job, _HOST_TIMEOUT)
+        entries = read_entries(connection, sorted(named))
+        self._allowance.spend_bytes(entries.byte_count)
+        answers = known_ranks(replies, entries.infos, named, job, _HOST_TIMEOUT)
         # Those that answered by themselves in the meantime know more.
-        late = answered_ranks(connection, question, answers)
+        late = set()
+        if not self._allowance.is_spent:
+            late = answered_ranks(connection, question, answers, self._allowance)
         for rank in sorted(answers.keys() - late):
             write_answer(connection, question, answers[rank])

@@ -24,6 +24,7 @@ from tracedstore.diagnosis import stalled
 from tracedstore.diagnosis.blocked_call import is_barrier
 from tracedstore.diagnosis.blocked_record import BlockedRecord
 from tracedstore.diagnosis.inquiry import inquire, still_holds
+from tracedstore.diagnosis.questions import MAX_POLLING_RANKS
 from tracedstore.diagnosis.server import examine_server
 from tracedstore.diagnosis.session import (
     STORE_ERRORS,
@@ -61,6 +62,7 @@ _MIN_EXPLAINED_WAIT = 1.0
 _ANSWER_TIMEOUT_AT_ONCE = 0.2
 # Seconds after which a step of the thread means that its store does not respond.
 _STEP_TIMEOUT = 5.0
+_EXPLAINED = ("awaited", "awaited_ranks", "cause", "phase")
 # Ranks up to which each reads the store once in an interval; with more, less often.
 _RANKS_PER_INTERVAL = 2048
 
@@ -150,10 +152,7 @@ class Diagnosis:
         if error is not None:
             error.add_note(f"tracedstore: {verdict.describe()}")
         fields = verdict.event_fields()
-        return {
-            name: fields[name]
-            for name in ("awaited", "awaited_ranks", "cause", "phase")
-        }
+        return {name: fields[name] for name in _EXPLAINED}
 
     def _verdict_on(self, call: Call, error: BaseException | None) -> Verdict | None:
         wait = self._waits.get(id(call))
@@ -253,7 +252,7 @@ class Diagnosis:
             self._sessions.end(active, wait.record, failed=True)
         if wait.record is None or (now < wait.look_at and not at_once):
             return
-        if at_once and wait.current and not self._holds(session, wait):
+        if at_once and wait.current and not self._holds(session, wait, wait.verdict):
             wait.discard_verdict()
         if not wait.current:
             self._look(session, wait, now, waited, at_once=at_once)
@@ -297,8 +296,11 @@ class Diagnosis:
         since = time.time() - max(self._settle, waited / 2)
         since = max(since, record.started, wait.valid_from)
         published = session.read_verdict(record, since)
-        if published is not None:
+        # Any client can write one. In a large job all ranks would read all records.
+        large = session.member.world_size > MAX_POLLING_RANKS
+        if published and (large or self._holds(session, wait, published)):
             wait.accept(published)
+            wait.elected = False  # the process that found it reports it
             return
         # The records of ten thousand ranks take seconds to read.
         late = (_VERDICT_TIMEOUT + wait.interval) * wait.allowed / _LOOKERS
@@ -321,9 +323,9 @@ class Diagnosis:
         )
         if verdict is None:
             wait.look_at = now + self._interval
-            return
-        wait.accept(verdict)
-        session.publish_verdict(verdict)
+        else:
+            wait.accept(verdict)
+            session.publish_verdict(verdict)
 
     def _describe(
         self, session: Session, wait: Wait, started: float
@@ -338,23 +340,23 @@ class Diagnosis:
         return record
 
     def _report(self, session: Session, wait: Wait) -> None:
-        if wait.verdict is not None and self._holds(session, wait):
+        if wait.verdict is not None and self._holds(session, wait, wait.verdict):
             self._emit(wait, wait.verdict)
         else:
             wait.discard_verdict()
 
-    def _holds(self, session: Session, wait: Wait) -> bool:
-        """Return whether all ranks that the verdict names are awaited now.
+    def _holds(self, session: Session, wait: Wait, verdict: Verdict | None) -> bool:
+        """Return whether all ranks that a verdict names are awaited now.
 
         All ranks do this when their calls time out, so only these ranks are checked.
         """
-        if wait.record is None or wait.verdict is None:
+        if wait.record is None or verdict is None:
             return False
-        started, named = wait.record.started, wait.verdict.awaited_ranks
+        started, named = wait.record.started, verdict.awaited_ranks
         record = session.describe(wait.active, started, also=named)
         if record is None:
             return False  # the keys exist now
-        return still_holds(session.connection, record, session.member, wait.verdict)
+        return still_holds(session.connection, record, session.member, verdict)
 
     def _emit(self, wait: Wait, verdict: Verdict) -> None:
         waited = waited_seconds(self._recorder, wait.active)

@@ -20,6 +20,7 @@ from tracedstore.coordination.connections import (
 from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.core.identity import bottom_of, number, process_identity
 from tracedstore.core.weak_table import WeakTable
+from tracedstore.diagnosis.allowance import Allowance
 from tracedstore.diagnosis.blocked_call import Member, describe_call
 from tracedstore.diagnosis.blocked_record import (
     BlockedRecord,
@@ -47,6 +48,8 @@ _RETRY_AFTER: Final = 30.0
 # Seconds after which a process has outlived the failure of its call: a wait that it
 # repeats has been published by then in most cases, and no request is needed.
 _OUTLIVED: Final = 15.0
+# Seconds by which the clocks of two hosts may differ.
+_CLOCK_TOLERANCE: Final = 60.0
 # What a store raises whose server cannot be reached, or that was freed.
 STORE_ERRORS: Final = (OSError, DistError, ReferenceError)
 
@@ -80,6 +83,9 @@ class Session:
         self._marked = False
         self._poll_at = 0.0
         self._responder: Responder | None = None
+        self._allowance = Allowance(member.world_size)
+        # Another one: questions without end do not keep a rank from its verdict.
+        self._verdict_allowance = Allowance(member.world_size)
         # Seconds between two reads of questions; None if another process answers.
         self._interval = _interval(member) if answers else None
 
@@ -175,10 +181,14 @@ class Session:
 
     def read_verdict(self, record: BlockedRecord, since: float) -> Verdict | None:
         """Return the latest verdict if it covers a blocked call of this rank."""
-        if not self.connection.check([VERDICT]):
+        allowance = self._verdict_allowance
+        if allowance.is_spent or not self.connection.check([VERDICT]):
             return None
-        verdict = Verdict.from_bytes(read_key(self.connection, VERDICT))
-        if verdict is None or verdict.time < since:
+        value = read_key(self.connection, VERDICT)
+        allowance.spend_bytes(len(value))
+        verdict = Verdict.from_bytes(value, self.member.world_size)
+        until = time.time() + _CLOCK_TOLERANCE
+        if verdict is None or not since <= verdict.time < until:
             return None
         if record.awaits is None:
             return verdict if verdict.phase == record.phase else None
@@ -199,7 +209,11 @@ class Session:
         self._poll_at = now + self._interval
         try:
             if self._responder is None:
-                self._responder = Responder(self.member.rank, self.member.world_size)
+                self._responder = Responder(
+                    self.member.rank,
+                    self.member.world_size,
+                    allowance=self._allowance,
+                )
             self._responder.poll(self.connection)
         except STORE_ERRORS:
             # At the end of a job its server ends first: that is no failure.

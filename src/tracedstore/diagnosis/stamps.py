@@ -39,7 +39,13 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
     attempt = restart_count(os.environ)
     keys = [f"{_STAMPS}/{group}/{rank}" for rank in members[:_MAX_MEMBERS_READ]]
     stamps = [stamp for value in read_existing(store, keys) if (stamp := _parse(value))]
-    stale = [stamp for stamp in stamps if stamp["attempt"] < attempt]
+    # Any client can write a stamp of another rank under the key of a member.
+    of_members = frozenset(members)
+    stale = [
+        stamp
+        for stamp in stamps
+        if stamp["attempt"] < attempt and stamp["rank"] in of_members
+    ]
     if not stale:
         return None
     return Verdict(

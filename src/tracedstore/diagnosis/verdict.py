@@ -159,17 +159,24 @@ class Verdict:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, value: bytes) -> "Verdict | None":
-        """Decode a verdict; None if the value is malformed or too large."""
+    def from_bytes(
+        cls, value: bytes, world_size: int = ranges.MAX_RANKS
+    ) -> "Verdict | None":
+        """Decode a verdict; None if the value is malformed or too large.
+
+        So it is if it has a rank that the job has not.
+        """
         try:
             fields = validation.load_json(value, _MAX_VERDICT_BYTES)
             return cls(
                 phase=printable_text(fields["phase"]),
                 cause=_cause(fields["cause"]),
-                awaited=tuple(_awaited(one) for one in fields["awaited"][:MAX_AWAITED]),
-                awaited_ranks=_ranks(fields["awaited_ranks"]),
+                awaited=tuple(
+                    _awaited(one, world_size) for one in fields["awaited"][:MAX_AWAITED]
+                ),
+                awaited_ranks=_ranks(fields["awaited_ranks"], world_size),
                 known=_sentence(fields["known"]),
-                waiting_ranks=_ranks(fields["waiting_ranks"]),
+                waiting_ranks=_ranks(fields["waiting_ranks"], world_size),
                 key=_sentence(fields["key"]),
                 waited_seconds=validation.seconds(fields["waited_seconds"]),
                 evidence=tuple(map(_sentence, fields["evidence"][:_MAX_EVIDENCE])),
@@ -186,10 +193,10 @@ def worst(causes: Iterable[Cause]) -> Cause:
     return min(causes, key=CAUSES.index, default="unknown")
 
 
-def _awaited(fields: Any) -> AwaitedRank:
+def _awaited(fields: Any, world_size: int) -> AwaitedRank:
     pid = fields["pid"]
     return AwaitedRank(
-        rank=validation.integer(fields["rank"], ranges.MAX_RANKS),
+        rank=validation.integer(fields["rank"], world_size),
         host=_sentence(fields["host"]),
         pid=None if pid is None else validation.integer(pid, _MAX_PID),
         cause=_cause(fields["cause"]),
@@ -208,13 +215,7 @@ def _sentence(value: Any) -> str:
     return printable_text(value) if value != "" else ""
 
 
-def _ranks(value: Any) -> tuple[int, ...]:
-    ranks = ranges.unfold(value)
-    if ranks and ranks[-1] >= ranges.MAX_RANKS:
-        raise ValueError(f"a rank from {ranges.MAX_RANKS}")
-    return tuple(ranks)
-
-
+_ranks: Callable[[Any, int], tuple[int, ...]] = ranges.unfold_all_below
 _text: Callable[[Any], str] = partial(validation.text, max_length=_MAX_SENTENCE)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
-from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.arrivals import absent_keys, read_existing
 from tracedstore.coordination.connections import side_connection
 from tracedstore.core.recorder import RECORDER
 from tracedstore.core.timeouts import pause
@@ -61,8 +61,12 @@ def _read_published(store: Any) -> str:
     "" if it does not publish one, or this process ends meanwhile.
     """
     deadline = time.monotonic() + _TIMEOUT
-    while len(values := read_existing(store, _KEYS)) < len(_KEYS):
+    # The values are read once: any client can have written long ones.
+    while absent_keys(store, _KEYS):
         if time.monotonic() > deadline or not pause(_INTERVAL):
             return ""
+    values = read_existing(store, _KEYS)
+    if len(values) < len(_KEYS):
+        return ""
     host, port = (value[:_MAX_BYTES].decode("utf-8", "replace") for value in values)
     return printable_text(f"{host}:{port}")

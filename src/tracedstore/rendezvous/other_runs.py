@@ -25,7 +25,10 @@ _PREFIX: Final = "torch.rendezvous."
 # Nodes write a heartbeat every 5 s; the clocks of hosts may differ.
 _MAX_SILENT_SECONDS = 30.0
 _MAX_RUNS_READ, _MAX_RUNS_SHOWN = 16, 4
-_MAX_STATE_BYTES = 1 << 20
+# Bytes of one state, and of all of them: parsing a megabyte may take half a second.
+_MAX_STATE_BYTES, _MAX_STATES_BYTES = 1 << 20, 2 << 20
+# Bytes of the end of the index, which has the latest runs.
+_MAX_INDEX_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +64,22 @@ def find_other_runs(
     if is_first:
         append_keys(store, INDEX, own_key)
     indexed = (
-        key for value in read_existing(store, [INDEX]) for key in read_index(value)
+        key
+        for value in read_existing(store, [INDEX])
+        for key in read_index(value[-_MAX_INDEX_BYTES:])
     )
     keys = [
         key
         for key in dict.fromkeys(indexed)
         if key.startswith(_PREFIX) and "/" not in key and key != own_key
     ]
-    runs = []
+    runs: list[OtherRun] = []
+    remaining = _MAX_STATES_BYTES
     for key in keys[-_MAX_RUNS_READ:]:
         for value in read_existing(store, [key]):
+            remaining -= len(value)
+            if remaining < 0:
+                return runs
             run = _parse(key.removeprefix(_PREFIX), value, now)
             if run is not None:
                 runs.append(run)
@@ -103,8 +112,10 @@ def report_other_runs(runs: Sequence[OtherRun], endpoint: str, run_id: str) -> s
 
 
 def _parse(run_id: str, value: bytes, now: float) -> OtherRun | None:
+    if len(value) > _MAX_STATE_BYTES:
+        return None
     try:
-        state = parse_state(b64decode(value[:_MAX_STATE_BYTES], validate=True))
+        state = parse_state(b64decode(value, validate=True))
     except ValueError:
         return None
     if state is None or state.closed:

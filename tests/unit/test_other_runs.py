@@ -1,0 +1,80 @@
+"""Values in a shared store that an agent reads when it starts."""
+
+import json
+import time
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from support.rendezvous import pickled_state
+from tracedstore.coordination import arrivals, key_index
+from tracedstore.rendezvous import master_address, other_runs
+from tracedstore.rendezvous.other_runs import INDEX, find_other_runs
+
+OWN = "torch.rendezvous.own"
+
+
+def test_long_index_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the index is parsed, and two megabytes of states at most."""
+    store: Any = HashStore()
+    keys = [f"torch.rendezvous.run{number}" for number in range(16)]
+    entries = "".join(f"{json.dumps(key)}\n" for key in keys)
+    store.set(INDEX, '"x"\n' * 1_000_000 + entries)
+    for key in keys[:-1]:
+        store.set(key, b64encode(b"x" * 700_000))
+    store.set(keys[-1], "x" * 2_000_000)
+    lines: list[int] = []
+    states: list[int] = []
+    read_index = key_index.read_index
+
+    def read(value: bytes) -> Any:
+        lines.append(len(value))
+        return read_index(value)
+
+    def parse(value: bytes) -> None:
+        states.append(len(value))
+
+    monkeypatch.setattr(other_runs, "read_index", read)
+    monkeypatch.setattr(other_runs, "parse_state", parse)
+
+    assert find_other_runs(store, OWN, is_first=False, now=1.0) == []
+    assert sum(lines) <= 128 * 1024
+    assert 0 < sum(states) <= 2 << 20
+
+
+def test_run_is_found() -> None:
+    """A valid state of a run that is alive."""
+    store: Any = HashStore()
+    store.set(INDEX, f'"{OWN}"\n"torch.rendezvous.other"\n')
+    store.set("torch.rendezvous.other", b64encode(pickled_state({"node0": 0})))
+
+    (run,) = find_other_runs(store, OWN, is_first=False, now=time.time())
+
+    assert run.run_id == "other"
+
+
+def test_long_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the other key does not exist, no value is read."""
+    store: Any = HashStore()
+    store.set("MASTER_ADDR", "x" * 1_000_000)
+    reads: list[object] = []
+    read = arrivals.read_existing
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return read(*args)
+
+    def pause(_seconds: float) -> bool:
+        if not store.check(["MASTER_PORT"]):
+            store.set("MASTER_PORT", "1")
+        return True
+
+    monkeypatch.setattr(master_address, "read_existing", counted)
+    monkeypatch.setattr(master_address, "pause", pause)
+
+    published = master_address._read_published(store)
+
+    assert len(published) < 1024
+    assert len(reads) == 1
