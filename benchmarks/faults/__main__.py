@@ -45,6 +45,12 @@ def _options() -> argparse.Namespace:
         "--signals", type=int, default=300, help="signals a combination (default: 300)"
     )
     parser.add_argument(
+        "--exits", type=int, default=10, help="exits a combination (default: 10)"
+    )
+    parser.add_argument(
+        "--builds", type=int, default=100, help="damaged builds (default: 100)"
+    )
+    parser.add_argument(
         "--pairs", type=int, default=200, help="pairs of jobs (default: 200)"
     )
     parser.add_argument(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from faults import pairs, signal_child
+from faults import endings, pairs, signal_child
 from faults.channel import Channel
+from faults.endings import COLUMNS
 from faults.processes import Process
 from faults.results import Result, ResultsFile, faults_in, markdown
 
-COLUMNS = ("lost", "doubled", "deadlocks", "aborts", "recording off", "wrong ends")
 # Seconds without an answer after which a child is in a deadlock.
 _ANSWER_TIMEOUT = 60.0
 
@@ -91,6 +91,7 @@ def signal_case(number: int, seed: int, what: Combination, signals: int) -> Resu
         "class": "signals",
         "base": what.base,
         "row": f"{what.loop}, {what.setting}",
+        "compared": f"{what.loop}, {what.handler}",
         "text": str(what),
         "seconds": round(time.monotonic() - began, 2),
         "faults": sent,
@@ -109,7 +110,13 @@ def signals(options: argparse.Namespace, done: dict[int, Result]) -> Iterator[Re
 
 Runs = Callable[[argparse.Namespace, dict[int, Result]], Iterator[Result]]
 # The cases of each class, in order.
-RUNS: dict[str, Runs] = {"signals": signals, "pairs": pairs.run}
+RUNS: dict[str, Runs] = {
+    "signals": signals,
+    "exits": endings.exits,
+    "builds": endings.builds,
+    "records": endings.records,
+    "pairs": pairs.run,
+}
 
 
 def classes() -> list[str]:
@@ -124,21 +131,40 @@ def run(options: argparse.Namespace, file: ResultsFile) -> int:
         done[result["number"]] = result
         file.append(result)
         for column, found in result["findings"].items():
-            if found:
+            if found and result.get("base") != "bare":
                 print(f"{column.upper()} {len(found)}: {found[0]} ({result['text']})")
         sys.stdout.flush()
     results = sorted(done.values(), key=lambda result: result["number"])
     print(pairs.table(results) if options.only == "pairs" else table(results))
-    harmed = [r for r in results if r.get("base") != "bare"]
-    return int(not results or any(any(r["findings"].values()) for r in harmed))
+    return int(not results or bool(harm_in(results)))
+
+
+def harm_in(results: list[Result]) -> list[Result]:
+    """Return the results with a finding that the bare reference has not."""
+    reference = {
+        (r["compared"], column)
+        for r in results
+        if r.get("base") == "bare"
+        for column, found in r["findings"].items()
+        if found
+    }
+    return [
+        result
+        for result in results
+        if result.get("base") != "bare"
+        and any(
+            found and (result.get("compared"), column) not in reference
+            for column, found in result["findings"].items()
+        )
+    ]
 
 
 def table(results: list[Result]) -> str:
     """Return a row for each base and what it did; bare is the reference."""
-    rows = [["class", "base", "case", "cases", "faults", *COLUMNS]]
-    kinds = list(dict.fromkeys((r["class"], r["base"], r["row"]) for r in results))
+    rows = [["class", "case", "base", "cases", "faults", *COLUMNS]]
+    kinds = {(r["class"], r["row"], r["base"]) for r in results}
     for kind in sorted(kinds):
-        chosen = [r for r in results if (r["class"], r["base"], r["row"]) == kind]
+        chosen = [r for r in results if (r["class"], r["row"], r["base"]) == kind]
         rows.append(
             [
                 *kind,
