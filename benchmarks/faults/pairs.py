@@ -44,21 +44,35 @@ _MAX_JOB = 180.0
 # A node that is gone is waited for this long. Both kinds of job have it.
 _CONF = "join_timeout=15,last_call_timeout=1,timeout=30"
 _MODES = ("bare", "traced")
+# The share of jobs whose attempts share a store.
+_SHARED = 0.25
 # How often both jobs of a pair run again, if they ended in different ways.
 _REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is the same in both jobs of a pair."""
+    """What is the same in both jobs of a pair.
+
+    Attributes:
+        number: The number of the pair.
+        fault: What happens, and to whom.
+        rank: The rank at which it happens.
+        step: The step at which it happens.
+        shared: The workers of a restart use the store of the attempt before, as they do
+            by default. They find its keys, so most restarts fail, with a bare store
+            too, and chance decides how soon.
+    """
 
     number: int
     fault: str
     rank: int
     step: int
+    shared: bool
 
     def __str__(self) -> str:
-        return f"{self.fault} at rank {self.rank}, step {self.step}"
+        store = "shared" if self.shared else "new"
+        return f"{self.fault}, {store} store, at rank {self.rank}, step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,13 @@ class End:
 def make_job(seed: int, number: int) -> Job:
     """Make a job; it depends on the seed and its number alone."""
     draw = random.Random(f"pairs/{seed}/{number}")
-    return Job(number, draw.choice(_FAULTS), draw.randrange(4), draw.randrange(_STEPS))
+    return Job(
+        number=number,
+        fault=draw.choice(_FAULTS),
+        rank=draw.randrange(4),
+        step=draw.randrange(_STEPS),
+        shared=draw.random() < _SHARED,
+    )
 
 
 def run_pair(job: Job, order: int) -> dict[str, list[End]]:
@@ -114,12 +134,7 @@ def run_job(job: Job, mode: str) -> End:
         env = {
             **{k: v for k, v in os.environ.items() if not k.startswith("TRACEDSTORE_")},
             "FAULTS_MARKS": str(marks),
-            **{
-                name: value
-                for name, value in os.environ.items()
-                # The settings of a traced job that a comparison selects.
-                if name in os.environ.get("FAULTS_SETTINGS", "").split(",")
-            },
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if job.shared else "1",
         }
         if mode == "traced":
             env = environment(env)
@@ -131,11 +146,6 @@ def run_job(job: Job, mode: str) -> End:
         finally:
             _kill_job(str(marks))
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
-        if os.environ.get("FAULTS_KEEP"):
-            kept = Path(os.environ["FAULTS_KEEP"]) / f"{job.number}-{mode}-{began:.0f}"
-            kept.mkdir(parents=True)
-            for file in folder.iterdir():
-                (kept / file.name).write_bytes(file.read_bytes())
     fault_at = min((m["at"] for m in lines if m["kind"] == "fault"), default=began)
     attempts = {mark["attempt"] for mark in lines if mark["kind"] == "group"}
     return End(
@@ -276,4 +286,4 @@ def table(results: list[Result]) -> str:
 
 
 def _fault_of(result: Result) -> str:
-    return str(result["text"]).partition(" at ")[0]
+    return str(result["text"]).partition(", at ")[0]
