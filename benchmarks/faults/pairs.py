@@ -39,8 +39,9 @@ _FAULTS = (
 )
 _STEPS = 20
 _RESTARTS = 2
-# Seconds for a whole job; one that takes longer hangs. All bounds inside are shorter.
-_MAX_JOB = 180.0
+# Seconds for a whole job; one that takes longer hangs. So does the agent of a job whose
+# other agent was killed after its last step: it waits 300 s for it, bare as well.
+_MAX_JOB = 90.0
 # A node that is gone is waited for this long. Both kinds of job have it.
 _CONF = "join_timeout=15,last_call_timeout=1,timeout=30"
 _MODES = ("bare", "traced")
