@@ -23,7 +23,7 @@ import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from faults import plan  # noqa: E402
+from faults import harm, plan  # noqa: E402
 from faults.results import ResultsFile, faults_in, summary, table  # noqa: E402
 from faults.runner import Runner  # noqa: E402
 from tracedstore.demo.store_servers import serve_store  # noqa: E402
@@ -36,7 +36,25 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed (default: 1)")
     parser.add_argument(
-        "--only", choices=plan.classes(), default="", help="inject one class of faults"
+        "--only",
+        choices=[*plan.classes(), *harm.classes()],
+        default="",
+        help="inject one class of faults",
+    )
+    parser.add_argument(
+        "--signals", type=int, default=300, help="signals a combination (default: 300)"
+    )
+    parser.add_argument(
+        "--exits", type=int, default=10, help="exits a combination (default: 10)"
+    )
+    parser.add_argument(
+        "--builds", type=int, default=100, help="damaged builds (default: 100)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=200, help="pairs of jobs (default: 200)"
+    )
+    parser.add_argument(
+        "--match", default="", help="of signals and exits: cases with this text only"
     )
     parser.add_argument("--case", type=int, help="run one case and print its records")
     parser.add_argument(
@@ -58,6 +76,8 @@ def main() -> int:
     if threads != 1:
         sys.exit(f"{threads} threads run in the process that forks the ranks, not 1")
     file = ResultsFile(options.results, options.seed, options.only)
+    if options.only in harm.classes():
+        return harm.run(options, file)
     single = options.case is not None
     done = {} if single else file.read()
     # Collected once here, and not by every rank at its end.

@@ -29,6 +29,8 @@ class Process:
         child_reading, writing = os.pipe()
         director = os.getpid()
         self.lines: list[dict[str, Any]] = []
+        # How many of them `wait_for` has looked at.
+        self._looked_at = 0
         self.exit_status: int | None = None
         self.exited = 0.0
         self.pid = os.fork()
@@ -104,6 +106,11 @@ class Process:
             self.exit_status = os.waitstatus_to_exitcode(status)
             self.exited = time.monotonic()
 
+    def close(self) -> None:
+        """Close the pipes and the handle of a process that has ended."""
+        for file in (self.reading, self._writing, self.handle):
+            os.close(file)
+
     def wait_for(self, kind: str, timeout: float) -> dict[str, Any]:
         """Wait for a new line of a kind, and return it.
 
@@ -115,10 +122,13 @@ class Process:
             selector.register(self.reading, selectors.EVENT_READ)
             selector.register(self.handle, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0:
-                selector.select(left)
-                for line in self.receive():
+                self.receive()
+                for line in self.lines[self._looked_at :]:
+                    self._looked_at += 1
                     if line["kind"] == kind:
                         return line
-                if self.reap():
+                if self.exit_status is not None:
                     break
+                selector.select(left)
+                self.reap()
         raise TimeoutError(f"process {self.pid} sent no {kind!r}")

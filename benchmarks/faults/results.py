@@ -74,6 +74,11 @@ def table(results: list[Result]) -> str:
                 *(_percentile(seconds, share) for share in (0.5, 0.99, 1.0)),
             ]
         )
+    return markdown(rows)
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Return rows as a Markdown table; the first one is its head."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     return "\n".join(lines)

@@ -43,3 +43,33 @@ def test_survivors_are_right(tmp_path: Path) -> None:
 
     assert run.returncode == 0, run.stdout + run.stderr
     assert len(results.read_text().splitlines()) == cases
+
+
+@pytest.mark.parametrize(
+    ("fault_class", "options", "rows"),
+    [
+        ("signals", ("--signals", "5", "--match", "bare default, tcp"), 5),
+        ("exits", ("--exits", "1", "--match", "wait local fresh"), 3),
+        ("records", (), 3),
+    ],
+)
+def test_harm(
+    tmp_path: Path, fault_class: str, options: tuple[str, ...], rows: int
+) -> None:
+    """A few cases of the classes that compare with bare: no finding."""
+    results = tmp_path / "harm.jsonl"
+
+    run = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "faults"),
+            *("--only", fault_class, "--results", str(results), *options),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(results.read_text().splitlines()) == rows

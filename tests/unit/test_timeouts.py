@@ -51,6 +51,58 @@ class TestRunWithTimeout:
         finally:
             gc.enable()
 
+    def test_late_exception_keeps_nothing(self) -> None:
+        """The same for a function that raises after its timeout."""
+
+        class Used:
+            """Something that the function uses."""
+
+        used = Used()
+        freed = ref(used)
+        release, begun = threading.Event(), threading.Event()
+        threads: list[threading.Thread] = []
+
+        def fail(_used: Used) -> None:
+            threads.append(threading.current_thread())
+            begun.set()
+            release.wait(20)
+            raise ZeroDivisionError
+
+        gc.disable()
+        try:
+            with suppress(TimeoutError):
+                run_with_timeout(0.01, partial(fail, used))
+            del used
+            assert begun.wait(20)
+            release.set()
+            threads.pop().join(20)
+            assert freed() is None
+        finally:
+            gc.enable()
+
+    def test_thread_that_does_not_begin_keeps_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same where no thread can be started."""
+
+        class Used:
+            """Something that the function uses."""
+
+        def fail(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        used = Used()
+        freed = ref(used)
+        gc.disable()
+        try:
+            with suppress(TimeoutError):
+                run_with_timeout(20, partial(_divide, used))
+            del used
+            assert freed() is None
+        finally:
+            gc.enable()
+
     def test_timeout(self) -> None:
         """A function that does not return in time is abandoned."""
         release = threading.Event()

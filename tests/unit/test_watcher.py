@@ -1,7 +1,10 @@
 """The watcher reports long waits from one thread."""
 
+import math
 import threading
+import time
 from collections.abc import Iterator
+from weakref import ref
 
 import pytest
 
@@ -114,6 +117,46 @@ class TestReporting:
         assert other.wait_for(2)
         assert failures.counts()["inflight"] >= 1
         assert "barriers" not in failures.counts()
+
+
+class TestLifetime:
+    """A watch that is removed is freed, and the store that it refers to."""
+
+    def test_removed_while_the_thread_waits(self, watcher: Watcher) -> None:
+        """The thread has seen the watch, and waits for others."""
+        reports = Reports()
+        watcher.add(Watch("barriers", reports.report, after=3600))
+        wait_until_it_waits(watcher)
+        freed = ref(reports)
+
+        watcher.watches.clear()
+        del reports
+
+        assert freed() is None
+
+    def test_removed_after_a_report(self, watcher: Watcher) -> None:
+        """The thread has reported the watch."""
+        reports = Reports(delay=3600)
+        watcher.add(Watch("barriers", reports.report, after=0))
+        assert reports.wait_for(1)
+        wait_until_it_waits(watcher)
+        freed = ref(reports)
+
+        watcher.watches.clear()
+        del reports
+
+        assert freed() is None
+
+
+def wait_until_it_waits(watcher: Watcher) -> None:
+    """Wait until the thread has looked at the watches, and waits for the next."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        # The thread has the lock unless it waits or reports.
+        with watcher._changed:
+            if math.isfinite(watcher.looks_at):
+                return
+    raise TimeoutError("the thread does not wait")
 
 
 class TestThread:

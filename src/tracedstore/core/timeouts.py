@@ -29,12 +29,15 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    abandoned = False
 
     def run() -> None:
         try:
             results.append(work())
         except BaseException as error:
             errors.append(error)
+            if abandoned:
+                errors.clear()
 
     try:
         thread = start_bounded_thread(run)
@@ -46,6 +49,9 @@ def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
         # uses, a store mostly.
         raise errors.pop()
     if not results:
+        # For the same reason: first the mark, so that one of the two threads does it.
+        abandoned = True
+        errors.clear()
         raise TimeoutError(f"not finished after {seconds:g} s")
     return results[0]
 
@@ -82,6 +88,8 @@ def start_bounded_thread(work: Callable[[], None]) -> DaemonThread:
         thread.start()
     except RuntimeError:
         _threads.discard(thread)
+        # It keeps its target, which refers to it, and to what the work uses.
+        del thread
         raise
     return thread
 

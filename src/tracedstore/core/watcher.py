@@ -143,8 +143,9 @@ class Watcher:
 
     def _run(self) -> None:
         while (due := self._wait_for_due()) is not None:
-            for watch in due:
-                self._report(watch)
+            # Taken from the list: this frame refers to none of them while it waits.
+            while due:
+                self._report(due.pop(0))
 
     def _report(self, watch: Watched) -> None:
         delay = None
@@ -168,14 +169,17 @@ class Watcher:
                 due = [watch for watch in watches if watch.due <= now]
                 if due:
                     return sorted(due, key=lambda watch: watch.due)
-                ends = not watches and (expired or self._stopping)
+                idle = not watches
+                ends = idle and (expired or self._stopping)
                 self._stopping = False
                 if ends:
                     self._thread = None
                     return None
                 delay = min((w.due - now for w in watches), default=self._LINGER)
                 self.looks_at = now + delay
-                expired = not self._changed.wait(delay) and not watches
+                # A watch that is removed meanwhile is freed, and its store with it.
+                del watches
+                expired = not self._changed.wait(delay) and idle
 
 
 # One a process: a thread for each store or barrier would cost more than it watches.
