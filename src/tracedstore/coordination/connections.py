@@ -5,19 +5,27 @@ while the job waits on it needs a connection of its own. It must not keep the jo
 store: a store that is kept keeps its server and its port.
 """
 
+import os
+import re
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from tracedstore.core.identity import bottom_of, is_prefix_store
 from tracedstore.core.observer import missing_from_torch
+from tracedstore.core.weak_table import WeakTable
 
 # For one attempt to connect to the server of a TCPStore. torch may try for three times
 # as long, and the end of the process waits for that.
 _CONNECT_TIMEOUT = timedelta(seconds=1)
 _CALL_TIMEOUT = timedelta(seconds=4)
+# In the text of a TCPStore: the number and the port of its client's socket.
+_SOCKET = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+), addr=\S*:(\d+), ")
+# The connections that are open.
+_opened: WeakTable[None] = WeakTable()
 
 
 @contextmanager
@@ -78,7 +86,24 @@ def _connect(store_class: Any, host: str, port: int) -> Any:
         host, port, None, is_master=False, timeout=_CONNECT_TIMEOUT
     )
     connection.set_timeout(_CALL_TIMEOUT)
+    _opened.set(connection, None)
     return connection
+
+
+def end_all() -> None:
+    """Shut the connections down that this process opened, because it ends.
+
+    Calls that threads are in return now, and not while Python finalizes.
+    """
+    for connection, _ in _opened.items():  # noqa: PERF102 - no dictionary
+        # torch shows the socket of a TCPStore in its text only.
+        match = _SOCKET.search(repr(connection))
+        if match is None:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(int(match[1]))) as shared:
+            # Closed since, its number may be another file's.
+            if shared.getsockname()[1] == int(match[2]):
+                shared.shutdown(socket.SHUT_RDWR)
 
 
 def close_connection(store: Any) -> None:

@@ -285,6 +285,9 @@ class NativeCalls(Protocol):
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
 
+    def end(self) -> None:
+        """Let no other thread return to Python from a call while that finalizes."""
+
 
 class ThreadCounters:
     """The counts of one thread, and the calls it is in.

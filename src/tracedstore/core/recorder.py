@@ -51,6 +51,7 @@ class Recorder:
 
     Attributes:
         on: Calls are recorded; off, they are only forwarded.
+        ending: The process ends.
         ticks: The clock of the fast path.
         slow_ns: Duration from which a call is slow.
         overdue_ns: Duration from which a call that may block is overdue.
@@ -84,6 +85,7 @@ class Recorder:
         "barriers",
         "contended_after",
         "core",
+        "ending",
         "etcd",
         "families",
         "failures",
@@ -102,6 +104,7 @@ class Recorder:
         self.native: NativeCalls | None = None
         self.core = "auto"
         self.on = True
+        self.ending = False
         self.rendezvous = RendezvousStats()
         self.etcd = EtcdStats()
         self.stalls = StallStats()
@@ -142,6 +145,7 @@ class Recorder:
         """
         if self.native is not None:
             self.native.reset()
+        self.ending = False
         self.began_ns = self.clock.wall()
         self.counters = CountersByThread(self._telemetry, self.native)
         self.without_call_spans = set()

@@ -4,6 +4,8 @@ This base is pure Python, on torch's Store trampoline. It records into plain int
 (`counters`, through `recorder`). The native base (`native`) is the same in C++.
 """
 
+import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +32,9 @@ _HAS_TIMEOUT = isinstance(vars(Store).get("timeout"), property)
 _own_timeout: Callable[["StoreProxy"], timedelta] = (
     vars(Store)["timeout"].fget if _HAS_TIMEOUT else attrgetter("_traced.timeout")
 )
+
+# Seconds from the exit hook of this package to the end of Python, mostly.
+_MAX_HOLD = 0.5
 
 # Methods of the store object itself, which do not go to a server or a file.
 _NO_OPERATIONS = ("has_extended_api", "set_timeout")
@@ -149,7 +154,7 @@ def _pass_on_timeout(store: StoreProxy) -> None:
         state.inner.set_timeout(timeout)
 
 
-def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more than a branch
+def forwarder(  # noqa: C901, PLR0915 - the fast path in one piece: a call costs more than a branch
     method: Method, bind: Callable[[Any], Callable[..., Any]]
 ) -> Any:
     """Return the method that forwards a call and records it.
@@ -173,6 +178,8 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
         inner = bind(state.inner)
         recorder = state.recorder
         if not recorder.on:
+            if recorder.ending:
+                _hold_at_exit()
             return inner(*args, **kwargs)
         try:
             counters = recorder.counters[get_ident()]
@@ -229,6 +236,18 @@ def forwarder(  # noqa: C901 - the fast path in one piece: a call costs more tha
     forward.__qualname__ = f"{StoreProxy.__name__}.{method.name}"
     forward.__doc__ = f"Forward ``{method.name}`` to the inner store and record it."
     return forward
+
+
+def _hold_at_exit() -> None:
+    """Hold a daemon thread that begins a call while the process ends.
+
+    A thread that returns from C++ while CPython before 3.14 finalizes makes that abort.
+    Here it is ended by Python, or goes on: exit hooks that run later may wait for it.
+    """
+    # Not current_thread(), which registers a thread of torch's C++ with Python.
+    own = get_ident()
+    if any(one.daemon for one in threading.enumerate() if one.ident == own):
+        time.sleep(_MAX_HOLD)
 
 
 def _own_property(name: str) -> property:

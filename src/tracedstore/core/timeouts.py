@@ -1,5 +1,6 @@
 """Bounds in time for work that has none."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +103,16 @@ def pause(seconds: float) -> bool:
 def end_pauses() -> None:
     """End all pauses, because the process ends."""
     _ending.set()
+
+
+def end_bounded_threads() -> None:
+    """Let bounded work end as soon as the Store call that it is in has returned."""
+    for thread in list(_threads):
+        if thread.ident is not None:
+            # The documented way to raise an exception in a thread. These are ours.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+            )
 
 
 def join_bounded_threads(timeout: float) -> bool:

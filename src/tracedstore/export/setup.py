@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from opentelemetry.trace import Link, Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
-from tracedstore.coordination import rank_registry
+from tracedstore.coordination import connections, rank_registry
 from tracedstore.core import timeouts
 from tracedstore.core.budget import budget_of
 from tracedstore.core.clock import SYSTEM_CLOCK, Clock
@@ -227,6 +228,9 @@ class ConfiguredTelemetry:
 # One a process: events keep their order over a `configure`.
 _event_writer = EventWriter(RECORDER.failures)
 _deferred = DeferredWork(names.BARRIERS, RECORDER.failures)
+# Seconds for calls of other threads to end when the process ends.
+_IN_FLIGHT = 0.1
+_UNSEEN_CALLS = 0.005
 _telemetry: ConfiguredTelemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
@@ -392,8 +396,29 @@ def _at_exit() -> None:
         # The application ends its own providers.
         _telemetry.push.end(left(), own_only=True)
         _event_writer.stop(left())
+        timeouts.end_bounded_threads()
+        connections.end_all()
         timeouts.join_bounded_threads(left())
+        _hold_other_threads(left())
     ending.wait_for_native_calls(5.0 if _telemetry is None else _telemetry.exit_timeout)
+
+
+def _hold_other_threads(timeout: float) -> None:
+    """Let no thread of the job return from a traced call while Python finalizes."""
+    RECORDER.ending = True
+    if RECORDER.native is not None:
+        RECORDER.native.end()
+    if threading.active_count() == 1:
+        return
+    # Calls of the Python base that are in flight cannot be held. Most end at once, and
+    # those that began after recording had ended cannot be seen.
+    time.sleep(_UNSEEN_CALLS)
+    own, deadline = threading.get_ident(), time.monotonic() + min(timeout, _IN_FLIGHT)
+    while time.monotonic() < deadline and any(
+        counters.call is not None and thread != own
+        for thread, counters in list(RECORDER.counters.items())
+    ):
+        time.sleep(0.001)
 
 
 def _after_fork() -> None:

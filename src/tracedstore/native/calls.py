@@ -188,6 +188,10 @@ class NativeRecording:
         self._seen_before: dict[_CallKey, Call] = {}
         self._module.reset()
 
+    def end(self) -> None:
+        """Let no other thread return to Python from a call while that finalizes."""
+        self._module.end()
+
     def dropped(self) -> int:
         """Return how many notable calls of other threads the ring had no room for."""
         return int(self._module.dropped())

@@ -266,6 +266,31 @@ Told tell(PyObject* function, const py::tuple& arguments, bool to_the_end = fals
   return told;
 }
 
+// ------------------------------------------------------- the end of the process
+
+// Set when the process ends. A thread that returns from a call to Python while CPython
+// before 3.14 finalizes is ended in a destructor of C++, which aborts the process.
+std::atomic<bool> ending{false};
+// Milliseconds between the exit hook and the moment from which on a thread is let go:
+// exit hooks that run later may wait for it.
+constexpr int MAX_HOLD_MS = 500;
+
+// Holds a thread of Python that ends a call while the process ends: until the
+// interpreter finalizes, and then for ever, as CPython 3.14 does.
+void hold_at_exit() {
+  if (!ending.load(std::memory_order_relaxed) ||
+      pthread_equal(pthread_self(), main_thread.load(std::memory_order_relaxed)) ||
+      PyGILState_GetThisThreadState() == nullptr) {
+    return;
+  }
+  for (int waited = 0; waited < MAX_HOLD_MS; ++waited) {
+    while (is_finalizing() || Py_IsInitialized() == 0) {
+      pause();
+    }
+    usleep(1000);
+  }
+}
+
 // -------------------------------------------------- Python references from C++
 
 // References that wait to be released. A forked child gets a new list: a thread that
@@ -1189,6 +1214,7 @@ void Call::abandoned() noexcept {
 }
 
 void Call::returned(int64_t bytes, int swapped) noexcept {
+  hold_at_exit();
   if (record == nullptr) {
     return;
   }
@@ -1253,6 +1279,7 @@ py::tuple Call::for_python(int64_t now, int64_t bytes, int swapped) const {
 }
 
 void Call::failed() noexcept {
+  hold_at_exit();
   if (record == nullptr) {
     return;
   }
@@ -1475,6 +1502,7 @@ PYBIND11_MODULE(tracedstore_native, module) {
   pthread_atfork(nullptr, nullptr, [] {
     released.store(new Released, std::memory_order_release);
     main_thread = pthread_self(); // the one that forked
+    ending = false;
     start_from_zero();
   });
   py::register_exception_translator(translate_with_note);
@@ -1539,6 +1567,7 @@ PYBIND11_MODULE(tracedstore_native, module) {
   module.def("calls", &calls);
   module.def("drain", &drain);
   module.def("dropped", &dropped);
+  module.def("end", [] { ending = true; });
   module.def("reset", &start_from_zero);
   module.def("enter_unrecorded", [] { this_thread.unrecorded++; });
   module.def("exit_unrecorded", [] { this_thread.unrecorded--; });
