@@ -130,7 +130,7 @@ def _stalled_barrier(store: dist.Store, ranks: int, lines: LogLines) -> None:
         as_rank(rank, ranks, lines)
         with suppress(dist.DistStoreError):
             call._meet(timedelta(seconds=_BARRIER_TIMEOUT))  # noqa: SLF001 - drives it
-        call._timed_out()  # noqa: SLF001 - drives it
+        call._timed_out(call._store)  # noqa: SLF001 - drives it
 
 
 def _hang(store: dist.Store, ranks: int, hang_seconds: float, lines: LogLines) -> None:

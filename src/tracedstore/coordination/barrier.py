@@ -191,7 +191,7 @@ class BarrierCall(BarrierTelemetry):
             if raised_by_handler(error) or not isinstance(error, Exception):
                 guarded(self.end_interrupted)
             else:
-                off_main_thread(self._end_failed, error)
+                off_main_thread(self._end_failed, error, store)
             raise
         finally:
             self._store = None  # a thread that warns may keep this call
@@ -204,16 +204,16 @@ class BarrierCall(BarrierTelemetry):
             self.duration = duration
             TELEMETRY.defer(self.emit_completed)
 
-    def _end_failed(self, error: Exception) -> None:
+    def _end_failed(self, error: Exception, store: AnyStore) -> None:
         """End a call that raised; the caller raises the error again.
 
         Raises:
             BarrierTimeout: In its stead, if it is the store's timeout.
         """
         if error_type(error) == TIMEOUT:
-            timed_out = self._timed_out()
+            timed_out = self._timed_out(store)
             raise timed_out from None
-        from_torch = is_from_torch(bare_store(self._store))
+        from_torch = is_from_torch(bare_store(store))
         self.emit_failed(error, from_torch=from_torch)
 
     def _meet(self, timeout: timedelta) -> None:
@@ -301,10 +301,10 @@ class BarrierCall(BarrierTelemetry):
             examine=self._examine,
         )
 
-    def _timed_out(self) -> BarrierTimeout:
+    def _timed_out(self, store: AnyStore) -> BarrierTimeout:
         # Not a side connection: the wait is over, so the store's own one is free. A new
         # one fails where rank 0 served the store, timed out first and exited.
-        reader, store = self._reader(), self._store
+        reader = self._reader()
         report = MissingReport.unknown(self.world_size)
         try:
             report = run_with_timeout(
@@ -312,7 +312,7 @@ class BarrierCall(BarrierTelemetry):
             )
             report = reader.wait_for_names(store, report)
             report = run_with_timeout(
-                READ_TIMEOUT, partial(self._publish_after_timeout, report)
+                READ_TIMEOUT, partial(self._publish_after_timeout, store, report)
             )
         except Exception as error:
             RECORDER.failures.add(names.BARRIERS, error)
@@ -320,12 +320,14 @@ class BarrierCall(BarrierTelemetry):
             report, self._timeout, own_names=self._decoder is not None
         )
 
-    def _publish_after_timeout(self, report: MissingReport) -> MissingReport:
+    def _publish_after_timeout(
+        self, store: AnyStore, report: MissingReport
+    ) -> MissingReport:
         with RECORDER.no_call_spans():
-            report = self._publish(self._store, report)
+            report = self._publish(store, report)
             if self.rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
-                self._store.set(self._keys.tracing_gate, "<val_ignored>")
+                store.set(self._keys.tracing_gate, "<val_ignored>")
             return report
 
     def _publish(self, store: Any, report: MissingReport) -> MissingReport:

@@ -5,6 +5,7 @@ keeps losing compare-and-sets, or is within the span budget becomes an `Operatio
 which the observers get. Whether it does is decided here, once (`Recorder._reasons`).
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -35,7 +36,7 @@ from tracedstore.core.counters import (
 from tracedstore.core.errors import error_message, error_type, is_ordinary_answer
 from tracedstore.core.etcd_stats import EtcdStats
 from tracedstore.core.keys import KeyFamilies, shown
-from tracedstore.core.observer import Failures, Observers
+from tracedstore.core.observer import REST, Failures, Observers
 from tracedstore.core.operation import Attempts, Operation, Reason
 from tracedstore.core.rendezvous_stats import RendezvousStats
 from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
@@ -52,6 +53,8 @@ class Recorder:
     Attributes:
         on: Calls are recorded; off, they are only forwarded.
         ending: The process ends.
+        rests_until: When to record again after a failure, by ``time.monotonic``; None
+            without one.
         ticks: The clock of the fast path.
         slow_ns: Duration from which a call is slow.
         overdue_ns: Duration from which a call that may block is overdue.
@@ -93,6 +96,7 @@ class Recorder:
         "observers",
         "overdue_ns",
         "rendezvous",
+        "rests_until",
         "series",
         "stalls",
         "without_call_spans",
@@ -105,6 +109,7 @@ class Recorder:
         self.core = "auto"
         self.on = True
         self.ending = False
+        self.rests_until: float | None = None
         self.rendezvous = RendezvousStats()
         self.etcd = EtcdStats()
         self.stalls = StallStats()
@@ -157,7 +162,7 @@ class Recorder:
         self.failures.reset()
 
     def stop_recording(self, error: Exception) -> None:
-        """Record nothing more: recording itself raised and cannot be trusted.
+        """Record nothing for a minute: recording itself raised.
 
         Raises:
             Exception: The error, if a signal handler raised it. Then it is the job's,
@@ -166,7 +171,14 @@ class Recorder:
         if raised_by_handler(error):
             raise error
         self.on = False
+        self.rests_until = time.monotonic() + REST
         self.failures.add(names.RECORDING, error)
+
+    def resume_recording(self) -> None:
+        """Record again, if a failure has stopped that a minute ago."""
+        if self.rests_until is not None and time.monotonic() >= self.rests_until:
+            self.rests_until = None
+            self.on = True
 
     def count_swap(
         self, state: StoreState, counts: SeriesCounts, *, won: bool | None

@@ -189,6 +189,7 @@ class ConfiguredTelemetry:
             self._metrics.register(self._registry)
         except Exception as error:
             RECORDER.failures.add(self._metrics.name, error)
+        RECORDER.rests_until = None
         RECORDER.on = not settings.disabled
         self._guarded_push(self.push.start)
         LOCAL_SOCKET.enable(on=settings.answers and not settings.disabled)
@@ -201,6 +202,7 @@ class ConfiguredTelemetry:
 
     def stop(self, timeout: float) -> None:
         """Record and emit no more. Counts stay."""
+        RECORDER.rests_until = None
         RECORDER.on = False
         TELEMETRY.install(NULL_TELEMETRY)
         RECORDER.observers.set(())

@@ -89,6 +89,7 @@ class StallWatch:
         LAST_CALL.reset()
 
     def _report(self) -> float:
+        RECORDER.resume_recording()
         hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_store)
         delay = self._reporter.report()
         return min(delay, _HANG_INTERVAL) if hangs else delay

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import logging
 import os
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.core.errors import TracedStoreError
 from tracedstore.native import verify
@@ -22,6 +24,9 @@ MODULE: Final = "tracedstore_native"
 DIRECTORY_VARIABLE: Final = "TRACEDSTORE_NATIVE_DIR"
 # Builds of an image, or of a checkout.
 PACKAGE_DIRECTORY: Final = Path(__file__).with_name("builds")
+
+
+_logger = logging.getLogger(names.SCOPE)
 
 
 class NativeUnavailable(TracedStoreError):  # noqa: N818 - a state and no mistake
@@ -144,8 +149,13 @@ def _load_once() -> Any:
     The exception itself would keep the stores of all callers, in its traceback.
     """
     try:
-        return load_file(find())
+        file = find()
     except NativeUnavailable as error:
+        return str(error)
+    try:
+        return load_file(file)
+    except NativeUnavailable as error:
+        _logger.warning("%s; the Python base records instead", error)
         return str(error)
 
 

@@ -10,6 +10,7 @@ an application's own configuration run in the writer, in a copy of the caller's 
 
 import contextvars
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
@@ -282,7 +283,11 @@ def _write_line(line: str) -> None:
         return
     remaining = line.encode("utf-8", "backslashreplace")
     while remaining:
-        remaining = remaining[os.write(stream.fileno(), remaining) :]
+        try:
+            remaining = remaining[os.write(stream.fileno(), remaining) :]
+        except BlockingIOError:
+            # A job made it non-blocking, and its reader is slow. Only the writer waits.
+            select.select([], [stream.fileno()], [])
 
 
 def _timestamp_first(

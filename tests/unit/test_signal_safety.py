@@ -1,0 +1,228 @@
+"""Telemetry runs where no signal handler can; what one raises is the job's."""
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from integration.harness import wait_until
+from tracedstore.core import signal_safety
+from tracedstore.core.observer import Failures
+from tracedstore.core.signal_safety import (
+    HELPERS,
+    calling_thread,
+    off_main_thread,
+    raised_by_handler,
+)
+from tracedstore.core.telemetry import NULL_TELEMETRY
+
+_VARIABLE: ContextVar[str] = ContextVar("variable", default="")
+
+
+class Stop(Exception):  # noqa: N818 - as a program names it
+    """What a handler raises."""
+
+
+def handler(_signum: int, _frame: object) -> None:
+    """Raise."""
+    raise Stop
+
+
+class Callable_:  # noqa: N801 - a handler that is an object
+    """A handler with a state."""
+
+    def __call__(self, *_args: object) -> None:
+        """Raise."""
+        raise TimeoutError
+
+    def method(self, _signum: int, _frame: object) -> None:
+        """Raise, after the handler is removed, as handlers of SIGTERM often are."""
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        raise OSError
+
+
+@contextmanager
+def handling(function: Callable[..., Any]) -> Iterator[None]:
+    """Handle SIGUSR1 by a function."""
+    before = signal.signal(signal.SIGUSR1, function)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class TestOffMainThread:
+    """What runs in a helper thread."""
+
+    def test_thread(self) -> None:
+        """The main thread hands over, and another one does not."""
+        main = threading.get_ident()
+        ran = off_main_thread(threading.get_ident)
+        in_other: list[bool] = []
+        other = threading.Thread(
+            target=lambda: in_other.append(
+                off_main_thread(threading.get_ident) == threading.get_ident()
+            )
+        )
+        other.start()
+        other.join()
+
+        assert ran != main
+        assert in_other == [True]
+        assert off_main_thread(calling_thread) == main
+
+    def test_context(self) -> None:
+        """The work has the context variables of the caller."""
+        _VARIABLE.set("of the caller")
+
+        assert off_main_thread(_VARIABLE.get) == "of the caller"
+
+    def test_error(self) -> None:
+        """What the work raises reaches the caller."""
+        with pytest.raises(ZeroDivisionError):
+            off_main_thread(lambda: 1 // 0)
+
+    def test_handler_during_the_wait(self) -> None:
+        """Its exception reaches the caller, and the work goes on."""
+        begun, go_on, done = (threading.Event() for _ in range(3))
+
+        def work() -> None:
+            begun.set()
+            assert go_on.wait(20)
+            done.set()
+
+        def send() -> None:
+            assert begun.wait(20)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        sender = threading.Thread(target=send)
+        with handling(handler):
+            sender.start()
+            with pytest.raises(Stop):
+                off_main_thread(work)
+        sender.join()
+        go_on.set()
+        assert done.wait(20)
+
+    def test_handler_uses_it(self) -> None:
+        """The helper of the interrupted work does not depend on the main thread."""
+        begun, release = threading.Event(), threading.Event()
+        lock = threading.Lock()
+
+        def work() -> str:
+            with lock:
+                begun.set()
+                assert release.wait(20)
+            return "interrupted"
+
+        def use(*_: object) -> None:
+            release.set()
+            assert off_main_thread(take) == "in the handler"
+
+        def take() -> str:
+            with lock:
+                return "in the handler"
+
+        def send() -> None:
+            assert begun.wait(20)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        sender = threading.Thread(target=send)
+        with handling(use):
+            sender.start()
+            assert off_main_thread(work) == "interrupted"
+        sender.join()
+
+    def test_no_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without a thread to be had, the main thread does the work."""
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(signal_safety, "start_new_thread", refuse)
+        monkeypatch.setattr(HELPERS, "idle", [])
+
+        assert off_main_thread(threading.get_ident) == threading.get_ident()
+
+    def test_fork(self) -> None:
+        """A forked child starts helper threads of its own."""
+        off_main_thread(threading.get_ident)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = int(off_main_thread(os.getpid) != os.getpid())
+            finally:
+                os._exit(status)
+
+        assert os.waitpid(pid, 0)[1] == 0
+
+    def test_taken_and_given_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A helper thread whose work never came, because a handler raised, ends."""
+        monkeypatch.setattr(signal_safety, "_WORK_TIMEOUT", 0.01)
+        monkeypatch.setattr(HELPERS, "idle", [])
+        taken = off_main_thread(threading.get_ident)
+        wait_until(lambda: bool(HELPERS.idle))
+        HELPERS.idle.pop()
+
+        wait_until(lambda: taken not in HELPERS.thread_ids)
+
+
+class TestRaisedByHandler:
+    """Which exceptions are a handler's."""
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            handler,
+            Callable_(),
+            Callable_().method,
+            functools.wraps(handler)(lambda *args: Callable_().method(*args)),
+            functools.partial(lambda _extra, signum, frame: handler(signum, frame), 1),
+        ],
+    )
+    def test_handler(self, function: Callable[..., Any]) -> None:
+        """However the handler is written, and whatever it raises."""
+        with handling(function), pytest.raises((Stop, OSError)) as raised:
+            signal.raise_signal(signal.SIGUSR1)
+
+        assert raised_by_handler(raised.value)
+
+    def test_other(self) -> None:
+        """An exception of any other code is not."""
+        with pytest.raises(ZeroDivisionError) as raised:
+            functools.partial(divmod, 1)(0)
+
+        assert not raised_by_handler(raised.value)
+
+    @pytest.mark.parametrize("error", [Stop, TimeoutError, RuntimeError])
+    def test_guarded_step(self, error: type[Exception]) -> None:
+        """An optional step does not take a handler's exception for its own."""
+        failures = Failures(NULL_TELEMETRY)
+
+        def raise_it(*_: object) -> None:
+            raise error
+
+        def step() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        def call() -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+        def repeat() -> None:
+            while True:  # until the handler has run in this thread
+                failures.guarded("step", step)
+
+        with handling(raise_it):
+            with pytest.raises(error):
+                repeat()
+            with pytest.raises(error):
+                failures.guarded_call("call", call)
+
+        assert failures.counts() == {}
