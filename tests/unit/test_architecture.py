@@ -29,7 +29,7 @@ ALLOWED_IMPORTS = {
         "diagnosis",
     },
     "testing": {"core"},
-    "native": {"core"},
+    "native": {"names", "core"},
     "store": {"names", "core", "etcd", "export", "native"},
     "elastic": {"core", "coordination", "diagnosis", "export"},
     "barrier_patch": {"names", "core", "coordination", "elastic", "export"},

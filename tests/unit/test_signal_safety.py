@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -138,6 +139,18 @@ class TestOffMainThread:
             sender.start()
             assert off_main_thread(work) == "interrupted"
         sender.join()
+
+    def test_nothing_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A helper thread that waits for work refers to nothing of what it did."""
+        monkeypatch.setattr(HELPERS, "idle", [])
+        references = []
+        for _ in range(2):  # in a new thread, and in one that waits
+            given, made = Stop(), off_main_thread(Stop)
+            off_main_thread(repr, given)
+            references += [weakref.ref(given), weakref.ref(made)]
+        del given, made
+
+        assert [reference() for reference in references] == [None] * 4
 
     def test_no_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without a thread to be had, the main thread does the work."""

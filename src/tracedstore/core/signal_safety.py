@@ -119,25 +119,31 @@ class HelperThreads:
 
     def _start(self, work: _Work) -> None:
         try:
-            start_new_thread(self.serve, (work,))
+            start_new_thread(self.serve, ([work],))
         except RuntimeError as error:
             if raised_by_handler(error):
                 raise
             raise _NoHelperThread from error
 
-    def serve(self, work: _Work) -> None:
-        """Do work until enough other threads wait for it; the target of a thread."""
+    def serve(self, first: list[_Work]) -> None:
+        """Do work until enough other threads wait for it; the target of a thread.
+
+        Args:
+            first: The first work. It is taken out: arguments live as long as a thread,
+                and what they refer to must not.
+        """
         # For stacks: the thread is not started as a threading.Thread, whose start takes
         # locks.
         threading.current_thread().name = "tracedstore-helper"
         self.thread_ids.add(get_ident())
         try:
-            self._serve(work)
+            self._serve(first)
         finally:
             self.thread_ids.discard(get_ident())
 
-    def _serve(self, work: _Work) -> None:
+    def _serve(self, first: list[_Work]) -> None:
         queue: SimpleQueue[_Work] = SimpleQueue()
+        work = first.pop()
         while True:
             context, function, args, results, errors, done = work
             try:

@@ -65,7 +65,8 @@ class WeakTable(Generic[V]):
     def items(self) -> list[tuple[Any, V]]:
         """Return the keys that are alive, with their values."""
         self.drop_dead()
-        found = [(key(), value) for key, value in list(self._entries.values())]
+        # A copy of the dictionary is one step of C; a list of its items is not.
+        found = [(key(), value) for key, value in self._entries.copy().values()]
         return [(key, value) for key, value in found if key is not None]
 
     def clear(self) -> None:
@@ -74,7 +75,7 @@ class WeakTable(Generic[V]):
 
     def drop_dead(self) -> None:
         """Drop the values of keys that are dead."""
-        for identity, (key, _) in list(self._entries.items()):
+        for identity, (key, _) in self._entries.copy().items():
             if key() is None:
                 self._entries.pop(identity, None)
 

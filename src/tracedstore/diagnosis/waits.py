@@ -1,6 +1,7 @@
 """The blocked Store calls of this process, and what is known about each."""
 
 import math
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -116,6 +117,9 @@ class Repeats:
     def __init__(self) -> None:
         # By store and phase.
         self._by_phase: dict[tuple[int, str], _Repeated] = {}
+        # A call that has timed out is reported for the thread that made it, by another
+        # thread than the diagnosis'.
+        self._lock = threading.Lock()
 
     def is_due(self, wait: Wait, waited: float) -> bool:
         """Return whether a report on a wait is due; if so, it is taken as made.
@@ -124,6 +128,10 @@ class Repeats:
             wait: The wait; the caller knows that it is due by itself.
             waited: How many seconds it has lasted.
         """
+        with self._lock:
+            return self._is_due(wait, waited)
+
+    def _is_due(self, wait: Wait, waited: float) -> bool:
         now = time.monotonic()
         key = _key(wait)
         known = self._by_phase.pop(key, None)

@@ -195,8 +195,10 @@ bool submit(const py::tuple& work) {
         PyObject_CallMethod(queue.ptr(), "put", "(O)", work.ptr()));
   } else {
     PyErr_Clear(); // none is idle
+    py::list first;
+    first.append(work);
     done = py::reinterpret_steal<py::object>(
-        PyObject_CallFunction(start_thread, "O(O)", serve, work.ptr()));
+        PyObject_CallFunction(start_thread, "O(O)", serve, first.ptr()));
   }
   if (!done) {
     PyErr_Clear();
