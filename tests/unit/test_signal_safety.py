@@ -1,6 +1,7 @@
 """Telemetry runs where no signal handler can; what one raises is the job's."""
 
 import functools
+import gc
 import os
 import signal
 import threading
@@ -206,6 +207,25 @@ class TestRaisedByHandler:
             signal.raise_signal(signal.SIGUSR1)
 
         assert raised_by_handler(raised.value)
+
+    def test_keeps_nothing(self) -> None:
+        """Looking at an exception of this package makes no cycle of references."""
+        kept = Stop()
+        reference = weakref.ref(kept)
+
+        def fail(_argument: object) -> None:
+            try:
+                [].pop()
+            except IndexError as error:
+                assert not raised_by_handler(error)
+
+        gc.disable()
+        try:
+            fail(kept)
+            del kept
+            assert reference() is None
+        finally:
+            gc.enable()
 
     def test_other(self) -> None:
         """An exception of any other code is not."""

@@ -25,6 +25,8 @@ import threading
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable
 from contextvars import Context, copy_context
+from inspect import CO_VARARGS
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -37,6 +39,7 @@ _CHECK_INTERVAL = 1.0
 # Seconds after which a helper thread that was taken, but got no work, ends: a handler
 # has raised between the two.
 _WORK_TIMEOUT = 60.0
+_PACKAGE: Final = str(Path(__file__).parents[1])
 # Helper threads that wait for work at a time. One is enough, unless handlers use stores
 # or threads of ranks fail together.
 _MAX_IDLE = 4
@@ -110,12 +113,19 @@ class HelperThreads:
         return results.pop()
 
     def _submit(self, work: _Work) -> None:
+        queue = self._take() if self.idle else None
+        if queue is None:
+            self._start(work)
+        else:
+            queue.put(work)
+
+    def _take(self) -> "SimpleQueue[_Work] | None":
         try:
-            self.idle.pop().put(work)
-        except IndexError as error:
+            return self.idle.pop()
+        except IndexError as error:  # a handler has taken it
             if raised_by_handler(error):
                 raise
-            self._start(work)
+            return None
 
     def _start(self, work: _Work) -> None:
         try:
@@ -222,8 +232,11 @@ def raised_by_handler(error: BaseException) -> bool:
 
 
 def _is_handler(frame: FrameType) -> bool:
-    interrupted = frame.f_back
-    if interrupted is None:
+    interrupted, code = frame.f_back, frame.f_code
+    takes_two = code.co_argcount > 1 or code.co_flags & CO_VARARGS
+    # Reading the variables of a frame makes it keep them, the exception and so itself
+    # included: not of frames that cannot be a handler's.
+    if interrupted is None or not takes_two or code.co_filename.startswith(_PACKAGE):
         return False
     for value in frame.f_locals.values():
         # ``def handler(signum, frame)``, or ``def handler(*args)``.

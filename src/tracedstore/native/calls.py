@@ -33,6 +33,8 @@ from tracedstore.core.store_proxy import RECORDED, create_series
 
 # What C++ compares with ticks.
 _MIN, _MAX = -(2**63), 2**63 - 1
+# Calls that have ended and are kept, which is more than threads end one at a time.
+_MAX_ENDED = 256
 # Identifies a call: the record of its thread, and its number there.
 _CallKey = tuple[int, int]
 # A call as C++ passes it: both parts of its key, the index of its method, its arguments
@@ -181,11 +183,12 @@ class NativeRecording:
         """Start from zero, as a forked child must."""
         self._lock = threading.Lock()
         self._draining = threading.Lock()
-        # The tuples of calls in flight. A call keeps its tuple, which is its identity,
-        # so those of the reading before last are dropped, not those of the last one:
-        # a call that has just ended asks for its own.
+        # The tuples of calls in flight, as of the last reading. A call keeps its tuple,
+        # which is its identity.
         self._seen: dict[_CallKey, Call] = {}
-        self._seen_before: dict[_CallKey, Call] = {}
+        # Those that have ended since, the latest last: a call that has ended asks for
+        # its own, and may do so after further readings.
+        self._ended: dict[_CallKey, Call] = {}
         self._module.reset()
 
     def end(self) -> None:
@@ -250,7 +253,7 @@ class NativeRecording:
     ) -> Call:
         record, number, method, arguments, started = native
         key = (record, number)
-        known = self._seen.get(key) or self._seen_before.get(key)
+        known = self._seen.get(key) or self._ended.get(key)
         if known is not None:
             return known
         return (self._methods[method], state, _positional(*arguments), started, outer)
@@ -266,7 +269,11 @@ class NativeRecording:
             call = self._call(native, state, outer)
             seen[record, number] = outers[thread_id] = call
             found.append(ActiveCall(*call, thread_id, call))
-        self._seen_before, self._seen = self._seen, seen
+        # A copy that replaces the other: calls that end look into it without the lock.
+        ended = self._ended | self._seen
+        for key in [*seen, *list(ended)[: max(0, len(ended) - _MAX_ENDED)]]:
+            ended.pop(key, None)
+        self._ended, self._seen = ended, seen
         return found
 
     def _python_call(self, thread_id: int, started: int) -> Call | None:
