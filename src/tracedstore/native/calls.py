@@ -6,6 +6,7 @@ are read.
 """
 
 import threading
+import time
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from tracedstore.core.store_proxy import RECORDED, create_series
 _MIN, _MAX = -(2**63), 2**63 - 1
 # Calls that have ended and are kept, which is more than threads end one at a time.
 _MAX_ENDED = 256
+# Seconds for which they are kept: explaining a call takes two at most.
+_KEPT = 4.0
 # Identifies a call: the record of its thread, and its number there.
 _CallKey = tuple[int, int]
 # A call as C++ passes it: both parts of its key, the index of its method, its arguments
@@ -186,9 +189,9 @@ class NativeRecording:
         # The tuples of calls in flight, as of the last reading. A call keeps its tuple,
         # which is its identity.
         self._seen: dict[_CallKey, Call] = {}
-        # Those that have ended since, the latest last: a call that has ended asks for
-        # its own, and may do so after further readings.
-        self._ended: dict[_CallKey, Call] = {}
+        # Those that have ended since, the latest last, and when that was seen: a call
+        # that has ended asks for its own, and may do so after further readings.
+        self._ended: dict[_CallKey, tuple[Call, float]] = {}
         self._module.reset()
 
     def end(self) -> None:
@@ -253,7 +256,7 @@ class NativeRecording:
     ) -> Call:
         record, number, method, arguments, started = native
         key = (record, number)
-        known = self._seen.get(key) or self._ended.get(key)
+        known = self._seen.get(key) or self._ended.get(key, (None,))[0]
         if known is not None:
             return known
         return (self._methods[method], state, _positional(*arguments), started, outer)
@@ -269,11 +272,13 @@ class NativeRecording:
             call = self._call(native, state, outer)
             seen[record, number] = outers[thread_id] = call
             found.append(ActiveCall(*call, thread_id, call))
-        # A copy that replaces the other: calls that end look into it without the lock.
-        ended = self._ended | self._seen
-        for key in [*seen, *list(ended)[: max(0, len(ended) - _MAX_ENDED)]]:
-            ended.pop(key, None)
-        self._ended, self._seen = ended, seen
+        # A new one that replaces the other: calls that end look into it without the
+        # lock. They are not kept for long, because they refer to the state of a store.
+        now = time.monotonic()
+        kept = {key: one for key, one in self._ended.items() if now < one[1] + _KEPT}
+        kept |= {key: (one, now) for key, one in self._seen.items() if key not in seen}
+        self._ended = dict(list(kept.items())[-_MAX_ENDED:])
+        self._seen = seen
         return found
 
     def _python_call(self, thread_id: int, started: int) -> Call | None:
