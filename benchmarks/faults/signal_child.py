@@ -260,7 +260,8 @@ class Child:
         self._store.set("last", "1")
         after = self._sum("tracedstore_operation_duration_seconds_count")
         return {
-            "recording": after == before + 1,
+            # A helper thread may still make a call of an interrupted step.
+            "recording": after > before,
             "failures": self._sum("tracedstore_telemetry_failures_total"),
         }
 
