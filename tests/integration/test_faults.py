@@ -48,7 +48,7 @@ def test_survivors_are_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault_class", "options", "rows"),
     [
-        ("signals", ("--signals", "5", "--match", "handler: timeout"), 35),
+        ("signals", ("--signals", "5", "--match", "handler: exception"), 35),
         ("exits", ("--exits", "1", "--match", "wait local fresh"), 3),
         ("builds", ("--builds", "2"), 2),
         ("records", (), 3),
