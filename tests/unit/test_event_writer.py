@@ -1,9 +1,11 @@
 """The event writer: order, bounds, and what a log that blocks costs the caller."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +13,7 @@ from tracedstore.core.observer import Failures
 from tracedstore.core.telemetry import NullTelemetry
 from tracedstore.signals import event_writer
 from tracedstore.signals.event_writer import EventWriter
+from tracedstore.signals.events import _write_line
 
 
 class Quiet(NullTelemetry):
@@ -192,3 +195,23 @@ class TestThread:
         assert os.waitstatus_to_exitcode(status) == 0
         assert writer.flush(20)
         assert log.lines == [0, 1]
+
+
+def test_standard_error_that_would_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A non-blocking standard error that is full delays a line, and loses nothing."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    with os.fdopen(writing, "w") as full, os.fdopen(reading, "rb") as pipe:
+        monkeypatch.setattr(sys, "__stderr__", full)
+        monkeypatch.setattr(sys, "stderr", full)
+        writer = threading.Thread(target=_write_line, args=("the line\n",))
+        writer.start()
+        received = b""
+        while not received.endswith(b"the line\n"):
+            received += pipe.read1()
+        writer.join(20)
+        assert not writer.is_alive()
+        monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Observers that raise are removed; failures are counted and reported once."""
+"""Observers that raise rest; failures are counted and reported once."""
 
 import logging
 
@@ -7,6 +7,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore.core.observer import Failures
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.telemetry import NULL_TELEMETRY, NullTelemetry
 from tracedstore.testing import OperationLog
 
@@ -44,6 +45,17 @@ class TestObservers:
             raising.observed,
             len(after.operations),
         ) == (5, 1, 5)
+
+    def test_name_of_one_of_ours(self) -> None:
+        """An application's observer that raises does not make ours rest."""
+        raising = Raising()
+        raising.name = "metrics"
+        tracedstore.configure(observers=[raising], slow_after=0, log_format="off")
+
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        assert RECORDER.failures.counts()["application_metrics"] == 1
+        assert not RECORDER.failures.rests("metrics")
 
     def test_configure_adds_it_again(self) -> None:
         """A removed observer is called again after configure()."""
