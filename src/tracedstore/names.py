@@ -260,6 +260,8 @@ AUTO: Final = "auto"
 DIAGNOSIS: Final = "diagnosis"
 OTEL_METRICS: Final = "otel_metrics"
 OTEL_LOGS: Final = "otel_logs"
+# Put before the name of an application's observer that has one of these names.
+APPLICATION_PREFIX: Final = "application_"
 OBSERVERS: Final = (
     RECORDING,
     SPANS,

@@ -12,10 +12,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from integration.harness import wait_until
+import tracedstore
+from integration.harness import in_background, wait_until
 from tracedstore.core import signal_safety
 from tracedstore.core.observer import Failures
+from tracedstore.core.recorder import RECORDER
 from tracedstore.core.signal_safety import (
     HELPERS,
     calling_thread,
@@ -23,6 +26,8 @@ from tracedstore.core.signal_safety import (
     raised_by_handler,
 )
 from tracedstore.core.telemetry import NULL_TELEMETRY
+from tracedstore.export import setup
+from tracedstore.testing import OperationLog
 
 _VARIABLE: ContextVar[str] = ContextVar("variable", default="")
 
@@ -260,3 +265,31 @@ class TestRaisedByHandler:
                 failures.guarded_call("call", call)
 
         assert failures.counts() == {}
+
+
+class TestGarbage:
+    """A ``__del__`` that garbage collection runs inside telemetry uses a store."""
+
+    def test_no_deadlock(self) -> None:
+        """The telemetry of its call comes to locks that its thread holds already."""
+        log = OperationLog()
+        tracedstore.configure(observers=[log], slow_after=0, log_format="json")
+        store = tracedstore.wrap(HashStore())
+        telemetry = setup._telemetry
+        assert telemetry is not None
+
+        class Last:
+            def __del__(self) -> None:
+                store.set("key", "value")
+
+        def collect() -> None:
+            with (
+                telemetry._events._lock,
+                telemetry._stall_watch._lock,
+                RECORDER.failures._lock,
+            ):
+                Last()
+
+        in_background(collect).result(20)
+
+        assert [each.method.name for each in log.operations] == ["set"]

@@ -90,7 +90,7 @@ class BarrierSpan:
         self._ids = ids
         self._joined: SpanContext | None = None
         self._published = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def begin(self, shared: str = "") -> None:
         """Start the span, unless it is started.

@@ -18,7 +18,7 @@ class EtcdStats:
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._requests: Counter[tuple[str, RequestResult]] = Counter()
         self._recoveries: Counter[Recovery] = Counter()
         self._bytes: Counter[str] = Counter()

@@ -55,7 +55,7 @@ class Failures:
         # Failures that are not counted yet. Adding one is atomic and takes no lock: the
         # main thread adds some, and a signal handler may interrupt it.
         self._added: deque[tuple[str, BaseException]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, name: str, error: BaseException) -> None:
         """Count a failure of the named part; report it if it is the first one."""
@@ -196,5 +196,5 @@ def _part_of(observer: Observer) -> str:
     # An observer of the application may have the name of one of our parts, which must
     # not rest because of it.
     if observer.name in names.OBSERVERS and not is_ours:
-        return f"application_{observer.name}"
+        return f"{names.APPLICATION_PREFIX}{observer.name}"
     return observer.name

@@ -47,7 +47,7 @@ class RendezvousStats:
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._backends: set[str] = set()
         self._writes: Counter[tuple[str, Write]] = Counter()
         self._durations: defaultdict[tuple[str, Result], Durations] = defaultdict(

@@ -28,7 +28,7 @@ class StallStats:
 
     def reset(self) -> None:
         """Forget all stalls, as a forked child must."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stalls: dict[object, StalledJob] = {}
 
     def begin(self, key: object, stalled: StalledJob) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 MAX_GROUPS: Final = 1024
 
 _members: dict[str, tuple[int, ...]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def record(name: str, global_ranks: Sequence[int], world_size: int) -> None:
@@ -46,5 +46,5 @@ def members(name: str) -> tuple[int, ...] | None:
 def reset() -> None:
     """Forget all groups, as a forked child must."""
     global _lock  # noqa: PLW0603 - another thread of the parent may hold it
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _members.clear()

@@ -119,7 +119,7 @@ class Repeats:
         self._by_phase: dict[tuple[int, str], _Repeated] = {}
         # A call that has timed out is reported for the thread that made it, by another
         # thread than the diagnosis'.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def is_due(self, wait: Wait, waited: float) -> bool:
         """Return whether a report on a wait is due; if so, it is taken as made.

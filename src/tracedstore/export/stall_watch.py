@@ -45,7 +45,7 @@ class StallWatch:
         self._watch: Watch | None = None
         # When to look next whether the threads run, by ``time.monotonic``.
         self._start_at = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.observers: tuple[Observer, ...] = (
             (KEY_WRITERS, LAST_CALL) if answers else ()
         )
@@ -80,7 +80,7 @@ class StallWatch:
 
     def reset(self) -> None:
         """Forget the parent's calls and threads, as a forked child must."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watch = None
         self._start_at = 0.0
         self._reporter.reset()

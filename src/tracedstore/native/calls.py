@@ -184,7 +184,7 @@ class NativeRecording:
 
     def reset(self) -> None:
         """Start from zero, as a forked child must."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._draining = threading.Lock()
         # The tuples of calls in flight, as of the last reading. A call keeps its tuple,
         # which is its identity.

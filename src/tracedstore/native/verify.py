@@ -131,7 +131,7 @@ def _check_file(file: Path, found: os.stat_result) -> None:
         raise RefusedError(f"{file} is not a regular file; remove it, and {_BUILD}")
     _check_owner(file, found)
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Somebody may have written to it.
+        # Another user may have written to it.
         raise RefusedError(
             f"other users can write to {file}; run"
             f" `chmod go-w {shlex.quote(str(file))}`, and {_BUILD}"

@@ -101,7 +101,7 @@ class Events:
         self._log_format = log_format
         # When a kind was last emitted, and how many were suppressed since.
         self._emitted: dict[Kind, tuple[int, int]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def observe(self, operation: Operation) -> None:
         """Emit the events that the reasons of a call ask for."""
@@ -172,7 +172,7 @@ class Events:
 
     def reset(self) -> None:
         """Forget suppressed events, and a lock that a fork may have copied locked."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._emitted = {}
 
     def _emit_operation(
@@ -287,7 +287,9 @@ def _write_line(line: str) -> None:
             remaining = remaining[os.write(stream.fileno(), remaining) :]
         except BlockingIOError:
             # A job made it non-blocking, and its reader is slow. Only the writer waits.
-            select.select([], [stream.fileno()], [])
+            writable = select.poll()
+            writable.register(stream.fileno(), select.POLLOUT)
+            writable.poll()
 
 
 def _timestamp_first(
