@@ -53,8 +53,9 @@ class WeakTable(Generic[V]):
             TypeError: The key does not support weak references.
         """
         self._make_room()
-        if key not in self:
-            self._entries.pop(id(key), None)
+        entry = self._entries.get(id(key))
+        if entry is not None and entry[0]() is not key:
+            self._drop(id(key), entry)
         # Atomic: two threads that set one together get the same.
         return self._entries.setdefault(id(key), (ref(key), default))[1]
 
@@ -75,9 +76,14 @@ class WeakTable(Generic[V]):
 
     def drop_dead(self) -> None:
         """Drop the values of keys that are dead."""
-        for identity, (key, _) in self._entries.copy().items():
-            if key() is None:
-                self._entries.pop(identity, None)
+        for identity, entry in self._entries.copy().items():
+            if entry[0]() is None:
+                self._drop(identity, entry)
+
+    def _drop(self, identity: int, entry: tuple[ref[Any], V]) -> None:
+        # Another thread may have set the value of a new key at this address.
+        if self._entries.get(identity) is entry:
+            self._entries.pop(identity, None)
 
     def _make_room(self) -> None:
         if len(self._entries) >= self._limit:
