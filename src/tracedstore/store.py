@@ -233,8 +233,8 @@ class _Loading:
     """The loading of the native base in one process.
 
     Attributes:
-        lock: Held while it is loaded. Reentrant, because a signal handler may wrap a
-            store at any time, also in the thread that loads.
+        lock: Held while it is loaded. Reentrant, because a ``__del__`` that garbage
+            collection runs may wrap a store in the thread that loads.
         begun: The thread with the lock loads.
     """
 
@@ -262,7 +262,7 @@ def _native() -> NativeRecording:
         if isinstance(RECORDER.native, NativeRecording):
             return RECORDER.native
         if loading.begun:
-            # In a signal handler. C++ has one recording, so there is no second one.
+            # In such a ``__del__``. C++ has one recording, so there is no second one.
             raise NativeUnavailable("it is being loaded by this thread")
         loading.begun = True
         try:
