@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.util.types import AttributeValue
 from torch.distributed import Store
 
-from tracedstore.core.store_proxy import RECORDED
+from tracedstore.recording.store_proxy import RECORDED
 
 
 class SpanPerCallStore(Store):

@@ -20,8 +20,8 @@ import etcd
 from harness import Bar, finish, parser
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
-from tracedstore.demo.store_servers import serve_store
 from tracedstore.etcd import EtcdV3Store
+from tracedstore.tools.demo.store_servers import serve_store
 
 _KEYS = 5_000
 _TIMEOUT = timedelta(seconds=120)

@@ -28,9 +28,9 @@ from prometheus_client.exposition import choose_encoder
 from torch.nn.parallel import DistributedDataParallel
 
 import tracedstore
-from tracedstore.core.barrier_stats import StalledBarrier
-from tracedstore.core.recorder import RECORDER
 from tracedstore.export import pages
+from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore
 
 # What Prometheus accepts, in its own words.

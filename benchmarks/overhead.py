@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import Store
 
 import tracedstore
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 # compare_set swaps between two values: with equal expected and desired values it only
 # reads the key, and is not counted as a compare-and-set.

@@ -133,7 +133,13 @@ def main() -> int:
             missing_rank=options.ranks // 2,
         )
         page = options.page or folder / "report.html"
-        command = [sys.executable, "-m", "tracedstore.cli.main", "report", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "tracedstore.tools.cli.main",
+            "report",
+            str(folder),
+        ]
         started = time.perf_counter()
         subprocess.run([*command, "--output", str(page)], check=True)
         seconds = time.perf_counter() - started

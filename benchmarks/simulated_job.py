@@ -15,13 +15,15 @@ from simulated_ranks import CLOCK, as_rank, simulate_time, take_turns
 from stall_traffic import stalled_ranks
 from store_requests import CountingRelay
 
-from tracedstore.coordination import rank_registry, steps
+from tracedstore.coordination import barrier_steps as steps
+from tracedstore.coordination import rank_registry
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.protocol import BarrierKeys
-from tracedstore.diagnosis import incarnations, stamps
-from tracedstore.diagnosis.blocked_call import Member
-from tracedstore.diagnosis.missing_ranks import find_causes
-from tracedstore.diagnosis.questions import polling_interval_of_rank
+from tracedstore.diagnosis.ask.questions import polling_interval_of_rank
+from tracedstore.diagnosis.judgement.missing_ranks import find_causes
+from tracedstore.diagnosis.observe import group_stamps as stamps
+from tracedstore.diagnosis.observe import incarnations
+from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.session import Session
 
 RANKS_PER_NODE = 8

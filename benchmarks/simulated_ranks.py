@@ -15,16 +15,18 @@ from typing import Any
 import torch.distributed as dist
 from log_lines import LogLines
 
-from tracedstore.core.clock import Clock
-from tracedstore.core.counters import ActiveCall, StoreState
-from tracedstore.core.identity import ProcessIdentity, identify
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.store_proxy import RECORDED
-from tracedstore.core.telemetry import TELEMETRY, NullTelemetry
-from tracedstore.diagnosis import inquiry, service, session, waits
-from tracedstore.diagnosis.blocked_call import Member
+from tracedstore.common.clock import Clock
+from tracedstore.common.identity import ProcessIdentity, identify
+from tracedstore.diagnosis import service, session
+from tracedstore.diagnosis.ask import inquiry
+from tracedstore.diagnosis.observe import blocked_waits as waits
+from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
+from tracedstore.recording.counters import ActiveCall, StoreState
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.store_proxy import RECORDED
+from tracedstore.recording.telemetry import TELEMETRY, NullTelemetry
 from tracedstore.signals.events import Events
 from tracedstore.signals.inflight import StallReporter
 

@@ -16,7 +16,7 @@ from log_lines import LogLines
 from simulated_ranks import SimulatedRank, simulate_time, take_turns
 
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis import groups
+from tracedstore.diagnosis.observe import groups
 
 WORLDS = (4, 64, 16_384)
 STALL_AFTER = 5.0

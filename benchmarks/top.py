@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 # The tests write the same keys.
 from support.jobs_in_stores import arrive, register
-from tracedstore.attach.address import Address
-from tracedstore.attach.collect import read_job_state, select_keys
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.top.build import build_model
-from tracedstore.top.live import LiveApp
-from tracedstore.top.reader import JobReader, Request, Response
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.collect import read_job_state, select_keys
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.top.live import LiveApp
+from tracedstore.tools.top.model_builder import build_model
+from tracedstore.tools.top.reader_process import JobReader, Request, Response
 
 REAL, SIMULATED = 1024, 16_384
 BARRIERS = 20

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from tracedstore.core.store_proxy import RECORDED
+from tracedstore.recording.store_proxy import RECORDED
 
 
 class RelayedConnection:

@@ -102,7 +102,14 @@ def run_demo(folder: Path) -> str:
         ["--uts"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--uts"]
     )
     named = ["sh", "-c", f'hostname {_HOST} && exec "$@"', "sh"]
-    command = [sys.executable, "-m", "tracedstore.cli.main", "demo", "--output", "demo"]
+    command = [
+        sys.executable,
+        "-m",
+        "tracedstore.tools.cli.main",
+        "demo",
+        "--output",
+        "demo",
+    ]
     ignored = {"NO_COLOR", "LINES", "COLUMNS"}
     environ = {name: os.environ[name] for name in os.environ.keys() - ignored}
     process = subprocess.Popen(  # noqa: S603 - fixed commands
@@ -158,7 +165,7 @@ def draw(lines: list[str]) -> str:
 
 def take_screenshot(folder: Path, picture: Path) -> None:
     """Make the report of the run, and open it in a browser."""
-    command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
+    command = [sys.executable, "-m", "tracedstore.tools.cli.main", "report"]
     given = ["demo/logs", "--traces", "demo/traces", "--output", "report.html"]
     subprocess.run([*command, *given], cwd=folder, check=True)  # noqa: S603 - our command
     browse(

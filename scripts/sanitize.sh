@@ -39,7 +39,7 @@ export TRACEDSTORE_NATIVE_DIR="$directory/$sanitizer"
 run() { setarch -R env LD_PRELOAD="$preload" "$@"; }
 
 cd "$root"
-run "$python" -m tracedstore.cli.main build-native --dir "$TRACEDSTORE_NATIVE_DIR"
+run "$python" -m tracedstore.tools.cli.main build-native --dir "$TRACEDSTORE_NATIVE_DIR"
 status=0
 run "$python" -m pytest --timeout 600 -k native \
 	tests/contract tests/integration/test_threads.py || status=$?

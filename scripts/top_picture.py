@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tracedstore.attach.address import Address
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.top.live import LiveApp
-from tracedstore.top.reader import JobReader
-from tracedstore.top.saving import screen_svg
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.top.live import LiveApp
+from tracedstore.tools.top.reader_process import JobReader
+from tracedstore.tools.top.saving import screen_svg
 
 _JOB = """\
 import time

@@ -25,14 +25,14 @@ from support.etcd import EtcdServer
 from support.native import use_core, why_not_built
 from tracedstore import barrier_patch
 from tracedstore import store as store_module
+from tracedstore.common.errors import CommandError
+from tracedstore.common.identity import set_group_identity
 from tracedstore.coordination import rank_registry
-from tracedstore.core.counters import SeriesTable
-from tracedstore.core.errors import CommandError
-from tracedstore.core.identity import set_group_identity
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.watcher import WATCHER
 from tracedstore.etcd import EtcdV3Store
 from tracedstore.export import setup
+from tracedstore.recording.counters import SeriesTable
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.watcher import WATCHER
 
 # torch resolves the address of every connection to a name. No name server has a name
 # for loopback, and a slow one would cost five seconds per connection.

@@ -26,7 +26,7 @@ from pathlib import Path  # noqa: E402
 from faults import harm, plan  # noqa: E402
 from faults.results import ResultsFile, faults_in, summary, table  # noqa: E402
 from faults.runner import Runner  # noqa: E402
-from tracedstore.demo.store_servers import serve_store  # noqa: E402
+from tracedstore.tools.demo.store_servers import serve_store  # noqa: E402
 
 
 def _options() -> argparse.Namespace:

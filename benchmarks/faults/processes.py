@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.channel import Channel, Lines
-from tracedstore.core.parent_death import die_with_parent
+from tracedstore.common.parent_death import die_with_parent
 
 
 class Process:

@@ -32,8 +32,8 @@ from faults import actions
 from faults.cases import Case
 from faults.channel import Channel
 from faults.stores import RENDEZVOUS_STORE_TIMEOUT, Script, connect
-from tracedstore.core.timeouts import join_bounded_threads
-from tracedstore.core.watcher import WATCHER
+from tracedstore.common.timeouts import join_bounded_threads
+from tracedstore.recording.watcher import WATCHER
 from tracedstore.rendezvous.handlers import create
 
 # Seconds to write events and export spans at exit: the default, and less where the

@@ -13,9 +13,9 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from tracedstore.coordination.key_index import INDEX
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.core.counters import UNRECORDED
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.store_proxy import RECORDED
+from tracedstore.recording.counters import UNRECORDED
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.store_proxy import RECORDED
 
 # Longer than a case: nothing waits for it unless a fault makes it.
 _STORE_TIMEOUT = timedelta(seconds=60)

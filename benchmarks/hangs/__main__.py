@@ -27,8 +27,8 @@ from hangs.cases import make_case  # noqa: E402
 from hangs.oracle import Outcome  # noqa: E402
 from hangs.runner import run_case  # noqa: E402
 from hangs.scenarios import SCENARIOS  # noqa: E402
-from tracedstore.core.parent_death import die_with_parent  # noqa: E402
-from tracedstore.demo.store_servers import serve_store  # noqa: E402
+from tracedstore.common.parent_death import die_with_parent  # noqa: E402
+from tracedstore.tools.demo.store_servers import serve_store  # noqa: E402
 
 
 def _options() -> argparse.Namespace:

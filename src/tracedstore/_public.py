@@ -6,19 +6,19 @@ names is used.
 
 from tracedstore.auto.patches import instrument as instrument
 from tracedstore.auto.patches import uninstrument as uninstrument
+from tracedstore.common.errors import ConfigurationError as ConfigurationError
+from tracedstore.common.errors import TracedStoreError as TracedStoreError
 from tracedstore.coordination.barrier_timeout import BarrierTimeout as BarrierTimeout
 from tracedstore.coordination.exchange import get_all as get_all
 from tracedstore.coordination.exchange import store_timeout as store_timeout
 from tracedstore.coordination.exchange import synchronize as synchronize
-from tracedstore.core.errors import ConfigurationError as ConfigurationError
-from tracedstore.core.errors import TracedStoreError as TracedStoreError
-from tracedstore.core.observer import Observer as Observer
-from tracedstore.core.operation import Operation as Operation
 from tracedstore.elastic import barrier as barrier
 from tracedstore.export.settings import Settings as Settings
 from tracedstore.export.setup import configure as configure
 from tracedstore.export.setup import in_flight as in_flight
 from tracedstore.export.setup import shutdown as shutdown
+from tracedstore.recording.observer import Observer as Observer
+from tracedstore.recording.operation import Operation as Operation
 from tracedstore.signals.inflight import InFlight as InFlight
 from tracedstore.store import TracedStore as TracedStore
 from tracedstore.store import wrap as wrap

@@ -13,9 +13,9 @@ from typing import Any
 from tracedstore import names
 from tracedstore.coordination import membership
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.core.observer import missing_from_torch
 from tracedstore.elastic import barrier as barrier_with_names
 from tracedstore.export.setup import try_to_configure
+from tracedstore.recording.observer import missing_from_torch
 
 _lock = threading.Lock()
 # The attributes that were replaced, as module and original; empty while none is.

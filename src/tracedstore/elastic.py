@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.diagnosis.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.missing_ranks import find_causes
 from tracedstore.export.setup import ensure_configured
+from tracedstore.recording.telemetry import TELEMETRY
 
 
 def barrier(

@@ -38,7 +38,7 @@ ATTRIBUTES: Final = {
     "observer": "tracedstore.observer",
     "version": "tracedstore.version",
     "torch": "tracedstore.torch.version",
-    "core": "tracedstore.core",
+    "core": "tracedstore.recording",
 }
 
 

@@ -10,16 +10,16 @@ from weakref import ref
 from torch.distributed import Store
 
 from tracedstore import names
-from tracedstore.core.clock import SYSTEM_CLOCK
-from tracedstore.core.counters import Probe
-from tracedstore.core.errors import ConfigurationError
-from tracedstore.core.identity import bottom_of, identify, is_prefix_store
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import off_main_thread
-from tracedstore.core.store_proxy import StoreProxy
+from tracedstore.common.clock import SYSTEM_CLOCK
+from tracedstore.common.errors import ConfigurationError
+from tracedstore.common.identity import bottom_of, identify, is_prefix_store
+from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.export.setup import ensure_configured
 from tracedstore.native.calls import NativeRecording
 from tracedstore.native.load import NativeUnavailable, load
+from tracedstore.recording.counters import Probe
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.store_proxy import StoreProxy
 
 # The module of torch's C++ stores; that of PrefixStore is another one.
 _CPP_STORES = "torch._C._distributed_c10d"
@@ -284,7 +284,7 @@ def _load_native() -> NativeRecording:
 
 def _probe(store: Store) -> Probe | None:
     """Return the probe of a store in etcd; None, without importing etcd, for others."""
-    v3 = sys.modules.get("tracedstore.etcd.store")
+    v3 = sys.modules.get("tracedstore.etcd.etcd_v3_store")
     if v3 is not None and isinstance(store, v3.EtcdV3Store):
         probe: Probe = store.probe
         return probe

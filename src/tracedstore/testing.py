@@ -21,9 +21,9 @@ from typing import Any, cast
 
 from torch.distributed import HashStore, Store
 
-from tracedstore.core.clock import Clock
-from tracedstore.core.operation import Operation
-from tracedstore.core.store_proxy import RECORDED
+from tracedstore.common.clock import Clock
+from tracedstore.recording.operation import Operation
+from tracedstore.recording.store_proxy import RECORDED
 
 __all__ = ["FakeClock", "FlakyStore", "OperationLog"]
 

@@ -23,8 +23,8 @@ from support.stores import KINDS, client_of
 from tracedstore import TracedStore, wrap
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.connections import bare_store
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.blocked_record import read_blocked
+from tracedstore.diagnosis.observe.blocked_record import read_blocked
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore
 
 KIND_NAMES = sorted(KINDS)

@@ -7,8 +7,8 @@ from torch.distributed import Store
 
 from contract.scenarios import PUBLIC
 from support.versions import LIST_KEYS, STORE_BARRIER, TORCH
-from tracedstore.core.operation import METHODS
-from tracedstore.core.store_proxy import methods_of
+from tracedstore.recording.operation import METHODS
+from tracedstore.recording.store_proxy import methods_of
 
 NAMES = [method.name for method in METHODS]
 

@@ -21,8 +21,8 @@ from integration.harness import wait_until
 from support.metrics import exported_calls
 from support.versions import needs_store_barrier
 from tracedstore import TracedStore, wrap
-from tracedstore.core.recorder import RECORDER
 from tracedstore.names import BUILD_INFO, OPERATIONS_DROPPED
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 pytestmark = pytest.mark.parametrize("core", ["native"], indirect=True)

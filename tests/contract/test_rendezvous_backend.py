@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 import tracedstore
 from support.etcd import EtcdServer
 from support.rendezvous import BACKENDS, Rendezvous
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.rendezvous import TracedRendezvousBackend
 from tracedstore.testing import FlakyStore
 

@@ -25,12 +25,12 @@ from support.kubernetes import (
     validate,
 )
 from support.tools import ROOT
-from tracedstore.cli.dashboards import shipped
-from tracedstore.cli.main import main
-from tracedstore.coordination.decoders import auto
-from tracedstore.core.identity import ProcessIdentity, host_name
+from tracedstore.common.identity import ProcessIdentity, host_name
 from tracedstore.export.pages import pages
 from tracedstore.export.settings import PREFIX, Settings
+from tracedstore.naming.decoders import auto
+from tracedstore.tools.cli.dashboards import shipped
+from tracedstore.tools.cli.main import main
 
 # kubectl apply keeps the object in an annotation; annotations have 256 KiB at most.
 _MAX_APPLIED = 256 * 1024

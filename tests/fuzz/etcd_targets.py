@@ -13,7 +13,7 @@ from fuzz.target import Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import JSON
 from tracedstore.etcd import EtcdError, EtcdUnreachableError
 from tracedstore.etcd.endpoints import Endpoint
-from tracedstore.etcd.errors import RequestFailed
+from tracedstore.etcd.etcd_errors import RequestFailed
 from tracedstore.etcd.gateway import Gateway
 from tracedstore.etcd.messages import Message, text
 from tracedstore.etcd.namespace import Namespace

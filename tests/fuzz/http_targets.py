@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from fuzz.target import RANGES, Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import ENTRY, JSON, PROCESS_STATUS
-from tracedstore.attach.job_state import JobState
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.status_text import status_lines
 from tracedstore.auto.debug_page.view import view
-from tracedstore.coordination.decoders import default_name
 from tracedstore.coordination.rank_registry import parse_entry
-from tracedstore.export import endpoint, inflight_client, server
+from tracedstore.export import http_endpoint as endpoint
+from tracedstore.export import http_server as server
+from tracedstore.export import inflight_client
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.settings import Settings
+from tracedstore.naming.decoders import default_name
+from tracedstore.tools.attach.job_state import JobState
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.status_text import status_lines
 
 _SECRET = b"content behind a token"
 _TOKEN = "c2VjcmV0IHRva2Vu"

@@ -17,12 +17,15 @@ from support.log_events import (
     span_from_event,
 )
 from tracedstore import names
-from tracedstore.report import reader
-from tracedstore.report.analysis import analyse
-from tracedstore.report.log_formats import parse_bare_event
-from tracedstore.report.page import page
-from tracedstore.report.records import Records
-from tracedstore.report.span_files import event_from_span, events_from_resource_spans
+from tracedstore.tools.report import log_reader as reader
+from tracedstore.tools.report.analysis import analyse
+from tracedstore.tools.report.log_formats import parse_bare_event
+from tracedstore.tools.report.page import page
+from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.span_files import (
+    event_from_span,
+    events_from_resource_spans,
+)
 
 _Object = dict[str, Any]
 

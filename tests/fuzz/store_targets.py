@@ -14,12 +14,8 @@ from fuzz.target import RANGES, Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import ENTRY, JSON, LAST_ARRIVAL, REPORT
 from support.hostile_pickles import OPCODES
 from support.rendezvous import pickled_state
-from tracedstore.attach.collect import read_job_state, select_keys
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.status_text import status_lines
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.coordination import rosters, trace_context, validation
+from tracedstore.common import validation
+from tracedstore.coordination import trace_context
 from tracedstore.coordination.arrivals import etcd_contents
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import (
@@ -28,18 +24,24 @@ from tracedstore.coordination.protocol import (
     Ledger,
     encode_arrival,
 )
-from tracedstore.coordination.ranges import MAX_RANKS, fold, unfold
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
-from tracedstore.diagnosis import stamps
-from tracedstore.diagnosis.blocked_record import BlockedRecord
-from tracedstore.diagnosis.incarnations import Replacement
-from tracedstore.diagnosis.process_answer import Frame, ProcessAnswer, WrittenFamily
-from tracedstore.diagnosis.questions import Question
-from tracedstore.diagnosis.torch_key_table import ROWS
-from tracedstore.diagnosis.torch_keys import meaning
-from tracedstore.diagnosis.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer, WrittenFamily
+from tracedstore.diagnosis.ask.questions import Question
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.observe import group_stamps as stamps
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.diagnosis.observe.incarnations import Replacement
+from tracedstore.diagnosis.observe.torch_key_table import ROWS
+from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.export.discovery import listed
+from tracedstore.naming import rosters
+from tracedstore.naming.ranges import MAX_RANKS, fold, unfold
 from tracedstore.rendezvous.state import Attendance, parse_state
+from tracedstore.tools.attach.collect import read_job_state, select_keys
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.status_text import status_lines
+from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _NOW = datetime(2026, 11, 16, tzinfo=UTC)
 _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -17,13 +17,17 @@ from torch.distributed.elastic.multiprocessing import (
 
 from integration.harness import Running, pause, wait_until
 from support import stores
-from tracedstore.core import timeouts
-from tracedstore.diagnosis import agent_workers, socket_directory
-from tracedstore.diagnosis.agent_workers import AgentWorkers
-from tracedstore.diagnosis.local_client import LocalReply, ask_local, local_processes
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
-from tracedstore.diagnosis.process_answer import ProcessAnswer
-from tracedstore.diagnosis.questions import ask
+from tracedstore.common import timeouts
+from tracedstore.diagnosis.ask import agent_workers, socket_directory
+from tracedstore.diagnosis.ask.agent_workers import AgentWorkers
+from tracedstore.diagnosis.ask.local_client import (
+    LocalReply,
+    ask_local,
+    local_processes,
+)
+from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
+from tracedstore.diagnosis.ask.questions import ask
 
 LONG = 20.0
 SCRIPT = """\

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import tracedstore
 from prometheus_client import REGISTRY
 from tracedstore import names
-from tracedstore.core.telemetry import TELEMETRY
+from tracedstore.recording.telemetry import TELEMETRY
 
 tracedstore.configure(slow_after=0, spans="off", log_format="json")
 store = tracedstore.wrap(HashStore())
@@ -139,7 +139,7 @@ class TestExit:
         script = (
             "import tracedstore\n"
             "from tracedstore import names\n"
-            "from tracedstore.core.telemetry import TELEMETRY\n"
+            "from tracedstore.recording.telemetry import TELEMETRY\n"
             "tracedstore.configure(log_format='json')\n"
             "for n in range(100):\n"
             "    TELEMETRY.emit(names.TELEMETRY_SERVING, url=str(n))\n" + end
@@ -156,7 +156,7 @@ class TestExit:
         script = (
             "import os, tracedstore\n"
             "from tracedstore import names\n"
-            "from tracedstore.core.telemetry import TELEMETRY\n"
+            "from tracedstore.recording.telemetry import TELEMETRY\n"
             "tracedstore.configure(log_format='json')\n"
             "for n in range(50):\n"
             "    TELEMETRY.emit(names.TELEMETRY_SERVING, url=f'parent {n}')\n"

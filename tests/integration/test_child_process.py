@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tracedstore.attach.child_process import (
+from tracedstore.common.errors import CommandError
+from tracedstore.tools.attach.child_process import (
     ChildTimeoutError,
     Heartbeat,
     run_in_child,
 )
-from tracedstore.core.errors import CommandError
 
 # Keeps the GIL while it sleeps, as torch does while it lists keys.
 sleep_with_gil = ctypes.PyDLL(None).sleep
@@ -132,7 +132,7 @@ def test_death(end: Callable[[], None], message: str) -> None:
 
 ORPHAN = """
 import ctypes, os, signal
-from tracedstore.attach.child_process import run_in_child
+from tracedstore.tools.attach.child_process import run_in_child
 
 def work(heartbeat):
     os.kill(os.getppid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ import tracedstore
 from integration.harness import in_background, wait_until
 from support.events import Events, check
 from support.stores import client_of, tcp
-from tracedstore.core.clock import Clock
+from tracedstore.common.clock import Clock
 from tracedstore.export import setup
 
 HOUR = 3600.0

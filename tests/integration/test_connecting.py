@@ -17,9 +17,9 @@ from integration.conftest import StartChild, StartCommand
 from integration.harness import Child, in_background, pause, wait_until
 from support.etcd import free_port
 from tracedstore.coordination.rank_registry import read_ranks
-from tracedstore.diagnosis.blocked_record import read_blocked
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_record import read_blocked
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -23,8 +23,8 @@ from integration.harness import wait_until
 from support.events import check
 from support.terminal import without_styles
 from tracedstore import names
-from tracedstore.cli.main import main
-from tracedstore.demo.fetch import fetch
+from tracedstore.tools.cli.main import main
+from tracedstore.tools.demo.fetch import fetch
 
 # Seconds for a demo with 8 ranks, while two others run on a busy machine.
 _DEMO_TIMEOUT = 90.0
@@ -54,7 +54,7 @@ class Run:
             [
                 sys.executable,
                 "-m",
-                "tracedstore.cli.main",
+                "tracedstore.tools.cli.main",
                 "demo",
                 f"--output={folder}",
                 *options,

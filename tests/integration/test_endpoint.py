@@ -25,8 +25,8 @@ from support.certificates import Authority, Pair
 from support.etcd import free_port
 from support.events import Events, check
 from support.stores import is_listening
-from tracedstore.core.threads import DaemonThread
-from tracedstore.export import server
+from tracedstore.common.threads import DaemonThread
+from tracedstore.export import http_server as server
 from tracedstore.export.discovery import targets
 from tracedstore.testing import FlakyStore
 

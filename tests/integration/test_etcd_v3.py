@@ -22,10 +22,10 @@ from support.etcd import EtcdServer, free_port
 from support.stores import SHORT
 from support.tools import tool
 from support.versions import needs_list_keys
-from tracedstore.core.errors import ConfigurationError, error_type
+from tracedstore.common.errors import ConfigurationError, error_type
 from tracedstore.etcd import EtcdError, EtcdUnreachableError, EtcdV3Store
 from tracedstore.etcd.endpoints import parse_endpoints
-from tracedstore.etcd.errors import EtcdLeaseError
+from tracedstore.etcd.etcd_errors import EtcdLeaseError
 from tracedstore.etcd.gateway import Gateway
 from tracedstore.etcd.layout import key_range, prefix_of, split
 from tracedstore.etcd.transport import WatchEnded

@@ -13,9 +13,9 @@ import tracedstore
 from integration.harness import in_background, in_threads, results, wait_until
 from support.etcd import EtcdServer
 from tracedstore import BarrierTimeout
-from tracedstore.attach.address import Address
-from tracedstore.attach.store_connection import connect
 from tracedstore.etcd import EtcdV3Store
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.store_connection import connect
 
 pytestmark = pytest.mark.etcd
 
@@ -60,7 +60,7 @@ class TestAddress:
         self, etcd_server: EtcdServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """`status` shows a barrier, who arrived and who is missing."""
-        from tracedstore.cli.main import main
+        from tracedstore.tools.cli.main import main
 
         namespace = f"status/{os.urandom(4).hex()}"
         make = partial(EtcdV3Store, etcd_server.address, namespace)

@@ -18,10 +18,10 @@ from support.etcd import EtcdServer, free_port
 from support.etcd_security import SECRET, Administrator, tls_server
 from support.rendezvous import handler
 from support.tools import tool
-from tracedstore.cli.main import main
+from tracedstore.common.errors import ConfigurationError
 from tracedstore.coordination import rank_registry
-from tracedstore.core.errors import ConfigurationError
 from tracedstore.etcd import EtcdDeniedError, EtcdError, EtcdV3Store, Tls
+from tracedstore.tools.cli.main import main
 
 pytestmark = pytest.mark.etcd
 

@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 from support.certificates import Authority, Pair
 from support.etcd_security import SECRET, Administrator, tls_server
 from support.rendezvous import handler
-from tracedstore.cli.main import main
 from tracedstore.etcd import EtcdV3Store, Tls
+from tracedstore.tools.cli.main import main
 
 pytestmark = pytest.mark.etcd
 
@@ -203,8 +203,8 @@ def test_options(
 @pytest.mark.parametrize("content", [b"", b"a\nb\n", b"\xff", b"x" * 5000])
 def test_password_file(content: bytes, tmp_path: Path) -> None:
     """A file that is no password is refused without its content."""
-    from tracedstore.core.errors import ConfigurationError
-    from tracedstore.core.password_file import read_password
+    from tracedstore.common.errors import ConfigurationError
+    from tracedstore.common.password_file import read_password
 
     path = tmp_path / "password"
     path.write_bytes(content)

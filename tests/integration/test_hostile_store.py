@@ -101,7 +101,14 @@ def run(
     before = os.times()
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", command),
+            *(
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "tracedstore.tools.cli.main",
+                command,
+            ),
             *("--store", f"tcp://127.0.0.1:{store.port}", *arguments),
         ],
         capture_output=True,

@@ -21,15 +21,15 @@ from support.jobs_in_stores import arrive, register
 from support.rendezvous import pickled_state
 from support.stores import client_of, file, tcp
 from support.versions import needs_list_keys
-from tracedstore.attach.address import Address
-from tracedstore.attach.known_keys import find_known_keys
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.cli.main import main
 from tracedstore.coordination import key_index, rank_registry
 from tracedstore.coordination.key_index import INDEX, read_index, record_keys
 from tracedstore.rendezvous import TracedRendezvousBackend
-from tracedstore.top.model import State
-from tracedstore.top.reader import JobReader, Request
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.known_keys import find_known_keys
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.cli.main import main
+from tracedstore.tools.top.model import State
+from tracedstore.tools.top.reader_process import JobReader, Request
 
 HOST = socket.gethostname()
 UNLISTED = "a torch older than 2.10 cannot list the keys of the store:"

@@ -18,8 +18,8 @@ from support.native import on_both_cores
 from support.stores import tcp
 from tracedstore import store as store_module
 from tracedstore import wrap
-from tracedstore.core.counters import StoreState
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.counters import StoreState
+from tracedstore.recording.recorder import RECORDER
 
 MEGABYTE = 1_000_000
 

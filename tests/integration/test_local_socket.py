@@ -19,12 +19,16 @@ import pytest
 from integration.harness import Child, in_background, pause, wait_until
 from tracedstore import names
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis import socket_directory
-from tracedstore.diagnosis.local_client import ask_local, local_processes
-from tracedstore.diagnosis.local_identity import LocalIdentity
-from tracedstore.diagnosis.local_ranks import ask_host, ranks_of_host
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET, METRICS_PAGE, STATUS_PAGE
+from tracedstore.diagnosis.ask import socket_directory
+from tracedstore.diagnosis.ask.local_client import ask_local, local_processes
+from tracedstore.diagnosis.ask.local_identity import LocalIdentity
+from tracedstore.diagnosis.ask.local_ranks import ask_host, ranks_of_host
+from tracedstore.diagnosis.ask.local_socket import (
+    LOCAL_SOCKET,
+    METRICS_PAGE,
+    STATUS_PAGE,
+)
+from tracedstore.recording.recorder import RECORDER
 
 # Seconds for an answer on a loaded machine, and for none.
 LONG, SHORT = 20.0, 0.5

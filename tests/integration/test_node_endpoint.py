@@ -24,11 +24,11 @@ from integration.harness import Running, pause, wait_until
 from support.certificates import Authority
 from support.torchrun import one_node
 from tracedstore import names
-from tracedstore.attach.address import Address
-from tracedstore.attach.blocked import scrape_ranks
-from tracedstore.attach.reading import Reading
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.cli.main import main
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.job_reading import Reading
+from tracedstore.tools.attach.rank_endpoints import scrape_ranks
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.cli.main import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -20,7 +20,7 @@ from support.otlp_receiver import (
     points_of,
     resources_of,
 )
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 

@@ -10,7 +10,7 @@ from integration.conftest import StartChild
 from integration.harness import Child, forked, wait_until
 from support.native import on_both_cores
 from support.versions import has_split_group
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 pytestmark = pytest.mark.processes
 

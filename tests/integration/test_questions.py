@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from support import stores
+from tracedstore.common import procfs
 from tracedstore.coordination.rank_registry import RankInfo, register
-from tracedstore.core import procfs
-from tracedstore.diagnosis import questions, socket_directory
-from tracedstore.diagnosis.examine import examine
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
-from tracedstore.diagnosis.questions import (
+from tracedstore.diagnosis.ask import questions, socket_directory
+from tracedstore.diagnosis.ask.examine import examine
+from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.ask.questions import (
     Question,
     ask,
     poll_interval,
     polling_interval_of_rank,
 )
-from tracedstore.diagnosis.responder import Responder
+from tracedstore.diagnosis.ask.responder import Responder
 
 LONG = 20.0
 Connect = Callable[[], Any]

@@ -32,7 +32,7 @@ from support.native import on_both_cores
 from support.rendezvous import handler, new_run_id
 from support.versions import needs_list_keys
 from tracedstore import TracedStore, names
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

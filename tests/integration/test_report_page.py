@@ -21,7 +21,7 @@ from integration.harness import in_threads, results, wait_until
 from support.otlp import otlp
 from support.pages import Page, browse, console_messages
 from support.tools import ROOT
-from tracedstore.cli.main import main
+from tracedstore.tools.cli.main import main
 
 ARTEFACTS = ROOT / "test-results"
 
@@ -230,7 +230,7 @@ class TestSize:
         large_logs(tmp_path, 300, 200)
         output = tmp_path / "report.html"
         script = (
-            "import re, sys; from tracedstore.cli.main import main\n"
+            "import re, sys; from tracedstore.tools.cli.main import main\n"
             "assert main(sys.argv[1:]) == 0\n"
             # ru_maxrss is at least that of the parent process.
             "status = open('/proc/self/status').read()\n"

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from integration.harness import wait_until
 from support.versions import needs_list_keys
-from tracedstore.attach.address import Address
-from tracedstore.cli.main import main
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.key_index import record_keys
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.cli.main import main
 
 Store = Any
 # Not a number of seconds that a command can wait.
@@ -160,7 +160,7 @@ class TestListing:
         store, url = job
         register(store, 0)
         output = tmp_path / "targets.json"
-        command = [sys.executable, "-m", "tracedstore.cli.main", "sd", "--watch"]
+        command = [sys.executable, "-m", "tracedstore.tools.cli.main", "sd", "--watch"]
         command += ["--interval", "0.1", "--store", url, "--output", str(output)]
         watching = subprocess.Popen(command)
         try:
@@ -251,7 +251,7 @@ class TestErrors:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A server that never answers is reported after the timeout."""
-        monkeypatch.setattr("tracedstore.attach.address._ANSWER_TIMEOUT", 0.5)
+        monkeypatch.setattr("tracedstore.tools.attach.address._ANSWER_TIMEOUT", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
 
@@ -265,7 +265,7 @@ class TestErrors:
             command = subprocess.Popen(
                 [
                     *("sh", "-c", "trap '' INT; exec \"$@\"", "sh"),
-                    *(sys.executable, "-m", "tracedstore.cli.main", "sd"),
+                    *(sys.executable, "-m", "tracedstore.tools.cli.main", "sd"),
                     *("--store", f"tcp://127.0.0.1:{silent.getsockname()[1]}"),
                 ],
                 stderr=subprocess.PIPE,
@@ -313,7 +313,7 @@ def test_store_ends_during_watch(tmp_path: Path, start_child: Any) -> None:
     child = start_child("tcp_server")
     url = f"tcp://127.0.0.1:{child.next_report()['port']}"
     output = tmp_path / "targets.json"
-    command = [sys.executable, "-m", "tracedstore.cli.main", "sd", "--watch"]
+    command = [sys.executable, "-m", "tracedstore.tools.cli.main", "sd", "--watch"]
     command += ["--interval", "0.1", "--store", url, "--output", str(output)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as watching:
         try:

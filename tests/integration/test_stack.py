@@ -33,7 +33,7 @@ from support.stack import (
 )
 from support.tools import ROOT, run
 from tracedstore import names
-from tracedstore.cli.main import main
+from tracedstore.tools.cli.main import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(150)]
 

@@ -33,13 +33,13 @@ from support.etcd import EtcdServer, free_port
 from support.rendezvous import handler, new_run_id, pickled_state
 from support.terminal import frames, without_styles
 from support.versions import needs_list_keys
-from tracedstore.cli.main import main
+from tracedstore.common.identity import ProcessIdentity
 from tracedstore.coordination import rank_registry
-from tracedstore.core.identity import ProcessIdentity
+from tracedstore.tools.cli.main import main
 
 Store = Any
 HOST = socket.gethostname()
-COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "status"]
+COMMAND = [sys.executable, "-W", "ignore", "-m", "tracedstore.tools.cli.main", "status"]
 WATCH = ["--watch", "--interval", "0.1"]
 # What changes the output on a terminal.
 ENVIRONMENT = ("NO_COLOR", "LINES", "COLUMNS")
@@ -721,7 +721,7 @@ def without_torch(*arguments: list[str]) -> subprocess.CompletedProcess[str]:
     script = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
-        "from tracedstore.cli.main import main\n"
+        "from tracedstore.tools.cli.main import main\n"
         "def code(*given):\n"
         "    try:\n"
         "        return main(given)\n"

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from support.terminal import without_styles
 from support.versions import needs_list_keys
-from tracedstore.cli.main import main
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.diagnosis.blocked_record import BlockedRecord, blocked_key
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import REMEDIES, AwaitedRank, Verdict
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import REMEDIES, AwaitedRank, Verdict
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_key
+from tracedstore.tools.cli.main import main
 
 Store = Any
 KEY = "default_pg/0//1//cpu//0/2"

@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from tracedstore.attach.address import Address
-from tracedstore.diagnosis import tcpstore_probe
+from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.tools.attach.address import Address
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "legacy"])

@@ -19,12 +19,12 @@ from textual.pilot import Pilot
 from support.etcd import free_port
 from support.jobs_in_stores import arrive, block, contents, judge, register
 from support.pseudo_terminal import SIZE, Terminal
-from tracedstore.attach import reading
-from tracedstore.attach.address import Address
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.top.live import LiveApp
-from tracedstore.top.reader import JobReader, ReaderLostError, Request
-from tracedstore.top.rows import plain_text
+from tracedstore.tools.attach import job_reading as reading
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.top.live import LiveApp
+from tracedstore.tools.top.reader_process import JobReader, ReaderLostError, Request
+from tracedstore.tools.top.rows import plain_text
 
 pytestmark = pytest.mark.processes
 HOSTILE = "\x1b[31mevil\x07\u202e[bold]"
@@ -261,7 +261,14 @@ class TestReader:
 
 def top(*arguments: str, **environ: str) -> Terminal:
     """Run the command in a terminal."""
-    command = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "top"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tracedstore.tools.cli.main",
+        "top",
+    ]
     return Terminal([*command, *arguments], environ=environ)
 
 
@@ -294,7 +301,7 @@ class TestTerminal:
             [
                 sys.executable,
                 "-m",
-                "tracedstore.cli.main",
+                "tracedstore.tools.cli.main",
                 "top",
                 "--store",
                 "tcp://a:1",

@@ -23,10 +23,10 @@ from support.etcd import free_port
 from support.processes import descendants
 from support.tmux import Tmux
 from support.tools import ROOT
-from tracedstore.cli.main import main
-from tracedstore.export.endpoint import access_of
+from tracedstore.export.http_endpoint import access_of
 from tracedstore.export.settings import Settings
-from tracedstore.top import web
+from tracedstore.tools.cli.main import main
+from tracedstore.tools.top import web
 
 TOKEN = "s3cret"
 JOB = """\
@@ -47,7 +47,7 @@ dist.new_group()
 CULPRIT = re.compile(
     r"waiting for\s+rank 1 on .*in\s+\S*train\.py:7\s+load_dataset", re.DOTALL
 )
-TOP = (sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main", "top")
+TOP = (sys.executable, "-W", "ignore", "-m", "tracedstore.tools.cli.main", "top")
 
 
 def runs(pid: int) -> bool:

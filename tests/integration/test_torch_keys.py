@@ -15,7 +15,7 @@ from support.versions import (
     WITHOUT_COLLECTIVES,
     has_split_group,
 )
-from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning
+from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 

@@ -22,13 +22,13 @@ import tracedstore
 from integration.harness import wait_until
 from support.events import Events
 from tracedstore import names
+from tracedstore.common.keys import MAX_FAMILIES, OTHER_FAMILIES
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.protocol import LastArrival
-from tracedstore.core.keys import MAX_FAMILIES, OTHER_FAMILIES
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import TELEMETRY, SpanIds
-from tracedstore.diagnosis.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.missing_ranks import find_causes
 from tracedstore.export import setup
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY, SpanIds
 from tracedstore.testing import FakeClock, FlakyStore
 
 PREFIX = "tracedstore.barrier."

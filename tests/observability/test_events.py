@@ -16,7 +16,7 @@ import tracedstore
 from support.events import SCHEMA, Events, check, documented_fields
 from support.stores import SHORT
 from tracedstore import names
-from tracedstore.diagnosis.verdict import CAUSES, Verdict
+from tracedstore.diagnosis.judgement.verdict import CAUSES, Verdict
 from tracedstore.signals.events import LEVELS
 from tracedstore.testing import FakeClock, FlakyStore
 
@@ -151,7 +151,7 @@ class TestSchema:
         (event,) = events()
         check(event)
         assert (event["observer"], event["error"]) == ("custom", "disk full")
-        assert re.fullmatch(r"core/observer\.py:[0-9]+ notify", event["error_location"])
+        assert re.fullmatch(r"recording/observer\.py:[0-9]+ notify", event["error_location"])
 
     def test_with_span(
         self,

@@ -21,9 +21,9 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import names
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.export.push import RECORD_WRITER
+from tracedstore.export.otel_export import RECORD_WRITER
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.testing import FlakyStore
 
 ReadEvents = Callable[[], list[dict[str, Any]]]

@@ -21,12 +21,12 @@ from torch.distributed import HashStore, Store
 import tracedstore
 from support.stores import KINDS
 from tracedstore import names
-from tracedstore.core.barrier_stats import StalledBarrier
-from tracedstore.core.counters import FULL_OPERATION_BOUNDS, FULL_WAIT_BOUNDS
-from tracedstore.core.operation import Method
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.rendezvous_stats import RendezvousView
-from tracedstore.core.stall_stats import StalledJob
+from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.recording.counters import FULL_OPERATION_BOUNDS, FULL_WAIT_BOUNDS
+from tracedstore.recording.operation import Method
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.rendezvous_stats import RendezvousView
+from tracedstore.recording.stall_stats import StalledJob
 from tracedstore.testing import FakeClock, FlakyStore
 
 # `make setup` installs the programs that tests run here.

@@ -29,8 +29,8 @@ from torch.distributed import DistStoreError, HashStore
 import tracedstore
 from support.otel_metrics import Distribution, Stream, exposed
 from tracedstore import names, otel_names
-from tracedstore.core.recorder import RECORDER
 from tracedstore.elastic import barrier
+from tracedstore.recording.recorder import RECORDER
 
 DELTA = AggregationTemporality.DELTA
 DURATION = "db.client.operation.duration"
@@ -402,7 +402,7 @@ class TestProvider:
         """The application's metrics do not depend on ours."""
         configure().add("counter", 1)
         meters.get_meter("theirs").create_counter("steps").add(5)
-        monkeypatch.delattr("tracedstore.core.counters.CountersByThread.sums")
+        monkeypatch.delattr("tracedstore.recording.counters.CountersByThread.sums")
 
         data = reader.get_metrics_data()
 

@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 
 import tracedstore
 from support.metrics import exported_calls
-from tracedstore.core.clock import Clock
-from tracedstore.core.counters import SeriesTable
-from tracedstore.core.recorder import RECORDER
+from tracedstore.common.clock import Clock
+from tracedstore.recording.counters import SeriesTable
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore
 
 

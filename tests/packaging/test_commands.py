@@ -28,7 +28,7 @@ from support.otlp_receiver import OTLPReceiver, resources_of
 from support.pseudo_terminal import Terminal
 from support.tools import ROOT
 from support.torchrun import one_node
-from tracedstore.cli.main import COMMANDS, make_parser
+from tracedstore.tools.cli.main import COMMANDS, make_parser
 
 PAGES = [
     ROOT / "README.md",
@@ -173,7 +173,7 @@ class TestInline:
     @pytest.mark.parametrize("command", COMMANDS)
     def test_in_help(self, command: str) -> None:
         """The examples of a command's help."""
-        module = import_module(f"tracedstore.cli.{command.replace('-', '_')}")
+        module = import_module(f"tracedstore.tools.cli.{command.replace('-', '_')}")
         text = str(module.__doc__)
         lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", text, re.MULTILINE)
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.tools import ROOT
 from support.wheel import build_wheel
-from tracedstore.cli.dashboards import shipped
+from tracedstore.tools.cli.dashboards import shipped
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")
 # The sources and the target of each COPY instruction.
@@ -127,7 +127,7 @@ def test_wheel_from_the_context(tmp_path: Path) -> None:
     with build_wheel(tmp_path, tmp_path) as wheel:
         names = set(wheel.namelist())
 
-    assert {f"tracedstore/cli/shipped/{name}" for name in shipped()} <= names
+    assert {f"tracedstore/tools/cli/shipped/{name}" for name in shipped()} <= names
 
 
 def test_image_is_pinned_and_unprivileged() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.demo.rank import load_dataset
-from tracedstore.demo.scenarios import SCENARIOS
 from tracedstore.names import JOB_RESUMED
+from tracedstore.tools.demo.rank import load_dataset
+from tracedstore.tools.demo.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"

@@ -13,7 +13,7 @@ import pytest
 
 from support.tools import ROOT
 from support.wheel import build_wheel
-from tracedstore.cli.dashboards import shipped
+from tracedstore.tools.cli.dashboards import shipped
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ class TestWheel:
             and not {"__pycache__", "builds"}.intersection(path.parts)
         }
         originals = {
-            f"tracedstore/cli/shipped/{name}": path for name, path in shipped().items()
+            f"tracedstore/tools/cli/shipped/{name}": path
+            for name, path in shipped().items()
         }
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
 
@@ -52,7 +53,7 @@ class TestWheel:
         installed, exported = tmp_path / "installed", tmp_path / "exported"
         wheel.extractall(installed)
         script = (
-            "import sys, tracedstore.cli.main as main\n"
+            "import sys, tracedstore.tools.cli.main as main\n"
             "print(main.__file__, file=sys.stderr)\n"
             f"sys.exit(main.main(['dashboards', 'export', '{exported}']))\n"
         )

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tracedstore.attach.known_keys import find_known_keys
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import (
     BarrierKeys,
@@ -13,9 +12,10 @@ from tracedstore.coordination.protocol import (
     last_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, RankInfo
-from tracedstore.diagnosis.blocked_record import BLOCKED, BlockedRecord
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import AwaitedRank, Cause, Verdict
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Cause, Verdict
+from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
+from tracedstore.tools.attach.known_keys import find_known_keys
 
 
 def contents(store: Any) -> dict[str, bytes]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tracedstore import names
-from tracedstore.diagnosis.verdict import AwaitedRank, Verdict
-from tracedstore.report.reader import ReadStats, read_events
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.tools.report.log_reader import ReadStats, read_events
 
 Event = dict[str, Any]
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from native_caller import one_builder
 
-from tracedstore.core.errors import CommandError
+from tracedstore.common.errors import CommandError
 from tracedstore.native.build import build
 from tracedstore.native.load import PACKAGE_DIRECTORY, file_in
 from tracedstore.native.verify import RefusedError, open_verified

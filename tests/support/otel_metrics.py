@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
 from tracedstore import names, otel_names
-from tracedstore.core.identity import system_of
+from tracedstore.common.identity import system_of
 
 # A metric, and its attributes.
 Stream = tuple[str, frozenset[tuple[str, Any]]]

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tracedstore.export.server import Access
+from tracedstore.export.http_server import Access
 
 
 @pytest.mark.parametrize(

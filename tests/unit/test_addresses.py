@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import tracedstore
 from support.etcd import free_port
 from support.versions import TORCH
-from tracedstore.diagnosis import (
+from tracedstore.diagnosis.connection import (
     addresses,
     connect_target,
     connecting,
     file_store,
-    gloo_addresses,
-    reach,
 )
-from tracedstore.diagnosis.connect_target import ConnectTarget
-from tracedstore.diagnosis.port_holder import port_holder
+from tracedstore.diagnosis.connection import connection_attempt as reach
+from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection.port_holder import port_holder
+from tracedstore.diagnosis.observe import gloo_addresses
 
 
 class TestSpelling:

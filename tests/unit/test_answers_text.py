@@ -1,9 +1,9 @@
 """What ranks answered, as text of ``tracedstore status --ask``."""
 
-from tracedstore.attach.answers_text import answer_lines
-from tracedstore.attach.asking import Answers
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.process_answer import Frame, ProcessAnswer
+from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
+from tracedstore.tools.attach.answers_text import answer_lines
+from tracedstore.tools.attach.asking import Answers
 
 
 def answers(world_size: int, functions: dict[int, str]) -> Answers:

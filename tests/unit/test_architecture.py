@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,27 +16,41 @@ ROOT = Path(tracedstore.__file__).parent
 ALLOWED_IMPORTS = {
     "names": set[str](),
     "otel_names": {"names"},
-    "core": {"names"},
-    "signals": {"names", "otel_names", "core"},
-    "coordination": {"names", "core"},
-    "diagnosis": {"names", "core", "coordination"},
-    "etcd": {"names", "core"},
+    "common": {"names"},
+    "recording": {"names", "common"},
+    "naming": {"common"},
+    "signals": {"names", "otel_names", "common", "recording"},
+    "coordination": {"names", "common", "recording", "naming"},
+    "diagnosis": {"names", "common", "recording", "naming", "coordination"},
+    "etcd": {"names", "common", "recording"},
+    "native": {"names", "common", "recording"},
     "export": {
         "names",
         "otel_names",
-        "core",
+        "common",
+        "recording",
+        "naming",
         "signals",
         "coordination",
         "diagnosis",
     },
-    "testing": {"core"},
-    "native": {"names", "core"},
-    "store": {"names", "core", "etcd", "export", "native"},
-    "elastic": {"core", "coordination", "diagnosis", "export"},
-    "barrier_patch": {"names", "core", "coordination", "elastic", "export"},
+    "testing": {"common", "recording"},
+    "store": {"names", "common", "recording", "etcd", "export", "native"},
+    "elastic": {"common", "recording", "naming", "coordination", "diagnosis", "export"},
+    "barrier_patch": {
+        "names",
+        "common",
+        "recording",
+        "naming",
+        "coordination",
+        "elastic",
+        "export",
+    },
     "rendezvous": {
         "names",
-        "core",
+        "common",
+        "recording",
+        "naming",
         "coordination",
         "diagnosis",
         "etcd",
@@ -45,7 +60,9 @@ ALLOWED_IMPORTS = {
     },
     "auto": {
         "names",
-        "core",
+        "common",
+        "recording",
+        "naming",
         "signals",
         "coordination",
         "diagnosis",
@@ -54,56 +71,9 @@ ALLOWED_IMPORTS = {
         "store",
         "barrier_patch",
     },
-    "report": {"names", "coordination", "diagnosis"},
-    "terminal": set[str](),
-    "kubernetes_manifests": set[str](),
-    "attach": {
-        "names",
-        "core",
-        "coordination",
-        "diagnosis",
-        "etcd",
-        "export",
-        "rendezvous",
-        "terminal",
-    },
-    "demo": {
-        "names",
-        "core",
-        "signals",
-        "coordination",
-        "elastic",
-        "attach",
-        "etcd",
-        "export",
-        "store",
-        "terminal",
-        "top",
-    },
-    "top": {
-        "names",
-        "core",
-        "coordination",
-        "diagnosis",
-        "export",
-        "report",
-        "attach",
-        "terminal",
-    },
-    "cli": {
-        "core",
-        "coordination",
-        "export",
-        "kubernetes_manifests",
-        "native",
-        "report",
-        "demo",
-        "attach",
-        "terminal",
-        "top",
-    },
     "_public": {
-        "core",
+        "common",
+        "recording",
         "signals",
         "coordination",
         "export",
@@ -112,25 +82,83 @@ ALLOWED_IMPORTS = {
         "auto",
     },
     "__init__": {"auto", "_public"},
+    # Below: what people run at a terminal. No package above may import it.
+    "tools/__init__": set[str](),
+    "tools/terminal": set[str](),
+    "tools/kubernetes_manifests": set[str](),
+    "tools/report": {"names", "common", "naming", "diagnosis"},
+    "tools/attach": {
+        "names",
+        "common",
+        "recording",
+        "naming",
+        "coordination",
+        "diagnosis",
+        "etcd",
+        "export",
+        "rendezvous",
+        "tools/terminal",
+    },
+    "tools/top": {
+        "names",
+        "common",
+        "recording",
+        "naming",
+        "coordination",
+        "diagnosis",
+        "export",
+        "tools/attach",
+        "tools/report",
+        "tools/terminal",
+    },
+    "tools/demo": {
+        "names",
+        "common",
+        "recording",
+        "naming",
+        "signals",
+        "coordination",
+        "elastic",
+        "etcd",
+        "export",
+        "store",
+        "tools/attach",
+        "tools/terminal",
+        "tools/top",
+    },
+    "tools/cli": {
+        "common",
+        "recording",
+        "naming",
+        "coordination",
+        "export",
+        "native",
+        "tools/attach",
+        "tools/demo",
+        "tools/kubernetes_manifests",
+        "tools/report",
+        "tools/terminal",
+        "tools/top",
+    },
 }
 # The only modules that may import these libraries. Each list is kept short.
 ALLOWED_USERS = {
     "etcd": {
         "etcd/counting_client.py",
-        "attach/store_connection.py",
-        "demo/store_servers.py",
+        "tools/attach/store_connection.py",
+        "tools/demo/store_servers.py",
     },
     "prometheus_client": {
-        "demo/outputs.py",
+        "tools/demo/outputs.py",
         "signals/metrics.py",
-        "export/endpoint.py",
+        "export/http_endpoint.py",
         "export/family_fields.py",
         "export/node_metrics.py",
         "export/pages.py",
         "export/setup.py",
     },
     "opentelemetry.sdk": {
-        "demo/rank.py",
+        "tools/demo/rank.py",
         "export/tracing.py",
         "export/otlp.py",
         "export/meter_readers.py",
@@ -138,17 +166,22 @@ ALLOWED_USERS = {
     },
     "structlog": {"signals/events.py"},
     "rich": {
-        "terminal.py",
-        "cli/status.py",
-        "top/rows.py",
-        "top/theme.py",
-        "top/lines.py",
+        "tools/terminal.py",
+        "tools/cli/status.py",
+        "tools/top/rows.py",
+        "tools/top/theme.py",
+        "tools/top/lines_widget.py",
     },
     # In the extra `top`.
-    "textual": {"top/app.py", "top/live.py", "top/lines.py", "top/replay_app.py"},
-    "textual_serve": {"top/web.py"},
-    "aiohttp": {"top/web.py"},
-    "jinja2": {"report/rendering.py"},
+    "textual": {
+        "tools/top/app.py",
+        "tools/top/live.py",
+        "tools/top/lines_widget.py",
+        "tools/top/replay_app.py",
+    },
+    "textual_serve": {"tools/top/web.py"},
+    "aiohttp": {"tools/top/web.py"},
+    "jinja2": {"tools/report/rendering.py"},
     # Private to torch, and needs packages that nothing else here needs.
     "torch.distributed.debug": {
         "auto/debug_page/install.py",
@@ -195,7 +228,13 @@ def imports_of(statement: ast.Import | ast.ImportFrom) -> set[str]:
 
 def package_of(path: Path) -> str:
     """Return the subpackage or top-level module of a file."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return package_in(path.relative_to(ROOT).parts)
+
+
+def package_in(parts: Sequence[str]) -> str:
+    """Return the subpackage of a path or a dotted name; in `tools` there are two levels."""
+    depth = 2 if parts[0] == "tools" else 1
+    return "/".join(parts[:depth]).removesuffix(".py")
 
 
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -216,7 +255,8 @@ class TestModules:
 
         for name in imports(module):
             if name.startswith("tracedstore."):
-                assert name.split(".")[1] in allowed, f"{module} imports {name}"
+                imported = package_in(name.split(".")[1:])
+                assert imported in allowed, f"{module} imports {name}"
 
     def test_signals_do_not_import_each_other(self, module: Path) -> None:
         """The signals are independent observers that share only `names`."""
@@ -275,10 +315,10 @@ class TestPublicSurface:
 
     def test_all(self) -> None:
         """__all__ is sorted and complete, and every name is documented."""
-        modules = {"coordination", "core", "etcd", "export", "names", "signals"}
-        modules |= {"auto", "cli", "demo", "rendezvous", "report", "store", "testing"}
-        modules |= {"attach", "barrier_patch", "diagnosis", "elastic", "terminal"}
-        modules |= {"kubernetes_manifests", "native", "otel_names", "top"}
+        modules = {"auto", "barrier_patch", "common", "coordination", "diagnosis"}
+        modules |= {"elastic", "etcd", "export", "names", "naming", "native"}
+        modules |= {"otel_names", "recording", "rendezvous", "signals", "store"}
+        modules |= {"testing", "tools"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}
 
         assert tracedstore.__all__ == sorted(tracedstore.__all__)
@@ -313,16 +353,16 @@ class TestPublicSurface:
     def test_report_needs_no_torch(self) -> None:
         """`report` does not load torch, because logs are read on other machines.
 
-        Of `coordination` it imports only the formatting of ranks.
+        Of `naming` it imports only the formatting of ranks.
         """
         allowed = ("ranges.", "decoders.default_name")
-        for module in (ROOT / "report").glob("*.py"):
+        for module in (ROOT / "tools" / "report").glob("*.py"):
             for name in imports(module):
-                if name.startswith("tracedstore.coordination"):
-                    local_name = name.removeprefix("tracedstore.coordination.")
+                if name.startswith("tracedstore.naming"):
+                    local_name = name.removeprefix("tracedstore.naming.")
                     assert local_name.startswith(allowed), f"{module} imports {name}"
         script = (
-            "import sys, tracedstore.cli.report\n"
+            "import sys, tracedstore.tools.cli.report\n"
             "heavy = {'torch', 'structlog', 'prometheus_client', 'opentelemetry'}\n"
             "print(heavy & set(sys.modules))\n"
         )
@@ -334,7 +374,7 @@ class TestPublicSurface:
     def test_screen_needs_no_torch(self) -> None:
         """The process that draws `top` does not load torch, which takes seconds."""
         script = (
-            "import sys, tracedstore.top.live\n"
+            "import sys, tracedstore.tools.top.live\n"
             "print({'torch', 'structlog', 'opentelemetry'} & set(sys.modules))\n"
         )
 

@@ -25,10 +25,10 @@ from tracedstore import BarrierTimeout
 from tracedstore.coordination.arrivals import record_arrival
 from tracedstore.coordination.connections import close_connection
 from tracedstore.coordination.protocol import BarrierKeys, Ledger
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.core.watcher import WATCHER
 from tracedstore.export import setup
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY
+from tracedstore.recording.watcher import WATCHER
 from tracedstore.testing import FakeClock, FlakyStore
 
 pytestmark = on_both_cores

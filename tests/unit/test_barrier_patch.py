@@ -15,7 +15,7 @@ from integration.harness import in_threads, results
 from tracedstore import barrier_patch
 from tracedstore.coordination import membership
 from tracedstore.coordination.membership import Membership
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 TORCH_BARRIER = torch_store.barrier
 

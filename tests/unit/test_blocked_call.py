@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tracedstore.core.counters import ActiveCall, StoreState
-from tracedstore.core.identity import identify
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.store_proxy import RECORDED
-from tracedstore.diagnosis import groups
-from tracedstore.diagnosis.blocked_call import Member, describe_call
+from tracedstore.common.identity import identify
+from tracedstore.diagnosis.observe import groups
+from tracedstore.diagnosis.observe.blocked_call import Member, describe_call
+from tracedstore.recording.counters import ActiveCall, StoreState
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.store_proxy import RECORDED
 
 WORLD_SIZE = 100
 ABSENT = (33, 50, 99)

@@ -9,9 +9,9 @@ from hypothesis import given
 from torch.distributed import HashStore
 
 from support.hostile_json import values
-from tracedstore.coordination import ranges
-from tracedstore.diagnosis import blocked_record
-from tracedstore.diagnosis.blocked_record import (
+from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.diagnosis.observe import blocked_record
+from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     blocked_key,
     is_blocked_key,
@@ -19,7 +19,7 @@ from tracedstore.diagnosis.blocked_record import (
     read_blocked,
     withdraw_blocked,
 )
-from tracedstore.diagnosis.process_answer import WrittenFamily
+from tracedstore.naming import ranges
 
 RECORD = BlockedRecord(
     rank=2,

@@ -1,6 +1,6 @@
 """The span budget: a rate limit with a burst."""
 
-from tracedstore.core.budget import Budget, Unlimited, nothing
+from tracedstore.recording.budget import Budget, Unlimited, nothing
 
 _SECOND = 1_000_000_000
 

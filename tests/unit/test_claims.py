@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.diagnosis import socket_directory
-from tracedstore.diagnosis.claims import claim
+from tracedstore.diagnosis.ask import socket_directory
+from tracedstore.diagnosis.ask.claims import claim
 
 CLAIM = """
 import sys
-from tracedstore.diagnosis import socket_directory
-from tracedstore.diagnosis.claims import claim
+from tracedstore.diagnosis.ask import socket_directory
+from tracedstore.diagnosis.ask.claims import claim
 socket_directory.candidates = lambda: sys.argv[1:]
 claimed = claim("what")
 print(claimed is not None, flush=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tracedstore._version import __version__
-from tracedstore.cli import sd
-from tracedstore.cli.main import COMMANDS, main
+from tracedstore.tools.cli import sd
+from tracedstore.tools.cli.main import COMMANDS, main
 
 COMMAND_LINES = [[], *([name] for name in COMMANDS)]
 NO_SPACE = os.strerror(errno.ENOSPC)
-# cli/report.py has its own text for exit code 64.
+# tools/cli/report.py has its own text for exit code 64.
 USAGE_TEXT = re.compile(r"\b64 (invalid command line|the command line makes no sense)")
 
 
@@ -93,7 +93,7 @@ def test_light_imports(arguments: list[str]) -> None:
     """Help and errors import neither torch nor rich, which take time."""
     script = (
         "import sys\n"
-        "from tracedstore.cli.main import main\n"
+        "from tracedstore.tools.cli.main import main\n"
         "try:\n"
         f"    main({arguments})\n"
         "except SystemExit:\n"
@@ -170,7 +170,7 @@ class TestStandardOutput:
         shell: str = 'exec "$@"',
         stdout: int | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "ignore", "-m", "tracedstore.cli.main"]
+        command = [sys.executable, "-W", "ignore", "-m", "tracedstore.tools.cli.main"]
         return subprocess.run(
             ["sh", "-c", shell, "sh", *command, *given],
             cwd=folder,

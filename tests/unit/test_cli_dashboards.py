@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.cli.dashboards import shipped
-from tracedstore.cli.main import main
+from tracedstore.tools.cli.dashboards import shipped
+from tracedstore.tools.cli.main import main
 
 
 def files(folder: Path) -> set[str]:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from tracedstore.attach.confirmation import Processes, find_doubt
-from tracedstore.attach.stalls import BlockedRank, Stall
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.verdict import AwaitedRank, Cause, Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Cause, Verdict
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight
+from tracedstore.tools.attach.confirmation import Processes, find_doubt
+from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 
 CALL = InFlight(
     operation="get",

@@ -25,15 +25,15 @@ from tracedstore.auto import debug_page
 from tracedstore.auto.debug_page import install, rank_client
 from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
 from tracedstore.auto.debug_page.view import view
-from tracedstore.coordination.decoders import default_name
+from tracedstore.common.timeouts import join_bounded_threads
 from tracedstore.coordination.rank_registry import RankInfo, register
-from tracedstore.core.barrier_stats import StalledBarrier
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import join_bounded_threads
 from tracedstore.export import process_status
+from tracedstore.export.http_server import Server
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
-from tracedstore.export.server import Server
+from tracedstore.naming.decoders import default_name
+from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight
 
 if TORCH >= DEBUG_SERVER:

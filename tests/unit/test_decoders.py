@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.tools import ROOT
-from tracedstore.coordination.decoders import (
+from tracedstore.common.errors import TracedStoreError
+from tracedstore.naming.decoders import (
     Decoder,
     DecoderError,
     auto,
@@ -26,13 +27,12 @@ from tracedstore.coordination.decoders import (
     slurm,
     torchrun,
 )
-from tracedstore.coordination.rosters import (
+from tracedstore.naming.rosters import (
     assign_tasks,
     parse_node_list,
     parse_slurm_host_file,
     parse_task_counts,
 )
-from tracedstore.core.errors import TracedStoreError
 
 # What Slurm 22.05.8 (Debian's packages) set for the tasks of steps on three nodes of 4,
 # 4 and 2 processors. Three slurmd ran on one machine. "job" is the same for all tasks.

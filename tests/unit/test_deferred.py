@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tracedstore.core import deferred
-from tracedstore.core.deferred import DeferredWork
-from tracedstore.core.observer import Failures
-from tracedstore.core.telemetry import NullTelemetry
-from tracedstore.core.threads import DaemonThread
+from tracedstore.common.threads import DaemonThread
+from tracedstore.recording import deferred
+from tracedstore.recording.deferred import DeferredWork
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.telemetry import NullTelemetry
 
 
 class SilentTelemetry(NullTelemetry):

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from tracedstore import names
-from tracedstore.cli.main import USAGE, main
-from tracedstore.core.errors import CommandError
-from tracedstore.demo import outputs as demo_outputs
-from tracedstore.demo import scenarios, store_servers, summary
-from tracedstore.demo.fleet import Fleet
-from tracedstore.demo.output_folder import OutputFolder
-from tracedstore.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
-from tracedstore.demo.printer import Printer
-from tracedstore.demo.rank import CHECKPOINT
+from tracedstore.common.errors import CommandError
 from tracedstore.export.process_status import ProcessStatus
+from tracedstore.tools.cli.main import USAGE, main
+from tracedstore.tools.demo import outputs as demo_outputs
+from tracedstore.tools.demo import scenarios, store_servers, summary
+from tracedstore.tools.demo.output_folder import OutputFolder
+from tracedstore.tools.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
+from tracedstore.tools.demo.printer import Printer
+from tracedstore.tools.demo.processes import Fleet
+from tracedstore.tools.demo.rank import CHECKPOINT
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
@@ -279,7 +279,7 @@ class TestParentDeath:
     def test_orphan(self) -> None:
         """A child whose parent has ended already exits."""
         script = (
-            "from tracedstore.core.parent_death import die_with_parent\n"
+            "from tracedstore.common.parent_death import die_with_parent\n"
             "die_with_parent(0)\n"
             "print(1)\n"
         )

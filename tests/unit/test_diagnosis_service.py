@@ -29,24 +29,26 @@ import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.native import on_both_cores
 from support.stores import KINDS, is_listening
+from tracedstore.common import procfs
 from tracedstore.coordination import arrivals, rank_registry
 from tracedstore.coordination.connections import close_connection
-from tracedstore.core import procfs
-from tracedstore.core.counters import handle_of
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis import inquiry, service, session, waits
-from tracedstore.diagnosis.blocked_call import Member
-from tracedstore.diagnosis.blocked_record import (
+from tracedstore.diagnosis import service, session
+from tracedstore.diagnosis.ask import inquiry
+from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.observe import blocked_waits as waits
+from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
     read_blocked,
 )
-from tracedstore.diagnosis.process_answer import ProcessAnswer
+from tracedstore.diagnosis.observe.blocked_waits import Repeats, Wait, blocked_calls
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.waits import Repeats, Wait, blocked_calls
+from tracedstore.recording.counters import handle_of
+from tracedstore.recording.recorder import RECORDER
 
 Events = Callable[[], list[dict[str, Any]]]
 STALL_AFTER = 0.4

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from support.stores import KINDS, SHORT
-from tracedstore.core.errors import error_location, error_message, error_type
+from tracedstore.common.errors import error_location, error_message, error_type
 from tracedstore.export.settings import Settings
 
 

@@ -22,7 +22,7 @@ from torch.distributed import DistStoreError
 
 from integration.harness import in_background, wait_until
 from support.certificates import Authority
-from tracedstore.core.errors import ConfigurationError
+from tracedstore.common.errors import ConfigurationError
 from tracedstore.etcd import (
     EtcdDeniedError,
     EtcdError,
@@ -34,7 +34,7 @@ from tracedstore.etcd import (
 )
 from tracedstore.etcd.content import number_in
 from tracedstore.etcd.endpoints import parse_endpoints
-from tracedstore.etcd.errors import EtcdCompactedError, connection_failure
+from tracedstore.etcd.etcd_errors import EtcdCompactedError, connection_failure
 from tracedstore.etcd.messages import text
 from tracedstore.etcd.namespace import Namespace
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from tracedstore.core.observer import Failures
-from tracedstore.core.telemetry import NullTelemetry
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.telemetry import NullTelemetry
 from tracedstore.signals import event_writer
 from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import _write_line

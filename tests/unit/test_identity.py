@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import PrefixStore, Store
 
 from support.stores import KINDS, tcp
+from tracedstore.common.identity import ProcessIdentity, bottom_of, host_name, identify
 from tracedstore.coordination import rank_registry
-from tracedstore.core.identity import ProcessIdentity, bottom_of, host_name, identify
 
 
 class TestStoreIdentity:

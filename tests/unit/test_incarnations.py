@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 
 import tracedstore
 from support.hostile_json import values
+from tracedstore.common import procfs
+from tracedstore.common.identity import ProcessIdentity
 from tracedstore.coordination import rank_registry
-from tracedstore.core import procfs
-from tracedstore.core.identity import ProcessIdentity
-from tracedstore.diagnosis.incarnations import (
+from tracedstore.diagnosis.observe.incarnations import (
     Replacement,
     check_earlier,
     check_replaced,

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import tracedstore
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import NullTelemetry
-from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.signals.inflight import StallReporter
 from tracedstore.testing import FakeClock, FlakyStore
 

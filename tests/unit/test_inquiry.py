@@ -11,11 +11,11 @@ import pytest
 from torch.distributed import HashStore
 
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis import inquiry
-from tracedstore.diagnosis.blocked_call import Member
-from tracedstore.diagnosis.blocked_record import BlockedRecord, publish_blocked
-from tracedstore.diagnosis.process_answer import ProcessAnswer
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.ask import inquiry
+from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 
 Answering = Callable[..., None]
 MEMBER = Member(rank=0, world_size=3, host_of=lambda _rank: "")

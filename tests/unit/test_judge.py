@@ -6,10 +6,10 @@ import time
 import pytest
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.blocked_record import BlockedRecord
-from tracedstore.diagnosis.judge import find_suspects, judge
-from tracedstore.diagnosis.process_answer import Frame, ProcessAnswer
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
+from tracedstore.diagnosis.judgement.judge import find_suspects, judge
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
 
 NOW = 1_000_000.0
 

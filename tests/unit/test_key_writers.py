@@ -5,9 +5,9 @@ import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 
 import tracedstore
-from tracedstore.core.identity import set_group_identity
-from tracedstore.diagnosis.key_writers import KeyWriters
-from tracedstore.diagnosis.process_answer import WrittenFamily
+from tracedstore.common.identity import set_group_identity
+from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.diagnosis.observe.key_writers import KeyWriters
 
 
 @pytest.fixture

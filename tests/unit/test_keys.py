@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.core.keys import KeyFamilies, fold, printable, shown
+from tracedstore.common.keys import KeyFamilies, fold, printable, shown
 
 
 class TestFold:

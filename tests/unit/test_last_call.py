@@ -5,8 +5,8 @@ from typing import Any
 import torch.distributed as dist
 
 import tracedstore
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.last_call import LastCall
+from tracedstore.diagnosis.observe.last_call import LastCall
+from tracedstore.recording.recorder import RECORDER
 
 OPERATION: Any = None  # it is not read
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tracedstore.core.keys import fold_numbers
-from tracedstore.diagnosis.learned import learned_writers
-from tracedstore.diagnosis.process_answer import WrittenFamily
+from tracedstore.common.keys import fold_numbers
+from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.diagnosis.observe.learned_writers import learned_writers
 
 
 def wrote(key: str, *positions: int) -> tuple[WrittenFamily, ...]:

@@ -27,10 +27,10 @@ from support.log_events import (
 )
 from support.otlp import otlp
 from tracedstore import names
-from tracedstore.report.analysis import analyse
-from tracedstore.report.log_formats import ContainerLogUnwrapper
-from tracedstore.report.reader import ReadStats
-from tracedstore.report.records import Records
+from tracedstore.tools.report.analysis import analyse
+from tracedstore.tools.report.log_formats import ContainerLogUnwrapper
+from tracedstore.tools.report.log_reader import ReadStats
+from tracedstore.tools.report.records import Records
 
 EVENT: Event = json.loads(EVENT_LINE)
 TEXT = EVENT_LINE.decode()
@@ -211,7 +211,7 @@ class TestParts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Parts beyond the limit are not kept in memory."""
-        monkeypatch.setattr("tracedstore.report.log_formats.MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr("tracedstore.tools.report.log_formats.MAX_LINE_BYTES", 1000)
 
         events, stats = read(tmp_path, cri("x" * 5000, 10) + cri(TEXT, 1000))
 

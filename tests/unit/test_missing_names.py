@@ -26,11 +26,11 @@ from integration.harness import in_background
 from support.rendezvous import handler, new_run_id
 from support.stores import tcp
 from tracedstore.auto import debug_page, patches
+from tracedstore.common.errors import TracedStoreError
 from tracedstore.coordination.arrivals import etcd_contents
 from tracedstore.coordination.connections import side_connection
-from tracedstore.core.errors import TracedStoreError
-from tracedstore.core.operation import METHODS
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.operation import METHODS
+from tracedstore.recording.recorder import RECORDER
 
 Events = Callable[[], list[dict[str, Any]]]
 

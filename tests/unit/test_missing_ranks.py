@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed import HashStore
 
+from tracedstore.common import procfs
 from tracedstore.coordination import rank_registry
-from tracedstore.core import procfs
-from tracedstore.diagnosis.blocked_record import BlockedRecord, publish_blocked
-from tracedstore.diagnosis.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.missing_ranks import find_causes
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 
 WORLD_SIZE = 6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tracedstore
-from tracedstore.core.errors import CommandError
+from tracedstore.common.errors import CommandError
 from tracedstore.native import build, load, verify
 
 HEADER = Path(torch.__file__).parent / "include" / build._HEADER

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.core.identity import StoreIdentity
-from tracedstore.core.recorder import RECORDER
+from tracedstore.common.identity import StoreIdentity
 from tracedstore.native.calls import NativeRecording
+from tracedstore.recording.recorder import RECORDER
 
 COUNTS = """
 from prometheus_client import REGISTRY

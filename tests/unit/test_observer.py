@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.core.observer import Failures
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import NULL_TELEMETRY, NullTelemetry
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import NULL_TELEMETRY, NullTelemetry
 from tracedstore.testing import OperationLog
 
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tracedstore.common import procfs
 from tracedstore.coordination import rank_registry
-from tracedstore.core import procfs
-from tracedstore.diagnosis.process_answer import (
+from tracedstore.diagnosis.ask.process_answer import (
     MAX_ANSWER_BYTES,
     Frame,
     ProcessAnswer,

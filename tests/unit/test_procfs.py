@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.harness import pause, wait_until
-from tracedstore.core import procfs
+from tracedstore.common import procfs
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ class TestNamespaces:
         the pids do not agree, and its namespace is unknown.
         """
         script = (
-            "from tracedstore.core import procfs\n"
+            "from tracedstore.recording import procfs\n"
             f"ns = {procfs.own_namespace()!r}\n"
             f"ticks = {procfs.own_start_ticks()}\n"
             f"print(procfs.own_namespace() == ns,"
@@ -126,7 +126,7 @@ class TestNamespaces:
         """Containers with other host names but the same pids are one namespace."""
         script = (
             "import socket\n"
-            "from tracedstore.core import procfs\n"
+            "from tracedstore.recording import procfs\n"
             "socket.sethostname('elsewhere')\n"
             f"print(procfs.own_namespace() == {procfs.own_namespace()!r})\n"
         )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.coordination.decoders import default_name
-from tracedstore.coordination.ranges import (
+from tracedstore.naming.decoders import default_name
+from tracedstore.naming.ranges import (
     by_host,
     describe,
     fold,

@@ -28,16 +28,16 @@ from support.log_events import (
 )
 from support.pages import Page
 from tracedstore import names
-from tracedstore.cli.main import main
-from tracedstore.report.analysis import Analysis, analyse
-from tracedstore.report.barriers import BarrierInstance
-from tracedstore.report.formatting import duration, ranks
-from tracedstore.report.headline import headline
-from tracedstore.report.page import page
-from tracedstore.report.reader import ReadStats, find_files, read_events
-from tracedstore.report.record_types import COMPLETED, FAILED, TIMEOUT, WAITING
-from tracedstore.report.records import Records
-from tracedstore.report.span_files import event_from_span
+from tracedstore.tools.cli.main import main
+from tracedstore.tools.report.analysis import Analysis, analyse
+from tracedstore.tools.report.barriers import BarrierInstance
+from tracedstore.tools.report.formatting import duration, ranks
+from tracedstore.tools.report.headline import headline
+from tracedstore.tools.report.log_reader import ReadStats, find_files, read_events
+from tracedstore.tools.report.page import page
+from tracedstore.tools.report.record_types import COMPLETED, FAILED, TIMEOUT, WAITING
+from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.span_files import event_from_span
 
 
 def analysis_of(events: Sequence[Event]) -> Analysis:
@@ -175,7 +175,7 @@ class TestReading:
 
     def test_long_lines(self, read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
         """A line beyond the limit is skipped, and not kept in memory."""
-        monkeypatch.setattr("tracedstore.report.reader.MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr("tracedstore.tools.report.log_reader.MAX_LINE_BYTES", 1000)
 
         events, stats = read(b"x" * 5000 + EVENT_LINE + b"\n" + EVENT_LINE + b"\n")
 
@@ -219,7 +219,7 @@ class TestReading:
         self, read: Reader, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Indented JSON is dropped beyond the limit, even if its lines are empty."""
-        monkeypatch.setattr("tracedstore.report.reader.MAX_LINE_BYTES", 5000)
+        monkeypatch.setattr("tracedstore.tools.report.log_reader.MAX_LINE_BYTES", 5000)
         span = span_from_event(completed_event(2, 1.0, 0.5))
         first, rest = json.dumps(span, indent=4).encode().split(b"\n", 1)
 
@@ -949,7 +949,7 @@ class TestCommand:
         content = json_lines([completed_event(0, 10, 3.0, "b/\ud800")])
 
         done = subprocess.run(
-            [sys.executable, "-m", "tracedstore.cli.main", "report", "-"],
+            [sys.executable, "-m", "tracedstore.tools.cli.main", "report", "-"],
             input=content,
             cwd=tmp_path,
             capture_output=True,
@@ -1050,7 +1050,7 @@ class TestCommand:
         """The command reports that it waits for a pipe; Ctrl-C stops it."""
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
-        command = [sys.executable, "-m", "tracedstore.cli.main", "report"]
+        command = [sys.executable, "-m", "tracedstore.tools.cli.main", "report"]
         output = ["--output", str(tmp_path / "out.html")]
         for path, name in ((str(pipe), str(pipe)), ("-", "standard input")):
             with subprocess.Popen(
@@ -1113,7 +1113,9 @@ class TestCommand:
 
     def test_jinja2_is_loaded_for_the_page_only(self) -> None:
         """Importing the command does not import Jinja2."""
-        script = "import sys, tracedstore.cli.report; print('jinja2' in sys.modules)"
+        script = (
+            "import sys, tracedstore.tools.cli.report; print('jinja2' in sys.modules)"
+        )
 
         done = subprocess.run(
             [sys.executable, "-c", script],

@@ -9,12 +9,12 @@ import pytest
 from support.log_events import Event, completed_event, missing_event, stall_event
 from support.pages import Page
 from tracedstore import names
-from tracedstore.report import records as records_module
-from tracedstore.report.analysis import Analysis, analyse
-from tracedstore.report.headline import headline
-from tracedstore.report.page import page
-from tracedstore.report.reader import ReadStats
-from tracedstore.report.records import Records
+from tracedstore.tools.report import records as records_module
+from tracedstore.tools.report.analysis import Analysis, analyse
+from tracedstore.tools.report.headline import headline
+from tracedstore.tools.report.log_reader import ReadStats
+from tracedstore.tools.report.page import page
+from tracedstore.tools.report.records import Records
 
 AWAITED = "rank 2 on node1 (pid 812): in data.py:88 load"
 WAITING = f"The job was waiting in new_group 1 for {AWAITED}"

@@ -9,9 +9,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NoOpTracer, Span
 
-from tracedstore.core.identity import ProcessIdentity
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.telemetry import NULL_TELEMETRY, SpanIds
+from tracedstore.common.identity import ProcessIdentity
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.telemetry import NULL_TELEMETRY, SpanIds
 from tracedstore.signals.spans import ReservedIds, Spans
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.diagnosis import questions, responder
-from tracedstore.diagnosis.allowance import Allowance
-from tracedstore.diagnosis.questions import Question
-from tracedstore.diagnosis.responder import Responder
+from tracedstore.diagnosis.ask import questions, responder
+from tracedstore.diagnosis.ask.allowance import Allowance
+from tracedstore.diagnosis.ask.questions import Question
+from tracedstore.diagnosis.ask.responder import Responder
 
 LARGE = 6_000_000
 # One a second.

@@ -11,13 +11,13 @@ import tracedstore
 from support.events import Events
 from support.hostile_json import ENTRY
 from tracedstore import names
-from tracedstore.attach import job_discovery
-from tracedstore.attach.job_discovery import RegisteredRanks
-from tracedstore.cli import sd
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
-from tracedstore.core.recorder import RECORDER
 from tracedstore.export.discovery import targets
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.tools.attach import job_discovery
+from tracedstore.tools.attach.job_discovery import RegisteredRanks
+from tracedstore.tools.cli import sd
 
 INFO = parse_entry(json.dumps(ENTRY).encode())
 

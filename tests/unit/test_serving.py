@@ -11,8 +11,9 @@ from torch.distributed import TCPStore
 from integration.harness import in_background, wait_until
 from support.etcd import free_port
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis import reach, serving
-from tracedstore.diagnosis.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection import connection_attempt as reach
+from tracedstore.diagnosis.connection import serving
+from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 
 WORLD_SIZE = 4
 TIMEOUT = timedelta(seconds=60)

@@ -278,8 +278,9 @@ in_child(check)
         done = run(
             self.SCRIPT
             + """
-from tracedstore.diagnosis import claims, connecting, server
-from tracedstore.diagnosis.agent_workers import AGENT_WORKERS, Worker
+from tracedstore.diagnosis.ask import claims
+from tracedstore.diagnosis.connection import connecting, server_examination as server
+from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
 tracedstore.configure(log_format="off")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tracedstore.core.threads import DaemonThread
+from tracedstore.common.threads import DaemonThread
 from tracedstore.export import shutdown
 from tracedstore.export.shutdown import SpareThread, export_with_timeout
 

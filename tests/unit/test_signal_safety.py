@@ -16,17 +16,17 @@ from torch.distributed import HashStore
 
 import tracedstore
 from integration.harness import in_background, wait_until
-from tracedstore.core import signal_safety
-from tracedstore.core.observer import Failures
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import (
+from tracedstore.common import signal_safety
+from tracedstore.common.signal_safety import (
     HELPERS,
     calling_thread,
     off_main_thread,
     raised_by_handler,
 )
-from tracedstore.core.telemetry import NULL_TELEMETRY
 from tracedstore.export import setup
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import NULL_TELEMETRY
 from tracedstore.testing import OperationLog
 
 _VARIABLE: ContextVar[str] = ContextVar("variable", default="")

@@ -2,10 +2,10 @@
 
 import json
 
-from tracedstore.attach.asking import Answers
-from tracedstore.attach.stacks_text import group_by_stacks, stack_lines, to_json
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.process_answer import Frame, ProcessAnswer, State
+from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer, State
+from tracedstore.tools.attach.asking import Answers
+from tracedstore.tools.attach.stacks_text import group_by_stacks, stack_lines, to_json
 
 TRAIN = (
     Frame(file="c10d.py", line=5, function="all_reduce"),

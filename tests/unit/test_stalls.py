@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tracedstore.attach import stalls
-from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.stalls import Stall, is_stall_key, read_stalls
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.blocked_record import BlockedRecord, blocked_key
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_key
+from tracedstore.tools.attach import stalled_ranks as stalls
+from tracedstore.tools.attach.stalled_ranks import Stall, is_stall_key, read_stalls
+from tracedstore.tools.attach.store_contents import StoreSnapshot
 
 RECORD = BlockedRecord(
     rank=3,

@@ -8,7 +8,7 @@ from hypothesis import given
 from torch.distributed import HashStore
 
 from support.hostile_json import values
-from tracedstore.diagnosis import stamps
+from tracedstore.diagnosis.observe import group_stamps as stamps
 
 STAMP = {"rank": 1, "attempt": 0, "host": "node1", "pid": 7, "time": 1.0}
 

@@ -10,17 +10,6 @@ import pytest
 import torch.distributed as dist
 
 from support.versions import needs_list_keys
-from tracedstore.attach import snapshot as snapshot_module
-from tracedstore.attach.collect import (
-    MAX_LEDGERS,
-    _newest,
-    read_job_state,
-    select_keys,
-)
-from tracedstore.attach.job_state import JobState
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.status_text import status_lines
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import (
     BarrierKeys,
@@ -28,7 +17,18 @@ from tracedstore.coordination.protocol import (
     encode_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.terminal import Screen, duration
+from tracedstore.tools.attach import store_contents as snapshot_module
+from tracedstore.tools.attach.collect import (
+    MAX_LEDGERS,
+    _newest,
+    read_job_state,
+    select_keys,
+)
+from tracedstore.tools.attach.job_state import JobState
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.status_text import status_lines
+from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.terminal import Screen, duration
 
 
 class Shrinking:

@@ -10,8 +10,8 @@ from torch.distributed import HashStore, PrefixStore, Store
 import tracedstore
 from support.metrics import exported_calls
 from tracedstore import Operation
-from tracedstore.core.operation import Reason
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.operation import Reason
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, Group
 
 from support.terminal import frames
-from tracedstore.terminal import Line, Screen, escape, is_interactive
+from tracedstore.tools.terminal import Line, Screen, escape, is_interactive
 
 
 class Terminal(io.StringIO):
@@ -260,7 +260,7 @@ class TestScreen:
         """A command may fork while the view is live."""
         script = (
             "import io, threading\n"
-            "from tracedstore.terminal import Line, Screen\n"
+            "from tracedstore.tools.terminal import Line, Screen\n"
             "class Terminal(io.StringIO):\n"
             "    def isatty(self):\n"
             "        return True\n"

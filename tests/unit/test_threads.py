@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tracedstore.core import threads
-from tracedstore.core.threads import DaemonThread
+from tracedstore.common import threads
+from tracedstore.common.threads import DaemonThread
 
 
 def test_runs_target() -> None:
@@ -133,7 +133,7 @@ def test_stopped_process_loses_no_time() -> None:
     """A process that is stopped while a thread works gets most of its time after it."""
     script = """
 import os, signal, subprocess, time
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.common.timeouts import run_with_timeout
 
 def work():
     # Continues this process after the second that it has.

@@ -8,8 +8,8 @@ from weakref import ref
 
 import pytest
 
-from tracedstore.core import timeouts
-from tracedstore.core.timeouts import (
+from tracedstore.common import timeouts
+from tracedstore.common.timeouts import (
     end_pauses,
     join_bounded_threads,
     pause,

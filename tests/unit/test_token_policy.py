@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tracedstore.attach.token_policy import TokenPolicy
-from tracedstore.cli.options import add_token_arguments, token_policy
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.cli.options import add_token_arguments, token_policy
 
 NODE7 = "http://node7:9400/metrics"
 LOCAL = "http://127.0.0.1:9400/metrics"

@@ -12,26 +12,27 @@ from rich.cells import cell_len
 
 from support.jobs_in_stores import arrive, block, judge, register, time_out
 from tracedstore import names
-from tracedstore.attach.collect import read_job_state, select_keys
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.snapshot import StoreSnapshot
 from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
 from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.verdict import Cause
+from tracedstore.diagnosis.judgement.verdict import Cause
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
-from tracedstore.report.records import Records
 from tracedstore.signals.inflight import InFlight
-from tracedstore.top import fleet, fleet_states, views
-from tracedstore.top.build import build_model
-from tracedstore.top.model import GLYPHS, Barrier, Model, Rank, State
-from tracedstore.top.rates import RateMeter, parse, quantile
-from tracedstore.top.rows import fit, plain_text, shorten, sparkline, wrap
-from tracedstore.top.seen import Seen
-from tracedstore.top.selection import Selection
-from tracedstore.top.waterfall import waterfall
+from tracedstore.tools.attach.collect import read_job_state, select_keys
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.report.records import Records
+from tracedstore.tools.top import fleet_grid as fleet
+from tracedstore.tools.top import fleet_states, views
+from tracedstore.tools.top.model import GLYPHS, Barrier, Model, Rank, State
+from tracedstore.tools.top.model_builder import build_model
+from tracedstore.tools.top.rates import RateMeter, parse, quantile
+from tracedstore.tools.top.rows import fit, plain_text, shorten, sparkline, wrap
+from tracedstore.tools.top.screen_events import Seen
+from tracedstore.tools.top.selection import Selection
+from tracedstore.tools.top.waterfall import waterfall
 
 NOW = 1000.0
 HOSTILE = "\x1b[31mred\x07\u202egnp.exe\x9b2J[bold]x[/bold]\n"
@@ -725,7 +726,7 @@ class TestSeen:
 
     def test_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A screen that is open for days keeps a bounded number of arrivals."""
-        monkeypatch.setattr("tracedstore.top.seen._MAX_ARRIVALS", 10)
+        monkeypatch.setattr("tracedstore.tools.top.screen_events._MAX_ARRIVALS", 10)
         seen = Seen()
         for number in range(9):
             at = float(number)

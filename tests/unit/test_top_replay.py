@@ -13,12 +13,12 @@ from support.log_events import (
     timestamp,
 )
 from tracedstore import names
-from tracedstore.report.analysis import analyse
-from tracedstore.report.reader import ReadStats
-from tracedstore.report.records import Records
-from tracedstore.top.model import GLYPHS, Model
-from tracedstore.top.replay import Replay
-from tracedstore.top.replay_app import ReplayApp
+from tracedstore.tools.report.analysis import analyse
+from tracedstore.tools.report.log_reader import ReadStats
+from tracedstore.tools.report.records import Records
+from tracedstore.tools.top.model import GLYPHS, Model
+from tracedstore.tools.top.replay import Replay
+from tracedstore.tools.top.replay_app import ReplayApp
 
 START = datetime.fromisoformat(timestamp(0)).timestamp()
 

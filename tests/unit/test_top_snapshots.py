@@ -16,10 +16,10 @@ import pytest
 from support.jobs_in_stores import arrive, block, judge
 from support.pseudo_terminal import SIZE
 from support.versions import needs_list_keys
-from tracedstore.top.live import LiveApp
-from tracedstore.top.model import Model
-from tracedstore.top.reader import Request, Response
-from tracedstore.top.saving import screen_svg
+from tracedstore.tools.top.live import LiveApp
+from tracedstore.tools.top.model import Model
+from tracedstore.tools.top.reader_process import Request, Response
+from tracedstore.tools.top.saving import screen_svg
 from unit.test_top import NOW, job, model_of
 
 pytestmark = needs_list_keys

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.diagnosis import groups
-from tracedstore.diagnosis.torch_key_table import DEVICES, ROWS, Row
-from tracedstore.diagnosis.torch_keys import KeyMeaning, meaning, nccl_roots
+from tracedstore.diagnosis.observe import groups
+from tracedstore.diagnosis.observe.torch_key_table import DEVICES, ROWS, Row
+from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning, nccl_roots
 
 SHA1 = "ad56679d2c95f00a464e146ac76c2deb475d8262"
 

@@ -16,11 +16,7 @@ from support.hostile_json import (
     REPORT,
     values,
 )
-from tracedstore.attach.collect import read_job_state
-from tracedstore.attach.job_status import Status
-from tracedstore.attach.snapshot import StoreSnapshot
-from tracedstore.attach.status_text import status_lines
-from tracedstore.coordination import validation
+from tracedstore.common import validation
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import (
     BarrierKeys,
@@ -30,6 +26,10 @@ from tracedstore.coordination.protocol import (
 )
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.export.process_status import ProcessStatus
+from tracedstore.tools.attach.collect import read_job_state
+from tracedstore.tools.attach.job_status import Status
+from tracedstore.tools.attach.status_text import status_lines
+from tracedstore.tools.attach.store_contents import StoreSnapshot
 
 
 class TestRegistryEntry:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tracedstore.coordination import validation
+from tracedstore.common import validation
 
 integer = partial(validation.integer, below=100)
 digits = partial(validation.digits, below=100)

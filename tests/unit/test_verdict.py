@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from support.hostile_json import values
-from tracedstore.diagnosis.verdict import (
+from tracedstore.diagnosis.judgement.verdict import (
     CAUSES,
     REMEDIES,
     AwaitedRank,

@@ -8,9 +8,9 @@ from weakref import ref
 
 import pytest
 
-from tracedstore.core.observer import Failures
-from tracedstore.core.telemetry import NullTelemetry
-from tracedstore.core.watcher import Watch, Watcher
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.watcher import Watch, Watcher
 
 THREAD = "tracedstore-watcher"
 

@@ -11,9 +11,9 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore.auto import lifetime
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import membership, rank_registry
 from tracedstore.coordination.membership import Membership
-from tracedstore.core.weak_table import WeakTable
 
 _ENTRIES = 300
 _WRITES = 3000

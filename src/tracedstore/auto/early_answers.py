@@ -7,10 +7,10 @@ others wait for. It has not registered, so only its own host can find it.
 import sys
 
 from tracedstore import names
-from tracedstore.core.errors import ConfigurationError
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.common.errors import ConfigurationError
+from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.export.settings import Settings
+from tracedstore.recording.recorder import RECORDER
 
 
 def start() -> None:

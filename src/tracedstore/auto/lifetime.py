@@ -16,7 +16,7 @@ from weakref import ref
 
 from torch.distributed import Store
 
-from tracedstore.core.weak_table import WeakTable
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.store import TracedStore, is_native, release
 
 # The states of the stores that the patches wrapped. A store that the job wrapped is the

@@ -288,7 +288,7 @@ def _raise_if_from_handler(error: Exception) -> None:
     What is imported here is imported in this thread: it holds locks of imports, for
     which another one would wait.
     """
-    from tracedstore.core.signal_safety import raised_by_handler  # noqa: PLC0415 - see the docstring of the module
+    from tracedstore.common.signal_safety import raised_by_handler  # noqa: PLC0415 - see the docstring of the module
 
     if raised_by_handler(error):
         raise error

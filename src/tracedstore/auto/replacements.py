@@ -16,18 +16,13 @@ from torch.distributed import ProcessGroup, Store
 
 from tracedstore import names
 from tracedstore.auto import lifetime, patches
+from tracedstore.common.identity import bottom_of
+from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.coordination import rank_registry
-from tracedstore.core.identity import bottom_of
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import off_main_thread
-from tracedstore.diagnosis import (
-    connect_target,
-    connecting,
-    group_creation,
-    groups,
-    incarnations,
-)
+from tracedstore.diagnosis.connection import connect_target, connecting
+from tracedstore.diagnosis.observe import group_creation, groups, incarnations
 from tracedstore.export.setup import ensure_configured, set_identity
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.store import TracedStore, wrap
 
 RendezvousResult = tuple[Store, int, int]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tracedstore.common.keys import printable
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
     encode_arrival,
 )
-from tracedstore.core.keys import printable
 
 T = TypeVar("T")
 

@@ -21,7 +21,11 @@ from typing import Any
 from torch.distributed import Store
 
 from tracedstore import names
-from tracedstore.coordination import steps
+from tracedstore.common.errors import TIMEOUT, error_type
+from tracedstore.common.identity import is_from_torch
+from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
+from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
+from tracedstore.coordination import barrier_steps as steps
 from tracedstore.coordination.arrivals import (
     has_duplicates,
     read_arrivals,
@@ -49,13 +53,9 @@ from tracedstore.coordination.protocol import (
     last_arrival,
 )
 from tracedstore.coordination.rank_registry import is_registered, register
-from tracedstore.core.errors import TIMEOUT, error_type
-from tracedstore.core.identity import is_from_torch
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.core.timeouts import run_with_timeout, start_bounded_thread
-from tracedstore.core.watcher import WATCHER
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY
+from tracedstore.recording.watcher import WATCHER
 
 # Without it, the first rank adds the barrier to an index of keys.
 _LISTS_KEYS = hasattr(Store, "list_keys")

@@ -12,16 +12,16 @@ from typing import Any
 from opentelemetry.semconv.attributes import error_attributes
 
 from tracedstore import names
-from tracedstore.coordination import decoders
+from tracedstore.common.errors import TIMEOUT, error_message, error_type
+from tracedstore.common.keys import printable
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import LastArrival
 from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
-from tracedstore.core.barrier_stats import Result, StalledBarrier
-from tracedstore.core.errors import TIMEOUT, error_message, error_type
-from tracedstore.core.keys import printable
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import TELEMETRY, SpanIds, Telemetry
+from tracedstore.naming import decoders
+from tracedstore.recording.barrier_stats import Result, StalledBarrier
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY, SpanIds, Telemetry
 
 # Seconds for exporting spans before `BarrierTimeout` is raised, which may end the job.
 _FLUSH_TIMEOUT = 1.0

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from tracedstore.core.errors import TracedStoreError
+from tracedstore.common.errors import TracedStoreError
 
 
 class BarrierTimeout(TracedStoreError, DistStoreError):  # noqa: N818 - a public name

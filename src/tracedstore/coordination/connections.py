@@ -14,9 +14,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from tracedstore.core.identity import bottom_of, is_prefix_store
-from tracedstore.core.observer import missing_from_torch
-from tracedstore.core.weak_table import WeakTable
+from tracedstore.common.identity import bottom_of, is_prefix_store
+from tracedstore.common.weak_table import WeakTable
+from tracedstore.recording.observer import missing_from_torch
 
 # For one attempt to connect to the server of a TCPStore. torch may try for three times
 # as long, and the end of the process waits for that.

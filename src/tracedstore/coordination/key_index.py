@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tracedstore.coordination import validation
+from tracedstore.common import validation
+from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination.connections import bare_store
-from tracedstore.core.errors import TracedStoreError
-from tracedstore.core.timeouts import run_with_timeout
 
 INDEX = "tracedstore/KEYS"
 # Maximum size of an index that is read; 100,000 barriers have about 3 MB.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracedstore.core.counters import handle_of
-from tracedstore.core.weak_table import WeakTable
+from tracedstore.common.weak_table import WeakTable
+from tracedstore.recording.counters import handle_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
-from tracedstore.coordination import decoders
+from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination.arrivals import (
     confirm_arrival,
     read_arrivals,
@@ -18,8 +18,8 @@ from tracedstore.coordination.barrier_telemetry import guarded
 from tracedstore.coordination.missing_report import Examine, MissingReport
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import registry_decoder
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
+from tracedstore.naming import decoders
+from tracedstore.recording.recorder import RECORDER
 
 # How many of the first ranks to arrive read who is missing. One of them may die; with
 # ten thousand the store would be overloaded.

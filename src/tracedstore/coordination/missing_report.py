@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tracedstore.coordination import decoders, ranges, validation
+from tracedstore.common import validation
 from tracedstore.coordination.arrivals import Arrivals
+from tracedstore.naming import decoders, ranges
 
 # A report that names 98,304 missing ranks has 5 MB.
 _MAX_REPORT_BYTES = 8 * 1024 * 1024

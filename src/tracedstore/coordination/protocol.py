@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tracedstore.coordination import validation
+from tracedstore.common import validation
 
 _MAX_LAST_ARRIVAL_BYTES = 4096
 _MAX_RANK = 2**32

@@ -14,19 +14,18 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from tracedstore.coordination import validation
+from tracedstore.common import procfs, validation
+from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.common.signal_safety import calling_thread
+from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination.arrivals import find_absent, list_keys, read_existing
 from tracedstore.coordination.connections import side_connection
-from tracedstore.coordination.decoders import Decoder
 from tracedstore.coordination.key_index import record_keys
-from tracedstore.coordination.ranges import MAX_RANKS
-from tracedstore.core import procfs
-from tracedstore.core.counters import handle_of, store_of
-from tracedstore.core.identity import ProcessIdentity, restart_count
-from tracedstore.core.signal_safety import calling_thread
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.core.timeouts import run_with_timeout
-from tracedstore.core.weak_table import WeakTable
+from tracedstore.naming.decoders import Decoder
+from tracedstore.naming.ranges import MAX_RANKS
+from tracedstore.recording.counters import handle_of, store_of
+from tracedstore.recording.telemetry import TELEMETRY
 
 # The key of a rank is this, a slash, and the rank.
 REGISTRY = "tracedstore/RANKS"

@@ -24,9 +24,9 @@ from opentelemetry.trace import (
 )
 
 from tracedstore import names
-from tracedstore.core.keys import printable
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import NULL_TELEMETRY, SpanIds, Telemetry
+from tracedstore.common.keys import printable
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import NULL_TELEMETRY, SpanIds, Telemetry
 
 # W3C's format, in the one version that there is. OpenTelemetry's propagator does the
 # same for the headers of requests, in ten times the time.

@@ -14,26 +14,18 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
-from tracedstore.core.counters import ActiveCall, Call
-from tracedstore.core.errors import TIMEOUT, error_type
-from tracedstore.core.identity import process_identity
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.signal_safety import calling_thread
-from tracedstore.core.threads import DaemonThread
-from tracedstore.diagnosis import stalled
-from tracedstore.diagnosis.blocked_call import is_barrier
-from tracedstore.diagnosis.blocked_record import BlockedRecord
-from tracedstore.diagnosis.inquiry import inquire, still_holds
-from tracedstore.diagnosis.questions import MAX_POLLING_RANKS
-from tracedstore.diagnosis.server import examine_server
-from tracedstore.diagnosis.session import (
-    STORE_ERRORS,
-    Session,
-    Sessions,
-    reports_by_itself,
-)
-from tracedstore.diagnosis.verdict import Verdict
-from tracedstore.diagnosis.waits import (
+from tracedstore.common.errors import TIMEOUT, error_type
+from tracedstore.common.identity import process_identity
+from tracedstore.common.signal_safety import calling_thread
+from tracedstore.common.threads import DaemonThread
+from tracedstore.diagnosis.ask.inquiry import inquire, still_holds
+from tracedstore.diagnosis.ask.questions import MAX_POLLING_RANKS
+from tracedstore.diagnosis.connection.server_examination import examine_server
+from tracedstore.diagnosis.judgement import stalled
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_call import is_barrier
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.diagnosis.observe.blocked_waits import (
     Repeats,
     Wait,
     answer_timeout,
@@ -41,6 +33,14 @@ from tracedstore.diagnosis.waits import (
     examine_after,
     waited_seconds,
 )
+from tracedstore.diagnosis.session import (
+    STORE_ERRORS,
+    Session,
+    Sessions,
+    reports_by_itself,
+)
+from tracedstore.recording.counters import ActiveCall, Call
+from tracedstore.recording.recorder import Recorder
 
 # Seconds between two looks at the calls in flight.
 _INTERVAL = 1.0

@@ -10,33 +10,34 @@ from weakref import ref
 
 from torch.distributed import DistError
 
-from tracedstore.coordination import decoders, membership, rank_registry
+from tracedstore.common.identity import bottom_of, number, process_identity
+from tracedstore.common.weak_table import WeakTable
+from tracedstore.coordination import membership, rank_registry
 from tracedstore.coordination.arrivals import read_key
 from tracedstore.coordination.connections import (
     bare_store,
     connector,
     is_one_connection,
 )
-from tracedstore.core.counters import ActiveCall, StoreState, handle_of, store_of
-from tracedstore.core.identity import bottom_of, number, process_identity
-from tracedstore.core.weak_table import WeakTable
-from tracedstore.diagnosis.allowance import Allowance
-from tracedstore.diagnosis.blocked_call import Member, describe_call
-from tracedstore.diagnosis.blocked_record import (
+from tracedstore.diagnosis.ask.allowance import Allowance
+from tracedstore.diagnosis.ask.local_client import host_has_agent
+from tracedstore.diagnosis.ask.questions import (
+    MAX_POLLING_RANKS,
+    polling_interval_of_rank,
+)
+from tracedstore.diagnosis.ask.responder import Responder
+from tracedstore.diagnosis.connection.server_examination import probe_server
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_call import Member, describe_call
+from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
     withdraw_blocked,
 )
-from tracedstore.diagnosis.incarnations import check_replaced
-from tracedstore.diagnosis.local_client import host_has_agent
-from tracedstore.diagnosis.questions import (
-    MAX_POLLING_RANKS,
-    polling_interval_of_rank,
-)
-from tracedstore.diagnosis.responder import Responder
-from tracedstore.diagnosis.server import probe_server
-from tracedstore.diagnosis.stalled import VERDICT
-from tracedstore.diagnosis.verdict import Verdict
+from tracedstore.diagnosis.observe.incarnations import check_replaced
+from tracedstore.naming import decoders
+from tracedstore.recording.counters import ActiveCall, StoreState, handle_of, store_of
 
 # The number of verdicts so far, and of the processes that looked for the next one.
 _VERDICT_COUNT: Final = "tracedstore/VERDICTS"

@@ -1,14 +1,14 @@
 """etcd: a Store over the v3 API, and the requests inside torch's own EtcdStore (v2)."""
 
 from tracedstore.etcd.endpoints import Tls
-from tracedstore.etcd.errors import (
+from tracedstore.etcd.etcd_errors import (
     EtcdDeniedError,
     EtcdError,
     EtcdLeaseError,
     EtcdOutcomeUnknownError,
     EtcdUnreachableError,
 )
-from tracedstore.etcd.store import EtcdV3Store
+from tracedstore.etcd.etcd_v3_store import EtcdV3Store
 
 __all__ = [
     "EtcdDeniedError",

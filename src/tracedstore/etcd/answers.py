@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tracedstore.etcd.errors import EtcdError
+from tracedstore.etcd.etcd_errors import EtcdError
 from tracedstore.etcd.messages import Message
 
 # Values in one answer. Python takes up to fifty times the memory of a short value.

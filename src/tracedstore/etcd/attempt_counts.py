@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from threading import get_ident
 
-from tracedstore.core.operation import Attempts, EtcdRequest
+from tracedstore.recording.operation import Attempts, EtcdRequest
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import etcd
 
-from tracedstore.core.operation import Attempts
 from tracedstore.etcd.attempt_counts import AttemptCounter, AttemptCounts
+from tracedstore.recording.operation import Attempts
 
 _REQUESTS = frozenset(
     {"delete", "get", "read", "set", "test_and_set", "update", "watch", "write"}

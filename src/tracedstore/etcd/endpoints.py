@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from tracedstore.core.errors import ConfigurationError
+from tracedstore.common.errors import ConfigurationError
 
 DEFAULT_PORT = 2379
 _ACCEPTED = "accepted is HOST:PORT, http://HOST:PORT or https://HOST:PORT"

@@ -12,12 +12,10 @@ from typing import Any, NoReturn
 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tracedstore.core.etcd_stats import RequestResult
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import raised_by_handler
+from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.etcd import answers
 from tracedstore.etcd.endpoints import Endpoint, Rotation
-from tracedstore.etcd.errors import (
+from tracedstore.etcd.etcd_errors import (
     EtcdDeniedError,
     EtcdError,
     EtcdOutcomeUnknownError,
@@ -31,6 +29,8 @@ from tracedstore.etcd.pool import Pool
 from tracedstore.etcd.traffic import Traffic
 from tracedstore.etcd.transport import WatchEnded
 from tracedstore.etcd.wire import Connection
+from tracedstore.recording.etcd_stats import RequestResult
+from tracedstore.recording.recorder import RECORDER
 
 # Seconds for one attempt. etcd itself gives up after seven.
 _ATTEMPT_SECONDS = 10.0

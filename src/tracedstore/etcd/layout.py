@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 
 from tracedstore import names
-from tracedstore.core.errors import ConfigurationError
+from tracedstore.common.errors import ConfigurationError
 
 
 def prefix_of(namespace: str) -> bytes:

@@ -12,7 +12,7 @@ from tracedstore.etcd.answers import (
     revision,
 )
 from tracedstore.etcd.content import Content, content_of, number_in, wrapped
-from tracedstore.etcd.errors import (
+from tracedstore.etcd.etcd_errors import (
     EtcdCompactedError,
     EtcdError,
     EtcdOutcomeUnknownError,

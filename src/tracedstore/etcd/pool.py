@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from tracedstore.core.signal_safety import raised_by_handler
+from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.etcd.endpoints import Endpoint
-from tracedstore.etcd.errors import (
+from tracedstore.etcd.etcd_errors import (
     EtcdError,
     Failure,
     RequestFailed,

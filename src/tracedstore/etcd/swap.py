@@ -7,7 +7,7 @@ the value since the read shows whether the lost one had been applied.
 
 from enum import Enum, auto
 
-from tracedstore.core.signal_safety import raised_by_handler
+from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.etcd.answers import (
     KeyValue,
     events,
@@ -16,7 +16,7 @@ from tracedstore.etcd.answers import (
     revision,
 )
 from tracedstore.etcd.content import Content, content_of
-from tracedstore.etcd.errors import EtcdError, EtcdOutcomeUnknownError
+from tracedstore.etcd.etcd_errors import EtcdError, EtcdOutcomeUnknownError
 from tracedstore.etcd.messages import Message, delete, put, range_of, read
 from tracedstore.etcd.transport import Transport, WatchEnded
 

@@ -1,9 +1,9 @@
 """Counts the requests of one etcd v3 client, by the thread that makes them."""
 
-from tracedstore.core.etcd_stats import Recovery, RequestResult
-from tracedstore.core.operation import EtcdRequest
-from tracedstore.core.recorder import RECORDER
 from tracedstore.etcd.attempt_counts import AttemptCounter
+from tracedstore.recording.etcd_stats import Recovery, RequestResult
+from tracedstore.recording.operation import EtcdRequest
+from tracedstore.recording.recorder import RECORDER
 
 # Requests of one call that its span shows.
 _MAX_REQUESTS_SHOWN = 16

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from torch.distributed import DistStoreError
 
-from tracedstore.core.keys import shown
-from tracedstore.core.signal_safety import raised_by_handler
+from tracedstore.common.keys import shown
+from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.etcd.answers import KeyValue, events
-from tracedstore.etcd.errors import EtcdUnreachableError
+from tracedstore.etcd.etcd_errors import EtcdUnreachableError
 from tracedstore.etcd.layout import KeyRange
 from tracedstore.etcd.messages import Range, range_of
 from tracedstore.etcd.traffic import Traffic

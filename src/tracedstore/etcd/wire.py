@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from tracedstore.core.signal_safety import raised_by_handler
+from tracedstore.common.signal_safety import raised_by_handler
 
 _READ_BYTES = 65_536
 _MAX_HEAD_BYTES = 65_536

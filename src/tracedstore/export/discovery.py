@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from weakref import WeakSet
 
 from tracedstore import names
+from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.identity import number
+from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.connections import close_connection, side_connection
-from tracedstore.core.counters import store_of
-from tracedstore.core.errors import TracedStoreError
-from tracedstore.core.identity import number
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import run_with_timeout
-from tracedstore.diagnosis.agent_workers import AGENT_WORKERS, connect
+from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS, connect
+from tracedstore.recording.counters import store_of
+from tracedstore.recording.recorder import RECORDER
 
 # Seconds to read one store.
 _READ_TIMEOUT = 3.0

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import METRIC_TYPES
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Exemplar, Sample
 
-from tracedstore.coordination import validation
+from tracedstore.common import validation
 
 # Of one process. The largest page that was measured has 7,045.
 MAX_SAMPLES: Final = 50_000

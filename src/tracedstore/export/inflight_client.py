@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tracedstore.common.threads import DaemonThread
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.core.threads import DaemonThread
 from tracedstore.export.process_status import ProcessStatus
 
 # Below the limit of open files, which is commonly 1024.

@@ -20,10 +20,10 @@ from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names, otel_names
 from tracedstore._version import __version__
-from tracedstore.core.errors import TracedStoreError
-from tracedstore.core.identity import process_identity
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.snapshot import MetricSource
+from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.identity import process_identity
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.snapshot import MetricSource
 from tracedstore.signals.spans import process_attributes
 
 if TYPE_CHECKING:

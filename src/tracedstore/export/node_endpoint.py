@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from tracedstore import names
-from tracedstore.coordination import validation
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.common import validation
+from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
+from tracedstore.recording.recorder import RECORDER
 
 # The pid of the agent, and the URL of its metrics.
 _VARIABLE: Final = "TRACEDSTORE_NODE_ENDPOINT"

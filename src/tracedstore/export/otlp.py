@@ -26,11 +26,11 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 
 from tracedstore import names
-from tracedstore.core.errors import ConfigurationError, TracedStoreError
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.snapshot import MetricSource
-from tracedstore.core.threads import DaemonThread
+from tracedstore.common.errors import ConfigurationError, TracedStoreError
+from tracedstore.common.threads import DaemonThread
 from tracedstore.export.meter_readers import resource_attributes
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.snapshot import MetricSource
 from tracedstore.signals.otel_metrics import MetricStream, Temporality, in_scope
 
 _DEFAULT_INTERVAL_MS = 60_000

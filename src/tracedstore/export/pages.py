@@ -10,12 +10,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from tracedstore.diagnosis.local_socket import METRICS_PAGE, STATUS_PAGE
+from tracedstore.diagnosis.ask.local_socket import METRICS_PAGE, STATUS_PAGE
 from tracedstore.export import process_status
 from tracedstore.export.discovery import targets
 from tracedstore.export.family_fields import to_fields
+from tracedstore.export.http_server import Page, Response
 from tracedstore.export.node_metrics import node_registry
-from tracedstore.export.server import Page, Response
 
 # Seconds for which a response is cached.
 _METRICS_MAX_AGE = 0.5

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tracedstore import names
-from tracedstore.coordination import validation
-from tracedstore.coordination.ranges import by_host, fold, unfold
-from tracedstore.core.barrier_stats import StalledBarrier
-from tracedstore.core.identity import process_identity
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
-from tracedstore.diagnosis.local_client import LocalReply
-from tracedstore.diagnosis.local_socket import STATUS_PAGE
-from tracedstore.export import server
+from tracedstore.common import validation
+from tracedstore.common.identity import process_identity
+from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
+from tracedstore.diagnosis.ask.local_client import LocalReply
+from tracedstore.diagnosis.ask.local_socket import STATUS_PAGE
+from tracedstore.export import http_server as server
 from tracedstore.export.worker_replies import ask_workers
+from tracedstore.naming.ranges import by_host, fold, unfold
+from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight, in_flight
 
 # Maximum number of calls listed. A thread has one call in flight, and the oldest ones

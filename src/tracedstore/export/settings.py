@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from tracedstore.core.errors import ConfigurationError
+from tracedstore.common.errors import ConfigurationError
 
 PREFIX: Final = "TRACEDSTORE_"
 MAX_PORT: Final = 65535

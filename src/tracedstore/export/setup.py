@@ -16,27 +16,29 @@ from opentelemetry.trace import Link, Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
+from tracedstore.common import timeouts
+from tracedstore.common.clock import SYSTEM_CLOCK, Clock
+from tracedstore.common.identity import process_identity, set_group_identity
+from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.coordination import connections, rank_registry
-from tracedstore.core import timeouts
-from tracedstore.core.budget import budget_of
-from tracedstore.core.clock import SYSTEM_CLOCK, Clock
-from tracedstore.core.deferred import DeferredWork
-from tracedstore.core.identity import process_identity, set_group_identity
-from tracedstore.core.observer import Observer
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import off_main_thread
-from tracedstore.core.snapshot import MetricSource, Snapshots
-from tracedstore.core.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
-from tracedstore.core.watcher import WATCHER
-from tracedstore.diagnosis import connecting, groups, server
-from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
-from tracedstore.diagnosis.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
+from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.connection import connecting
+from tracedstore.diagnosis.connection import server_examination as server
+from tracedstore.diagnosis.observe import groups
 from tracedstore.export import discovery
 from tracedstore.export import shutdown as ending
-from tracedstore.export.endpoint import Endpoint
-from tracedstore.export.push import RECORD_WRITER, Providers, Push
+from tracedstore.export.http_endpoint import Endpoint
+from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
 from tracedstore.export.settings import Settings
 from tracedstore.export.stall_watch import StallWatch
+from tracedstore.recording.budget import budget_of
+from tracedstore.recording.deferred import DeferredWork
+from tracedstore.recording.observer import Observer
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.snapshot import MetricSource, Snapshots
+from tracedstore.recording.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
+from tracedstore.recording.watcher import WATCHER
 from tracedstore.signals import inflight
 from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import Events
@@ -44,7 +46,7 @@ from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans
 
 if TYPE_CHECKING:
-    from tracedstore.core.counters import Call
+    from tracedstore.recording.counters import Call
 
 
 class ConfiguredTelemetry:

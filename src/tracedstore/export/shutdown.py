@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from tracedstore import names
-from tracedstore.core import store_proxy
-from tracedstore.core.counters import thread_names
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.threads import DaemonThread
-from tracedstore.core.timeouts import start_bounded_thread
+from tracedstore.common.threads import DaemonThread
+from tracedstore.common.timeouts import start_bounded_thread
+from tracedstore.recording import store_proxy
+from tracedstore.recording.counters import thread_names
+from tracedstore.recording.recorder import RECORDER
 
 # Seconds; only where a thread of a process group is in a Store call at exit. Such a
 # call ends by its store's timeout, which is this long by torch's default.

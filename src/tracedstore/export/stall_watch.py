@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracedstore import names
-from tracedstore.core.counters import Call
-from tracedstore.core.observer import Observer
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.telemetry import Telemetry
-from tracedstore.core.watcher import WATCHER, Watch
-from tracedstore.diagnosis.key_writers import KEY_WRITERS
-from tracedstore.diagnosis.last_call import LAST_CALL
+from tracedstore.diagnosis.observe.key_writers import KEY_WRITERS
+from tracedstore.diagnosis.observe.last_call import LAST_CALL
 from tracedstore.diagnosis.service import Diagnosis
+from tracedstore.recording.counters import Call
+from tracedstore.recording.observer import Observer
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import Telemetry
+from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.signals.inflight import StallReporter
 
 # Seconds between two looks while a store does not respond.

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from tracedstore.core.errors import ConfigurationError
+from tracedstore.common.errors import ConfigurationError
 from tracedstore.export.otlp import exporter_name
 
 _EXPORTERS = "opentelemetry_traces_exporter"

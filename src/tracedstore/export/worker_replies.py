@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from tracedstore.diagnosis.agent_workers import Worker
-from tracedstore.diagnosis.local_client import LocalReply, ask_processes
+from tracedstore.diagnosis.ask.agent_workers import Worker
+from tracedstore.diagnosis.ask.local_client import LocalReply, ask_processes
 
 
 def ask_workers(

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from tracedstore.core.errors import CommandError
+from tracedstore.common.errors import CommandError
 from tracedstore.native import verify
 from tracedstore.native.load import (
     DIRECTORY_VARIABLE,

@@ -15,7 +15,9 @@ from typing import Any
 
 from torch.distributed import Store
 
-from tracedstore.core.counters import (
+from tracedstore.common.identity import StoreIdentity
+from tracedstore.common.signal_safety import HELPERS
+from tracedstore.recording.counters import (
     BOUNDS,
     OTHER,
     UNRECORDED,
@@ -26,11 +28,9 @@ from tracedstore.core.counters import (
     StoreState,
     ThreadCounters,
 )
-from tracedstore.core.identity import StoreIdentity
-from tracedstore.core.operation import Arguments, Method
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.signal_safety import HELPERS
-from tracedstore.core.store_proxy import RECORDED, create_series
+from tracedstore.recording.operation import Arguments, Method
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.store_proxy import RECORDED, create_series
 
 # What C++ compares with ticks.
 _MIN, _MAX = -(2**63), 2**63 - 1

@@ -16,7 +16,7 @@ import torch
 
 from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.core.errors import TracedStoreError
+from tracedstore.common.errors import TracedStoreError
 from tracedstore.native import verify
 
 SOURCE: Final = Path(__file__).with_name("store.cpp")

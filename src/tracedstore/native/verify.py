@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tracedstore.core.errors import TracedStoreError
+from tracedstore.common.errors import TracedStoreError
 
 _SUFFIX: Final = ".sha256"
 _CONTENT: Final = re.compile(rb"([0-9a-f]{64}) ([0-9]{1,12})\n")

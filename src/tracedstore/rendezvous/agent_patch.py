@@ -10,10 +10,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from tracedstore import names
-from tracedstore.core.recorder import RECORDER
-from tracedstore.diagnosis.agent_workers import AGENT_WORKERS
+from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
 from tracedstore.export import node_endpoint
 from tracedstore.export.setup import try_to_configure
+from tracedstore.recording.recorder import RECORDER
 
 _MODULE = "torch.distributed.elastic.agent.server.local_elastic_agent"
 _METHOD = "_start_workers"

@@ -13,24 +13,24 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import names
+from tracedstore.common.identity import (
+    StoreIdentity,
+    bottom_of,
+    identify,
+    is_from_torch,
+)
 from tracedstore.coordination.connections import (
     bare_store,
     is_one_connection,
     side_connection,
 )
 from tracedstore.coordination.key_index import record_keys
-from tracedstore.core.counters import StoreState
-from tracedstore.core.identity import (
-    StoreIdentity,
-    bottom_of,
-    identify,
-    is_from_torch,
-)
-from tracedstore.core.operation import Arguments, Method, size_of
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.rendezvous_stats import RendezvousView, Write
-from tracedstore.core.store_proxy import forwarder
 from tracedstore.export.setup import ensure_configured
+from tracedstore.recording.counters import StoreState
+from tracedstore.recording.operation import Arguments, Method, size_of
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.rendezvous_stats import RendezvousView, Write
+from tracedstore.recording.store_proxy import forwarder
 from tracedstore.rendezvous.other_runs import OtherRun, find_other_runs
 from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
 

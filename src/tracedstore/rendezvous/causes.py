@@ -7,8 +7,8 @@ the inner exception that matters, and has the remedy for it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tracedstore.core.errors import error_message
-from tracedstore.diagnosis.error_causes import (
+from tracedstore.common.errors import error_message
+from tracedstore.diagnosis.connection.error_causes import (
     ADDRESS_IN_USE,
     CLOSED,
     CONNECTION_LOST,

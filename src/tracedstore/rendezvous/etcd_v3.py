@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 
-from tracedstore.core.password_file import read_password
+from tracedstore.common.password_file import read_password
 from tracedstore.etcd import EtcdError, EtcdLeaseError, EtcdV3Store, Tls
 from tracedstore.etcd.answers import KeyValue, key_values, responses, revision
 from tracedstore.etcd.layout import rendezvous_key

@@ -24,24 +24,24 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tracedstore import barrier_patch, names
-from tracedstore.core.barrier_stats import Result
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.signal_safety import raised_by_handler
-from tracedstore.core.timeouts import start_bounded_thread
-from tracedstore.core.watcher import WATCHER, Watch
+from tracedstore.common.signal_safety import raised_by_handler
+from tracedstore.common.timeouts import start_bounded_thread
 from tracedstore.export.setup import ensure_configured
+from tracedstore.recording.barrier_stats import Result
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.rendezvous import agent_patch
 from tracedstore.rendezvous.agent_membership import record_membership
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.endpoint import (
-    connecting_attempt,
-    host_and_port,
-    seconds_of,
-)
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.master_address import check_master_address
 from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
+from tracedstore.rendezvous.rendezvous_endpoint import (
+    connecting_attempt,
+    host_and_port,
+    seconds_of,
+)
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
     emit_failure,

@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import absent_keys, read_existing
 from tracedstore.coordination.connections import side_connection
-from tracedstore.core.recorder import RECORDER
-from tracedstore.core.timeouts import pause
-from tracedstore.diagnosis import incarnations
-from tracedstore.diagnosis.verdict import printable_text
+from tracedstore.diagnosis.judgement.verdict import printable_text
+from tracedstore.diagnosis.observe import incarnations
+from tracedstore.recording.recorder import RECORDER
 from tracedstore.rendezvous.state import RendezvousState
 
 _KEYS: Final = ["MASTER_ADDR", "MASTER_PORT"]

@@ -17,7 +17,7 @@ from typing import Any, Final
 from tracedstore.coordination.arrivals import read_existing
 from tracedstore.coordination.key_index import append_keys, read_index
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis import incarnations
+from tracedstore.diagnosis.observe import incarnations
 from tracedstore.rendezvous.state import Node, parse_state
 
 INDEX: Final = "tracedstore/RENDEZVOUS"

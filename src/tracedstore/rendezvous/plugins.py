@@ -51,7 +51,7 @@ def _create(params: Any, create_backend: Any, default_port: int) -> Any:
         ImportError
     ) as error:  # torch has moved a name: the job must start all the same
         from tracedstore import names  # noqa: PLC0415
-        from tracedstore.core.recorder import RECORDER  # noqa: PLC0415
+        from tracedstore.recording.recorder import RECORDER  # noqa: PLC0415
 
         RECORDER.failures.add(names.RENDEZVOUS, error)
         return create_untraced(params, create_backend)

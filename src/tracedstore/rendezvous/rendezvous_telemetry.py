@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
-from tracedstore.coordination.agent_hosts import hosts_never_joined
-from tracedstore.core.errors import TIMEOUT, error_message, error_type
-from tracedstore.core.telemetry import TELEMETRY
-from tracedstore.diagnosis.error_causes import (
+from tracedstore.common.errors import TIMEOUT, error_message, error_type
+from tracedstore.diagnosis.connection.error_causes import (
     CLOSED,
     CONNECTION_LOST,
     FOREIGN,
@@ -26,8 +24,10 @@ from tracedstore.diagnosis.error_causes import (
     UNREACHABLE,
     probe_endpoint,
 )
-from tracedstore.diagnosis.verdict import Cause
-from tracedstore.rendezvous import findings
+from tracedstore.diagnosis.judgement.verdict import Cause
+from tracedstore.naming.agent_hosts import hosts_never_joined
+from tracedstore.recording.telemetry import TELEMETRY
+from tracedstore.rendezvous import rendezvous_evidence as findings
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.state import Attendance, Node

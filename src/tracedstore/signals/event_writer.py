@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tracedstore import names
-from tracedstore.core.observer import Failures
-from tracedstore.core.threads import DaemonThread
+from tracedstore.common.threads import DaemonThread
+from tracedstore.recording.observer import Failures
 
 # Maximum number of events that wait to be written.
 _MAX_QUEUED = 1024

@@ -21,11 +21,11 @@ import structlog
 from opentelemetry import trace
 
 from tracedstore import names
-from tracedstore.core.errors import error_location, error_message, error_type
-from tracedstore.core.identity import ProcessIdentity
-from tracedstore.core.operation import Operation, Reason
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.telemetry import NULL_TELEMETRY
+from tracedstore.common.errors import error_location, error_message, error_type
+from tracedstore.common.identity import ProcessIdentity
+from tracedstore.recording.operation import Operation, Reason
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.telemetry import NULL_TELEMETRY
 
 # An event of the same kind is emitted once in this time, with a count of the others.
 _REPEAT_AFTER_NS = 10_000_000_000

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from tracedstore import names
-from tracedstore.core.counters import ActiveCall, Call, thread_names
-from tracedstore.core.keys import shown
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.telemetry import Telemetry
+from tracedstore.common.keys import shown
+from tracedstore.recording.counters import ActiveCall, Call, thread_names
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.telemetry import Telemetry
 
 # Between two looks at a call that waits for its verdict.
 _PENDING_NS = 200_000_000

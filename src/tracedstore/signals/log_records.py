@@ -21,7 +21,7 @@ from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names, otel_names
 from tracedstore._version import __version__
-from tracedstore.core.errors import TracedStoreError
+from tracedstore.common.errors import TracedStoreError
 
 _SEVERITIES: Final = {
     "debug": SeverityNumber.DEBUG,

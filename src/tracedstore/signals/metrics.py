@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Exemplar
 
 from tracedstore import names
-from tracedstore.core.counters import BOUNDS, Series
-from tracedstore.core.operation import Operation
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.snapshot import Histogram, Snapshots, Values, buckets_of
+from tracedstore.recording.counters import BOUNDS, Series
+from tracedstore.recording.operation import Operation
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.snapshot import Histogram, Snapshots, Values, buckets_of
 
 _logger = logging.getLogger(names.SCOPE)
 

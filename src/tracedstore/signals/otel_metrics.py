@@ -30,8 +30,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from tracedstore import names, otel_names
 from tracedstore._version import __version__
-from tracedstore.core.identity import system_of
-from tracedstore.core.snapshot import (
+from tracedstore.common.identity import system_of
+from tracedstore.recording.snapshot import (
     ExemplarOf,
     Histogram,
     MetricSource,

@@ -27,12 +27,12 @@ from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names, otel_names
 from tracedstore._version import __version__
-from tracedstore.core.identity import ProcessIdentity, StoreIdentity
-from tracedstore.core.keys import OTHER_FAMILIES
-from tracedstore.core.operation import EtcdRequest, Operation, Reason
-from tracedstore.core.recorder import Recorder
-from tracedstore.core.signal_safety import off_main_thread, raised_by_handler
-from tracedstore.core.telemetry import SpanIds
+from tracedstore.common.identity import ProcessIdentity, StoreIdentity
+from tracedstore.common.keys import OTHER_FAMILIES
+from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
+from tracedstore.recording.operation import EtcdRequest, Operation, Reason
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.telemetry import SpanIds
 
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.

@@ -12,7 +12,7 @@ import time
 
 from integration.harness import report
 from tracedstore.auto import early_answers
-from tracedstore.core import procfs
+from tracedstore.common import procfs
 
 
 def hold_gil() -> None:

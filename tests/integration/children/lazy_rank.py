@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 
 import tracedstore
 from integration.harness import operation_counts, report, wait_until
-from tracedstore.core.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 tracedstore.configure(stall_after=0.2)

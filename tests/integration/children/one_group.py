@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import tracedstore
 from integration.harness import operation_counts, report
+from tracedstore.common.identity import bottom_of
 from tracedstore.coordination.rank_registry import read_ranks
-from tracedstore.core.identity import bottom_of
 
 for _ in sys.argv[2:]:
     tracedstore.instrument()

@@ -23,7 +23,7 @@ from support.versions import (
     WITHOUT_COLLECTIVES,
     has_split_group,
 )
-from tracedstore.diagnosis import groups
+from tracedstore.diagnosis.observe import groups
 from tracedstore.testing import OperationLog
 
 MINUTE = timedelta(seconds=60)

@@ -19,7 +19,7 @@ from torch.distributed.debug._store import get_world_size, tcpstore_client
 from tracedstore import names
 from tracedstore.auto.debug_page.rank_client import Directory, query_ranks
 from tracedstore.auto.debug_page.view import View, view
-from tracedstore.coordination import decoders
+from tracedstore.naming import decoders
 
 PATH = f"/{names.SCOPE}"
 # Seconds for the whole page, also if ranks do not answer.

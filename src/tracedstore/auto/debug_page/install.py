@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tracedstore import names
+from tracedstore.common.errors import TracedStoreError
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.connections import close_connection
-from tracedstore.core.errors import TracedStoreError
-from tracedstore.core.recorder import RECORDER
-from tracedstore.export import process_status, server
+from tracedstore.export import http_server as server
+from tracedstore.export import process_status
 from tracedstore.export.setup import ensure_configured
+from tracedstore.recording.recorder import RECORDER
 
 if TYPE_CHECKING:
     from torch.distributed.debug._frontend import DebugHandler

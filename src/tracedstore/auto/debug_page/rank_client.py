@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracedstore.common.timeouts import start_bounded_thread
 from tracedstore.coordination.arrivals import find_absent
 from tracedstore.coordination.connections import close_connection
 from tracedstore.coordination.rank_registry import RankInfo, read_ranks
-from tracedstore.core.timeouts import start_bounded_thread
 from tracedstore.export.inflight_client import Reply, fetch, request_each
 
 # Seconds for one rank to answer, and for the store to return the addresses.

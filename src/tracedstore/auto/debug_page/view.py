@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tracedstore.coordination.decoders import Decoder, default_name, name_of
-from tracedstore.coordination.ranges import describe, fold
-from tracedstore.core.barrier_stats import StalledBarrier
 from tracedstore.export.inflight_client import Reply, State
 from tracedstore.export.process_status import ProcessStatus
+from tracedstore.naming.decoders import Decoder, default_name, name_of
+from tracedstore.naming.ranges import describe, fold
+from tracedstore.recording.barrier_stats import StalledBarrier
 from tracedstore.signals.inflight import InFlight
 
 # Missing ranks whose calls are listed with the barrier; the table of ranks has all.

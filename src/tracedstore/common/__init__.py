@@ -1,0 +1,1 @@
+"""What all packages use: clock, errors, identity, threads, /proc, validation."""

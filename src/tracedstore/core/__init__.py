@@ -1,1 +1,0 @@
-"""The record of one call: the Store proxy, counters, observers, clock, identity."""

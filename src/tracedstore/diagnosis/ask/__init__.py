@@ -1,0 +1,1 @@
+"""How one process asks another what it does: sockets, questions in the store."""

@@ -1,0 +1,289 @@
+"""Finds out whom a stalled job waits for: reads its store and asks its processes.
+
+Everything here runs in the diagnosis thread, on a connection of its own. Reading is
+bounded in requests; a store that does not respond is noticed by the watcher.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tracedstore.common import procfs
+from tracedstore.common.identity import process_identity
+from tracedstore.common.keys import fold
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.diagnosis.ask.examine import examine
+from tracedstore.diagnosis.ask.process_answer import ProcessAnswer, WrittenFamily
+from tracedstore.diagnosis.judgement.excess_arrivals import find_excess
+from tracedstore.diagnosis.judgement.judge import find_suspects, judge, still_waits
+from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, REMEDIES, Verdict
+from tracedstore.diagnosis.observe import incarnations
+from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
+from tracedstore.diagnosis.observe.learned_writers import learned_writers
+from tracedstore.diagnosis.observe.rank_keys import find_awaited
+from tracedstore.recording.operation import METHODS
+
+_MAX_FAMILIES_ASKED = 16
+_BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
+Answers = Mapping[int, ProcessAnswer]
+
+
+def inquire(
+    connection: Any,
+    member: Member,
+    answer_timeout: float,
+    *,
+    call_connection: Any,
+    describe: Callable[[], BlockedRecord | None],
+    records_until: float,
+) -> Verdict | None:
+    """Find out whom the job waits for; None if the caller shall look again.
+
+    It shall if that changed meanwhile, or if a suspect is about to publish a record.
+
+    Args:
+        connection: A connection to the store in which the ranks registered.
+        member: The rank of this process.
+        answer_timeout: Seconds for the processes of awaited ranks to answer.
+        call_connection: A connection to the store of the blocked call of this rank.
+        describe: Returns the record of that call as of now; None if nothing keeps it.
+        records_until: Until when suspects in a Store call may publish their records,
+            since the epoch. A suspect that has not by then is in another store.
+    """
+    started = time.time()
+    own = describe()
+    if own is None:
+        return None
+    excess = find_excess(call_connection, connection, own, member)
+    if excess is not None:
+        return excess
+    world_size = member.world_size
+    blocked = _blocked(connection, own, world_size)
+    suspected = find_suspects(blocked, world_size).all_ranks
+    asked = [*suspected, *_doubtful(blocked, own.rank, suspected, world_size)]
+    if member.agents is None:
+        registered = _registered(connection, asked, own.attempt)
+        answers = _ask(connection, registered, asked, member, blocked, answer_timeout)
+    else:
+        registered = _agents(member.agents, world_size, time.time())
+        answers = _examine_agents(member, asked)
+    # Asking takes seconds. A rank that has arrived by now is not awaited any more.
+    now = time.time()
+    again = describe()
+    if again is None:
+        return None
+    blocked = _blocked(connection, again, world_size)
+    # A suspect that is blocked by now has arrived where the others wait, or waits for
+    # another rank. Look again.
+    if not blocked.keys().isdisjoint(suspected):
+        return None
+    blocked = {
+        rank: one
+        for rank, one in blocked.items()
+        if still_waits(one, answers.get(rank), now)
+    }
+    if member.agents is None:
+        blocked = _apply_learned(blocked, answers)
+        blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
+    suspects = find_suspects(blocked, world_size)
+    new = not set(asked).issuperset(suspects.ranks)  # these have not been asked
+    # The next look takes as long as this one.
+    may_publish = now + (now - started) < records_until and any(
+        _is_blocked(answers.get(rank)) for rank in suspects.ranks
+    )
+    if new or may_publish:
+        return None
+    verdict = judge(
+        blocked, suspects, world_size, answers, registered, member.host_of, now
+    )
+    verdict = replace(verdict, agents=member.agents is not None)
+    return _with_replacements(connection, verdict)
+
+
+def still_holds(
+    connection: Any, own: BlockedRecord, member: Member, verdict: Verdict
+) -> bool:
+    """Return whether all ranks that a verdict names are awaited now.
+
+    Args:
+        connection: A connection to the store in which the ranks registered.
+        own: The record of the blocked call of this rank, as of now.
+        member: The rank of this process.
+        verdict: A verdict of `inquire`, on an earlier record of the call.
+    """
+    if own.awaits is not None and set(verdict.awaited_ranks).issubset(own.awaits):
+        return True  # without the records of all ranks
+    blocked = _blocked(connection, own, member.world_size)
+    # A rank whose call has failed may be awaited, or what it waited for.
+    awaited = {
+        rank
+        for records in (blocked, _without_failed(blocked))
+        for rank in find_suspects(records, member.world_size).all_ranks
+    }
+    if verdict.cause in ("diverged", "circular", "gone"):
+        awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
+    return awaited.issuperset(verdict.awaited_ranks)
+
+
+def _is_blocked(answer: ProcessAnswer | None) -> bool:
+    """Return whether a process answered that it is in a Store call that may block."""
+    if answer is None or answer.state != "running":
+        return False
+    return answer.operation.partition(" ")[0] in _BLOCKING
+
+
+def _doubtful(
+    blocked: Mapping[int, BlockedRecord],
+    own: int,
+    suspected: Sequence[int],
+    world_size: int,
+) -> list[int]:
+    """Return blocked ranks that others wait for, or all if no other rank can act.
+
+    The record of a process that was killed stays in the store, and so does that of a
+    call that has failed.
+    """
+    awaited = {rank for record in blocked.values() for rank in record.awaits or ()}
+    awaited.update(find_suspects(_without_failed(blocked), world_size).all_ranks)
+    doubtful = blocked.keys() if not suspected else awaited & blocked.keys()
+    return sorted(doubtful - {own})[:MAX_AWAITED]
+
+
+def _without_failed(
+    blocked: Mapping[int, BlockedRecord],
+) -> dict[int, BlockedRecord]:
+    return {rank: one for rank, one in blocked.items() if one.failed is None}
+
+
+def _blocked(
+    connection: Any, own: BlockedRecord, world_size: int
+) -> dict[int, BlockedRecord]:
+    """Return the records of this attempt and stall."""
+    records = read_blocked(connection, world_size)
+    if own.group and own.awaits is not None:
+        # All ranks of a group wait for the same keys, and these records are older.
+        awaits = frozenset(own.awaits)
+        for rank, record in records.items():
+            if record.group == own.group and record.awaits is not None:
+                still = tuple(one for one in record.awaits if one in awaits)
+                records[rank] = replace(record, awaits=still)
+    records[own.rank] = own
+    return {
+        rank: record
+        for rank, record in records.items()
+        if record.attempt == own.attempt and record.is_of_stall(own.started)
+    }
+
+
+def _registered(
+    connection: Any, ranks: Sequence[int], attempt: int
+) -> dict[int, RankInfo]:
+    """Return the registrations of this attempt."""
+    infos = rank_registry.read_ranks(connection, ranks)
+    return {rank: info for rank, info in infos.items() if info.attempt == attempt}
+
+
+def _ask(
+    connection: Any,
+    registered: Mapping[int, RankInfo],
+    ranks: Sequence[int],
+    member: Member,
+    blocked: Mapping[int, BlockedRecord],
+    timeout: float,
+) -> Answers:
+    # A rank that has never connected may have a process all the same. Those that have
+    # connected come first: more than 64 are not asked.
+    asked = [*registered, *(rank for rank in ranks if rank not in registered)]
+    families = {fold(key) for record in _of_users(blocked) for key in record.keys}
+    return examine(
+        connection,
+        registered,
+        asked[:MAX_AWAITED],
+        member.world_size,
+        timeout,
+        families=sorted(families)[:_MAX_FAMILIES_ASKED],
+    )
+
+
+def _of_users(blocked: Mapping[int, BlockedRecord]) -> list[BlockedRecord]:
+    """Return the waits for keys that are not torch's."""
+    return [
+        record
+        for record in blocked.values()
+        if record.awaits is None and not record.protocol
+    ]
+
+
+def _apply_learned(
+    blocked: Mapping[int, BlockedRecord], answers: Answers
+) -> dict[int, BlockedRecord]:
+    """Add the writers of users' keys, where ranks wrote keys of the same family."""
+    written: dict[int, Sequence[WrittenFamily]] = {
+        rank: record.wrote for rank, record in blocked.items()
+    }
+    written |= {rank: answer.wrote for rank, answer in answers.items()}
+    refined = dict(blocked)
+    for record in _of_users(blocked):
+        writers = learned_writers(record.keys, written)
+        if writers:
+            refined[record.rank] = replace(record, awaits=writers)
+    return refined
+
+
+def _apply_rank_keys(
+    connection: Any, blocked: dict[int, BlockedRecord], own: int, world_size: int
+) -> dict[int, BlockedRecord]:
+    """Add the writers of this rank's keys, if every rank writes one."""
+    if blocked[own] not in _of_users(blocked) or not blocked[own].keys:
+        return blocked
+    awaits = find_awaited(connection, blocked[own].keys[0], blocked, world_size)
+    if awaits is None:
+        return blocked
+    return {**blocked, own: replace(blocked[own], awaits=awaits)}
+
+
+def _agents(
+    processes: Mapping[int, tuple[str, int]], world_size: int, now: float
+) -> dict[int, RankInfo]:
+    """Return the agents of a rendezvous as registrations."""
+    return {
+        rank: RankInfo(
+            rank=rank, host=host, pid=pid, world_size=world_size, started=now
+        )
+        for rank, (host, pid) in processes.items()
+    }
+
+
+def _examine_agents(member: Member, ranks: Sequence[int]) -> Answers:
+    """Return the agents of this host whose processes have ended."""
+    processes = member.agents or {}
+    own_host, _ = processes.get(member.rank, ("", 0))
+    answers = {}
+    for rank in ranks:
+        host, pid = processes.get(rank, ("", 0))
+        if host and host == own_host and procfs.is_absent(pid):
+            answers[rank] = ProcessAnswer(
+                rank=rank, host=host, pid=pid, state="gone", source="/proc of its host"
+            )
+    return answers
+
+
+def _with_replacements(connection: Any, verdict: Verdict) -> Verdict:
+    """Add jobs that share the store, and ranks that were started twice."""
+    replacements = incarnations.read_replacements(connection)
+    jobs = incarnations.jobs_in(replacements, process_identity().run_id)
+    if jobs:
+        return incarnations.shared_store(verdict, jobs)
+    duplicates = incarnations.duplicates_in(replacements)
+    # Where a rank was started twice, others were not started.
+    if not duplicates or verdict.cause not in ("not_started", "unknown"):
+        return verdict
+    return replace(
+        verdict,
+        cause="duplicate",
+        evidence=(*duplicates[:MAX_AWAITED], *verdict.evidence),
+        remedy=REMEDIES["duplicate"],
+    )

@@ -1,0 +1,156 @@
+"""Answers the questions that other processes of the job wrote into the store."""
+
+from collections import OrderedDict
+from typing import Any, Final, Literal
+
+from tracedstore.coordination.rank_registry import read_entries
+from tracedstore.diagnosis.ask.allowance import Allowance
+from tracedstore.diagnosis.ask.local_client import local_processes
+from tracedstore.diagnosis.ask.local_identity import LocalIdentity
+from tracedstore.diagnosis.ask.local_ranks import known_ranks, ranks_of_host
+from tracedstore.diagnosis.ask.own_process import own_answer
+from tracedstore.diagnosis.ask.questions import (
+    MAX_POLLING_RANKS,
+    Question,
+    answered_ranks,
+    read_number,
+    read_question,
+    write_answer,
+)
+from tracedstore.diagnosis.observe.last_call import LAST_CALL
+
+# The newest questions that are answered; earlier ones are over.
+_MAX_QUESTIONS: Final = 4
+# Reads of a question that is counted but not there: it is not written yet, or over.
+_MAX_READS: Final = 3
+# Seconds for the processes of this host to answer.
+_HOST_TIMEOUT: Final = 2.0
+# Seconds that a question is worth, and a read that finds none. A job asks less than one
+# a second: two ranks diagnose, and operators watch.
+_COST_OF_QUESTION, _COST_OF_READ = 1.0, 0.5
+# Ranks of one question whose registry entries are read to find those of this host.
+_MAX_REGISTRY_READS: Final = 64
+
+
+class Responder:
+    """Answers questions for this process, and for others of its host.
+
+    Up to 64 ranks every rank answers for itself. What has no answer at the next poll is
+    answered by the other processes of its host, from its socket, its agent and /proc.
+    In larger jobs one process a host polls, and answers for all of them at once.
+
+    Any client of the store can ask. More questions than a job asks, or longer values
+    than it writes, are not read until the allowance of this process admits it.
+
+    Args:
+        rank: The rank of this process; None for an agent.
+        world_size: The number of ranks.
+        job: The job; that of this process by default.
+        allowance: What reading and answering is taken off; a new one by default.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        world_size: int,
+        job: LocalIdentity | None = None,
+        allowance: Allowance | None = None,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._job = job
+        self._allowance = allowance or Allowance(world_size)
+        self._at_once = world_size > MAX_POLLING_RANKS
+        self._last_number = 0
+        # Questions that are not there yet, with the number of reads so far.
+        self._unread: OrderedDict[int, int] = OrderedDict()
+        # Questions that are answered, except for ranks that may answer themselves.
+        self._open: list[Question] = []
+
+    def poll(self, connection: Any) -> None:
+        """Answer new questions: one request if there is none.
+
+        It is none while the allowance is spent. Raises what the store raises.
+
+        Args:
+            connection: A bare store that no other thread uses. It is not kept: it may
+                be the job's own.
+        """
+        LAST_CALL.sample()
+        if self._allowance.is_spent:
+            return
+        late, self._open = self._open, []
+        for question in late:
+            # It is deleted when its answers are not awaited any more.
+            if isinstance(self._read(connection, question.number), Question):
+                self._answer_for_host(connection, question)
+        for question in self._new_questions(connection):
+            if self._rank is not None and self._rank in question.ranks:
+                self._answer_for_self(connection, question, self._rank)
+            if self._at_once:
+                self._answer_for_host(connection, question)
+            else:
+                self._open.append(question)
+
+    def _new_questions(self, connection: Any) -> list[Question]:
+        last = read_number(connection, self._allowance)
+        # A counter that went back is that of another store server.
+        first = self._last_number + 1 if last >= self._last_number else 1
+        for number in range(max(first, last - _MAX_QUESTIONS + 1), last + 1):
+            self._unread[number] = 0
+        self._last_number = last
+        while len(self._unread) > _MAX_QUESTIONS:
+            self._unread.popitem(last=False)
+        questions = []
+        for number in list(self._unread):
+            if self._allowance.is_spent:
+                break
+            reads = self._unread.pop(number) + 1
+            question = self._read(connection, number)
+            if isinstance(question, Question):
+                self._allowance.spend(_COST_OF_QUESTION)
+                questions.append(question)
+                continue
+            self._allowance.spend(_COST_OF_READ)
+            if question == "absent" and reads < _MAX_READS:
+                self._unread[number] = reads
+        return questions
+
+    def _read(
+        self, connection: Any, number: int
+    ) -> Question | Literal["absent", "malformed"]:
+        try:
+            found = read_question(connection, number, self._world_size, self._allowance)
+        except ValueError:
+            return "malformed"
+        return "absent" if found is None else found
+
+    def _answer_for_self(self, connection: Any, question: Question, rank: int) -> None:
+        with_stacks = question.kind == "stacks"
+        answer = own_answer(rank, question.families, with_stacks=with_stacks)
+        write_answer(connection, question, answer)
+
+    def _answer_for_host(self, connection: Any, question: Question) -> None:
+        """Answer for the ranks of this host that have no answer."""
+        if self._allowance.is_spent:
+            return
+        named = set(question.ranks)
+        named.discard(-1 if self._rank is None else self._rank)
+        if not self._at_once:
+            named -= answered_ranks(connection, question, named, self._allowance)
+        if not named:
+            return
+        replies = local_processes(_HOST_TIMEOUT, question.kind, question.families)
+        job = self._job or LocalIdentity.own()
+        if len(named) > _MAX_REGISTRY_READS:
+            # Every host would read the entries of all ranks of the job.
+            named &= ranks_of_host(replies, job)
+        entries = read_entries(connection, sorted(named))
+        self._allowance.spend_bytes(entries.byte_count)
+        answers = known_ranks(replies, entries.infos, named, job, _HOST_TIMEOUT)
+        # Those that answered by themselves in the meantime know more.
+        late = set()
+        if not self._allowance.is_spent:
+            late = answered_ranks(connection, question, answers, self._allowance)
+        for rank in sorted(answers.keys() - late):
+            write_answer(connection, question, answers[rank])

@@ -1,0 +1,1 @@
+"""Why a store cannot be reached: addresses, ports, servers and files."""

@@ -1,0 +1,242 @@
+"""Checks of an address: its spelling, its name lookup, and where it leads.
+
+The spelling is checked before torch connects, without I/O. The lookups run only when a
+connection does not succeed, and are bounded in time.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from tracedstore.common.keys import printable
+from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.naming.environment import quoted
+
+_LOOKUP_TIMEOUT = 3.0
+_MAX_PORT: Final = 65535
+_MAX_OWN_ADDRESSES = 16
+# getfqdn() returns such a name after a reverse lookup; mostly it does not resolve.
+_REVERSE_NAMES: Final = (".ip6.arpa", ".in-addr.arpa")
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class AddressDefect:
+    """Why an address cannot work.
+
+    Attributes:
+        name: Where the value is from: ``MASTER_ADDR``, ``the port of the URL``.
+        value: The value.
+        defect: What is wrong with it.
+        remedy: What to do.
+    """
+
+    name: str
+    value: str
+    defect: str
+    remedy: str
+
+    @property
+    def finding(self) -> str:
+        """The value and the defect: ``MASTER_ADDR is ' a': it begins with a blank``."""
+        return f"{self.name} is {quoted(printable(self.value))}: {self.defect}"
+
+    def __str__(self) -> str:
+        return f"{self.finding}; {self.remedy}"
+
+
+def check_host(name: str, value: str) -> AddressDefect | None:
+    """Check the spelling of a host name or address; None if it can work."""
+    bare = value.strip()
+    if not bare:
+        defect, remedy = "it is empty", f"set {name} to the host of rank 0"
+    elif bare != value:
+        defect = "it has white space around it, which name lookups do not accept"
+        remedy = f"set {name} to {quoted(bare)}"
+    elif value.startswith("[") or value.endswith("]"):
+        defect = "it has brackets, which name lookups do not accept"
+        remedy = f"set {name} to {quoted(value.strip('[]'))}"
+    elif "/" in value:
+        defect = "it is a URL or a path, not a host"
+        host = value.rpartition("://")[2].partition("/")[0]
+        remedy = f"set {name} to {quoted(host)}"
+    elif value.count(":") == 1:
+        host, _, port = value.partition(":")
+        defect = "it has a port, which is no part of a host name"
+        remedy = f"set {name} to {quoted(host)} and the port to {quoted(port)}"
+    elif any(character.isspace() or not character.isprintable() for character in value):
+        defect = "it has white space or control characters in it"
+        remedy = f"correct {name}"
+    else:
+        return None
+    return AddressDefect(name, value, defect, remedy)
+
+
+def check_port(name: str, value: str, world_size: int | None) -> AddressDefect | None:
+    """Check the spelling of a port; None if it can work.
+
+    Args:
+        name: Where the value is from.
+        value: The port, as text.
+        world_size: The number of ranks: one rank alone may use port 0.
+    """
+    try:
+        port = int(value)
+    except ValueError:
+        defect = "it is not a number"
+    else:
+        if 0 < port <= _MAX_PORT or (port == 0 and world_size == 1):
+            return None
+        defect = f"ports are 1 to {_MAX_PORT}"
+        if port == 0:
+            defect = (
+                "rank 0 listens at any free port then, and the others cannot know it"
+            )
+    return AddressDefect(
+        name, value, defect, f"set {name} to a free port of rank 0's host"
+    )
+
+
+def resolve(host: str) -> tuple[IPAddress, ...]:
+    """Look a name up, within a timeout.
+
+    Raises:
+        socket.gaierror: There is no such name, or no name server.
+        TimeoutError: The name server does not answer in time.
+    """
+    found = run_with_timeout(
+        _LOOKUP_TIMEOUT, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    )
+    addresses = (str(info[4][0]).partition("%")[0] for info in found)
+    return tuple(dict.fromkeys(map(ipaddress.ip_address, addresses)))
+
+
+def check_lookup(
+    name: str, host: str, *, published: bool
+) -> tuple[tuple[IPAddress, ...], AddressDefect | None]:
+    """Look a host up; return its addresses, or why there are none.
+
+    Args:
+        name: Where the host is from.
+        host: The host.
+        published: The torchrun agent of node rank 0 chose the host.
+    """
+    remedy = f"make the name known to the name servers of {socket.gethostname()}"
+    if published:
+        remedy = (
+            "pass --local-addr with an address that all nodes can reach to torchrun on"
+            " the node of rank 0, which published this one"
+        )
+    elif name == "MASTER_ADDR":
+        remedy += ", or set MASTER_ADDR to an IP address"
+    try:
+        return resolve(host), None
+    except TimeoutError:
+        defect = f"its name lookup does not end within {_LOOKUP_TIMEOUT:g} s"
+    except socket.gaierror as error:
+        defect = (
+            f"it does not resolve on {socket.gethostname()}"
+            f" (gai error {error.errno}: {error.strerror})"
+        )
+        if host.rstrip(".").endswith(_REVERSE_NAMES):
+            defect = f"it is the name of a reverse lookup, and {defect[3:]}"
+    except (OSError, UnicodeError):
+        defect = "it is not a name that can be looked up"
+    return (), AddressDefect(name, host, defect, remedy)
+
+
+def is_local(address: IPAddress) -> bool:
+    """Return whether an address is one of this machine's."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6  # noqa: PLR2004 - IPv4
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # The kernel binds only to its own addresses.
+            probe.bind((str(address), 0))
+        except OSError:
+            return False
+    return True
+
+
+def check_served_here(
+    name: str, host: str, addresses: Iterable[IPAddress]
+) -> AddressDefect | None:
+    """Check that this machine, which serves the store, has one of the addresses."""
+    found = list(addresses)
+    if any(map(is_local, found)):
+        return None
+    shown = ", ".join(map(str, found))
+    return AddressDefect(
+        name,
+        host,
+        f"it resolves to {shown}, which is not an address of {socket.gethostname()},"
+        f" where rank 0 runs and serves the store ({describe_own()})",
+        f"set {name} to an address of the host of rank 0, or start rank 0 on {host}",
+    )
+
+
+def own_addresses() -> list[str]:
+    """List the IP addresses of this machine, loopback and link-local ones excluded."""
+    found: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/net/fib_trie").read_text().splitlines()
+        for before, line in pairwise(lines):
+            if "/32 host LOCAL" in line:
+                found.append(before.rpartition("-- ")[2].strip())
+    with suppress(OSError):
+        found += [
+            str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
+            for line in Path("/proc/net/if_inet6").read_text().splitlines()
+        ]
+    usable = []
+    for text in dict.fromkeys(found):
+        with suppress(ValueError):
+            address = ipaddress.ip_address(text)
+            if not (address.is_loopback or address.is_link_local):
+                usable.append(text)
+    return usable
+
+
+def describe_own() -> str:
+    """Describe this machine's name and addresses in a few words."""
+    addresses = own_addresses()
+    shown = ", ".join(addresses[:_MAX_OWN_ADDRESSES]) or "only loopback addresses"
+    if more := len(addresses) - _MAX_OWN_ADDRESSES:
+        shown += f" and {more} more" if more > 0 else ""
+    return f"this machine is {socket.gethostname()}, with {shown}"
+
+
+def spans_hosts(environ: Mapping[str, str]) -> bool:
+    """Return whether the job has ranks on other nodes, by the launcher's variables.
+
+    Two nodes may be one host, as in tests with several agents.
+    """
+    try:
+        return int(environ["WORLD_SIZE"]) > int(environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return False
+
+
+def check_loopback(
+    name: str,
+    host: str,
+    addresses: Iterable[IPAddress],
+    environ: Mapping[str, str],
+) -> AddressDefect | None:
+    """Check that the address of a job with several nodes is not loopback."""
+    found = list(addresses)
+    unusable = [a for a in found if a.is_loopback or a.is_unspecified]
+    if not (found and len(unusable) == len(found) and spans_hosts(environ)):
+        return None
+    return AddressDefect(
+        name,
+        host,
+        f"it leads each host to itself ({unusable[0]}), and the job has ranks on other"
+        " nodes",
+        f"set {name} to the name or address by which other hosts reach rank 0's host",
+    )

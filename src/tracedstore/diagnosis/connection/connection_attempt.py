@@ -1,0 +1,279 @@
+"""Connects to a store's server once, step by step, and reports what happened.
+
+torch's client has one message for all failures: "the client socket has timed out".
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tracedstore.diagnosis.connection import error_causes, tcpstore_probe
+from tracedstore.diagnosis.connection.addresses import (
+    AddressDefect,
+    IPAddress,
+    check_lookup,
+    check_served_here,
+    is_local,
+)
+from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection.port_holder import port_holder
+from tracedstore.diagnosis.judgement.verdict import (
+    REMEDIES,
+    AwaitedRank,
+    Cause,
+    Verdict,
+)
+
+# Seconds for one connection, and for the server's answer to one request.
+_STEP_TIMEOUT = 1.5
+_MAX_ADDRESSES_TRIED = 2
+
+PHASE: Final = "connecting to the store"
+ANSWERED: Final = "answered"
+# The server closed or reset the connection: it may be the TCPStore of a torch with
+# another protocol, unless torch fails as well.
+HUNG_UP: Final = "hung_up"
+# What a listening socket without a TCPStore behind it does.
+SILENT: Final = "silent"
+FOREIGN: Final = error_causes.FOREIGN
+
+_SENTENCES: Final = {
+    error_causes.REFUSED: "{server} refuses connections: no process listens there",
+    error_causes.NO_ANSWER: "connecting to {server} times out: packets are dropped on"
+    " the way, or the host is down",
+    error_causes.UNREACHABLE: "there is no route to {server} from {here}",
+    error_causes.CONNECTION_LOST: "{server} resets connections: its backlog is full"
+    " (net.core.somaxconn is {somaxconn} here), or its process has just ended",
+    SILENT: "{server} accepts connections and does not answer: its process is stopped,"
+    " or it is no store",
+    FOREIGN: "{server} answers, but not as a TCPStore: another program listens there",
+}
+_REMEDIES: Final = {
+    error_causes.REFUSED: "start rank 0, and check that it runs at this address",
+    error_causes.NO_ANSWER: "open this port between the hosts, or correct the address",
+    error_causes.UNREACHABLE: "check the network, or correct the address",
+    error_causes.CONNECTION_LOST: "raise net.core.somaxconn on the serving host, or"
+    " read the log of rank 0",
+    SILENT: "resume or end the process that holds the port, or use another port",
+    FOREIGN: "use another port",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The result of one attempt to connect.
+
+    Attributes:
+        result: ANSWERED, HUNG_UP, SILENT, FOREIGN, or a constant of `error_causes`.
+        addresses: What the host resolves to.
+        defect: Why the address cannot work, if that is the case.
+        holder: The process of this host that listens at the port, "" if unknown.
+        joined: The number of clients that have joined, None if it was not read.
+    """
+
+    result: str
+    addresses: tuple[IPAddress, ...] = ()
+    defect: AddressDefect | None = None
+    holder: str = ""
+    joined: int | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether a store may be there."""
+        return self.result in (ANSWERED, HUNG_UP)
+
+
+def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> Reach:
+    """Resolve, connect and ask, in bounded time."""
+    defect = target.check_spelling()
+    if defect is not None:
+        return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
+    published = target.agents or "TORCHELASTIC_RUN_ID" in environ
+    addresses, defect = check_lookup(target.host_name, target.host, published=published)
+    if defect is not None:
+        return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
+    result, joined = error_causes.UNKNOWN, None
+    for address in addresses[:_MAX_ADDRESSES_TRIED]:
+        # Port 0 is any free port: which one is not known yet.
+        if target.port:
+            result, joined = _ask(str(address), target.port)
+        if result == ANSWERED:
+            break
+    if result not in (ANSWERED, HUNG_UP) and target.serving:
+        defect = check_served_here(target.host_name, target.host, addresses)
+        if not target.port and defect is None:
+            result = ANSWERED  # nothing is known to be wrong
+    holder = ""
+    if result in (SILENT, FOREIGN) and all(map(is_local, addresses)):
+        found = port_holder(target.port)
+        holder = "" if found is None else found.describe()
+    return Reach(
+        result=result,
+        addresses=addresses,
+        defect=defect,
+        holder=holder,
+        joined=joined,
+    )
+
+
+def count_joined(port: int) -> int | None:
+    """Return how many clients have joined at a port of this host; None if unknown."""
+    return _ask("127.0.0.1", port)[1]
+
+
+def _ask(host: str, port: int) -> tuple[str, int | None]:
+    """Connect and ask for the number of clients that have joined."""
+    try:
+        connection = socket.create_connection((host, port), _STEP_TIMEOUT)
+    except OSError as error:
+        return error_causes.classify(error) or error_causes.UNKNOWN, None
+    with connection:
+        try:
+            is_tcpstore = tcpstore_probe.probe(connection)
+        except TimeoutError:
+            return SILENT, None
+        except OSError:
+            return error_causes.CONNECTION_LOST, None
+        if is_tcpstore is None:
+            return HUNG_UP, None
+        if not is_tcpstore:
+            return FOREIGN, None
+        joined = None
+        # A torch with another protocol may not answer this: its server is there.
+        with suppress(OSError):
+            joined = tcpstore_probe.joined_count(connection)
+        return ANSWERED, joined
+
+
+def verdict(
+    target: ConnectTarget, reach: Reach, waited_seconds: float
+) -> Verdict | None:
+    """Return why the store cannot be reached; None if it answers.
+
+    A server that answers has not failed: this rank is slow, or its turn has not come.
+    """
+    if reach.defect is not None:
+        return from_defect(target, reach.defect, waited_seconds)
+    if reach.answered:
+        return _agents_absent(target, reach, waited_seconds)
+    shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
+    sentence = _SENTENCES.get(
+        reach.result, "connecting to {server} fails from {here}"
+    ).format(server=target.server, here=socket.gethostname(), somaxconn=_somaxconn())
+    evidence = [sentence]
+    if shown != target.host:
+        evidence.insert(0, f"{target.host_name} {target.host!r} resolves to {shown}")
+    if reach.holder:
+        evidence.append(f"the port is held by {reach.holder}")
+    evidence.append(f"torch has tried for {waited_seconds:.0f} s")
+    refused = reach.result == error_causes.REFUSED
+    cause: Cause = "server_unreachable"
+    remedy = _REMEDIES.get(reach.result, REMEDIES[cause])
+    known = sentence
+    awaited: tuple[AwaitedRank, ...] = ()
+    if target.agent_store and refused:
+        cause = "server_gone"
+        known = f"the store of torchrun's agent at {target.server} has ended"
+        remedy = (
+            "read the log of the agent of node rank 0; if that node was replaced, the"
+            " address is of an earlier round"
+        )
+    elif refused and not target.agents:
+        doing = f"does not listen at {target.server}"
+        awaited = (AwaitedRank(rank=0, cause=cause, doing=doing),)
+    return Verdict(
+        phase=PHASE,
+        cause=cause,
+        awaited=awaited,
+        awaited_ranks=tuple(one.rank for one in awaited),
+        known=known,
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        waited_seconds=waited_seconds,
+        evidence=tuple(evidence),
+        remedy=remedy,
+        agents=target.agents,
+        time=time.time(),
+    )
+
+
+def _agents_absent(
+    target: ConnectTarget, reach: Reach, waited_seconds: float
+) -> Verdict | None:
+    """Count the agents that have not joined; only their number is known."""
+    size, joined = target.world_size or 0, reach.joined
+    if not (target.agents and target.serving and joined is not None and joined < size):
+        return None
+    return Verdict(
+        phase=PHASE,
+        cause="unknown",
+        known=f"{joined} of {size} agents have connected to {target.server}",
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        waited_seconds=waited_seconds,
+        evidence=("agents of a static rendezvous do not register",),
+        remedy="check that torchrun was started on every node, with this endpoint",
+        agents=True,
+        time=time.time(),
+    )
+
+
+def from_defect(
+    target: ConnectTarget, defect: AddressDefect, waited_seconds: float = 0.0
+) -> Verdict:
+    """Return the verdict on an address that cannot work."""
+    return Verdict(
+        phase=PHASE,
+        cause="address",
+        known=defect.finding,
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        waited_seconds=waited_seconds,
+        remedy=defect.remedy,
+        agents=target.agents,
+        time=time.time(),
+    )
+
+
+def port_in_use(target: ConnectTarget) -> Verdict:
+    """Return who holds the port that this process should serve at."""
+    found = port_holder(target.port)
+    here = socket.gethostname()
+    who = "a process that is not visible here" if found is None else found.describe()
+    rank = target.rank or 0
+    cause: Cause = "address"
+    remedy = f"end that process, or set {target.port_name} to another port"
+    evidence = [f"port {target.port} of {here} is held by {who}"]
+    awaited: tuple[AwaitedRank, ...] = ()
+    if found is not None and found.pid == os.getpid():
+        evidence.append("that is this process, which has a server at this port already")
+        remedy = f"release the earlier store, or set {target.port_name} to another port"
+    elif found is not None and found.is_rank(rank, target.port):
+        cause = "duplicate"
+        remedy = REMEDIES[cause]
+        doing = f"also started as pid {os.getpid()} on {here}"
+        evidence.append(f"that process was started as rank {rank} with the same port")
+        awaited = (
+            AwaitedRank(rank=rank, host=here, pid=found.pid, cause=cause, doing=doing),
+        )
+    return Verdict(
+        phase=PHASE,
+        cause=cause,
+        awaited=awaited,
+        awaited_ranks=tuple(one.rank for one in awaited),
+        known=f"rank {rank} cannot serve the store: port {target.port} is in use",
+        waiting_ranks=() if target.rank is None else (target.rank,),
+        evidence=tuple(evidence),
+        remedy=remedy,
+        agents=target.agents,
+        time=time.time(),
+    )
+
+
+def _somaxconn() -> str:
+    try:
+        return Path("/proc/sys/net/core/somaxconn").read_text().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Whom a stalled job waits for, from what its processes published."""

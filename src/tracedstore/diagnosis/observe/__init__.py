@@ -1,0 +1,1 @@
+"""What this process waits for, and what it publishes about that."""

@@ -1,0 +1,177 @@
+"""What a blocked rank publishes: its call, the keys, and the ranks it waits for.
+
+The record is under ``tracedstore/BLOCKED/<rank>`` while the call lasts. If the call
+fails, it is marked, because the process may end then: what it waited for until then
+still counts. The rank itself knows the members of its process groups, so it translates
+keys into ranks; readers need no knowledge of keys.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tracedstore.common import validation
+from tracedstore.coordination.arrivals import read_existing, read_key
+from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.diagnosis.judgement.verdict import printable_text
+from tracedstore.naming import ranges
+
+# The key of a rank is this, a slash, and the rank.
+BLOCKED: Final = "tracedstore/BLOCKED"
+# The ranks that have ever published a record, appended by each once.
+_RANKS: Final = "tracedstore/BLOCKED_RANKS"
+# Its bytes in any job, and for each rank. A rank is at most seven of them; it is
+# appended once an attempt.
+_MAX_LEDGER_BYTES, _LEDGER_BYTES_OF_RANK = 64 * 1024, 64
+MAX_KEYS: Final = 16
+_MAX_RECORD_BYTES = 64 * 1024
+_MAX_PID = 2**32
+# Seconds before a wait begins in which a failed call belongs to the same stall. Ranks
+# begin at different times, and the clocks of hosts differ.
+_SAME_STALL = 60.0
+_RANK = re.compile(rb"[0-9]{1,7}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockedRecord:
+    """One blocked call of a rank.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        pid: Its process id.
+        attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
+        operation: The Store method, or ``connect``.
+        keys: The first keys that it waits for and that do not exist.
+        phase: What the rank executes, for people.
+        protocol: The protocol that the keys belong to; "" for keys that are not
+            torch's. Two ranks that wait for each other in one protocol, but in other
+            groups, have diverged.
+        group: The key prefix that the ranks of one group share; "" without one.
+        awaits: The ranks that should write the keys; None if they are unknown.
+        members: The ranks of which one should write the keys; None for all.
+        wrote: What this rank wrote to the families of these keys, if they are not
+            torch's.
+        started: When the call began, in seconds since the epoch.
+        failed: When it failed, in seconds since the epoch; None while it lasts.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    attempt: int = 0
+    operation: str
+    keys: tuple[str, ...]
+    phase: str
+    protocol: str = ""
+    group: str = ""
+    awaits: tuple[int, ...] | None = None
+    members: tuple[int, ...] | None = None
+    wrote: tuple[WrittenFamily, ...] = ()
+    started: float
+    failed: float | None = None
+
+    def is_of_stall(self, started: float) -> bool:
+        """Return whether it belongs to a stall in which a call began at this time.
+
+        The record of a failed call may be of an earlier run in the same store.
+        """
+        return self.failed is None or self.failed > started - _SAME_STALL
+
+    def to_bytes(self) -> bytes:
+        """Encode the record for the store."""
+        fields = asdict(self)
+        for name in ("awaits", "members"):
+            if fields[name] is not None:
+                fields[name] = ranges.fold(fields[name])
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(
+        cls, value: bytes, world_size: int = ranges.MAX_RANKS
+    ) -> "BlockedRecord | None":
+        """Decode a record; None if the value is empty, malformed or too large.
+
+        So it is if it has a rank that the job has not.
+        """
+        try:
+            fields = validation.load_json(value, _MAX_RECORD_BYTES)
+            return cls(
+                rank=validation.integer(fields["rank"], world_size),
+                host=printable_text(fields["host"]),
+                pid=validation.integer(fields["pid"], _MAX_PID),
+                attempt=validation.integer(fields["attempt"], ranges.MAX_RANKS),
+                operation=printable_text(fields["operation"]),
+                keys=tuple(map(printable_text, fields["keys"][:MAX_KEYS])),
+                phase=printable_text(fields["phase"]),
+                protocol=_optional_text(fields["protocol"]),
+                group=_optional_text(fields["group"]),
+                awaits=_optional_ranks(fields["awaits"], world_size),
+                members=_optional_ranks(fields["members"], world_size),
+                wrote=tuple(map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])),
+                started=validation.seconds(fields["started"]),
+                failed=_optional_seconds(fields["failed"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def publish_blocked(store: Any, record: BlockedRecord, *, first: bool) -> None:
+    """Publish the record of a rank.
+
+    Args:
+        store: The store.
+        record: The record.
+        first: This process publishes its first record.
+    """
+    store.set(blocked_key(record.rank), record.to_bytes())
+    if first and store.has_extended_api():
+        store.append(_RANKS, f"{record.rank} ")
+
+
+def withdraw_blocked(store: Any, rank: int) -> None:
+    """Withdraw the record of a rank."""
+    # Emptied, not deleted: an EtcdStore cannot delete, and a reader gets the values of
+    # keys that exist in one request, but has to search for keys that do not.
+    store.set(blocked_key(rank), "")
+
+
+def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
+    """Read the records of all ranks that have a valid one, failed calls included."""
+    ranks: Iterable[int] = range(world_size)
+    if store.has_extended_api():
+        if not store.check([_RANKS]):
+            return {}
+        written = read_key(store, _RANKS)
+        # A longer one is not the job's: the ranks are looked for without it.
+        if len(written) <= _MAX_LEDGER_BYTES + _LEDGER_BYTES_OF_RANK * world_size:
+            numbers = {int(one) for one in written.split() if _RANK.fullmatch(one)}
+            ranks = sorted(rank for rank in numbers if rank < world_size)
+    values = read_existing(store, [blocked_key(rank) for rank in ranks])
+    records = (BlockedRecord.from_bytes(value, world_size) for value in values)
+    return {record.rank: record for record in records if record is not None}
+
+
+def is_blocked_key(key: str) -> bool:
+    """Return whether a key holds the record of a rank, below any prefix."""
+    _, separator, rank = key.partition(f"{BLOCKED}/")
+    return bool(separator) and rank.isdecimal()
+
+
+def blocked_key(rank: int) -> str:
+    """Return the key of a rank's record."""
+    return f"{BLOCKED}/{rank}"
+
+
+def _optional_text(value: Any) -> str:
+    return printable_text(value) if value != "" else ""
+
+
+def _optional_seconds(value: Any) -> float | None:
+    return None if value is None else validation.seconds(value)
+
+
+def _optional_ranks(value: Any, world_size: int) -> tuple[int, ...] | None:
+    return None if value is None else ranges.unfold_all_below(value, world_size)

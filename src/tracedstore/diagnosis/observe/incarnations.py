@@ -1,0 +1,295 @@
+"""Earlier processes of a rank in the same store: restarts, ranks started twice, jobs.
+
+torchrun reuses its store for the next attempt, and workers have no prefix per attempt.
+Nor has a job a prefix of its own. So a rank may start among the keys of an earlier
+attempt or of another job. A rank that registers compares the registration that it finds
+with itself, and records both processes.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from tracedstore import names
+from tracedstore.common import procfs, validation
+from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.diagnosis.judgement.verdict import Verdict, printable_text
+from tracedstore.naming import ranges
+from tracedstore.recording.telemetry import TELEMETRY
+
+_STALE: Final = "tracedstore/STALE"
+# The number of replacements so far. Each is under this, a slash, and its number modulo
+# the maximum: the latest ones are kept.
+_REPLACED: Final = "tracedstore/REPLACED"
+_MAX_REPLACED: Final = 64
+_MAX_ENTRY_BYTES = 128 * 1024
+_MAX_HOSTS_SHOWN = 8
+# A verdict admits 1024 characters in a sentence.
+_MAX_TEXT = 480
+_REMEDY: Final = (
+    "torch may read values of the earlier attempt: set"
+    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, or use a new store, port or"
+    " file"
+)
+SHARED_REMEDY: Final = (
+    "give each job a store of its own: another port or --rdzv-endpoint, or a key prefix"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A registration that replaced the one of another process.
+
+    Attributes:
+        earlier: The process that registered first.
+        later: The process that registered as the same rank.
+        ended: The earlier process had ended by then.
+    """
+
+    earlier: RankInfo
+    later: RankInfo
+    ended: bool
+
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether one launch started both processes."""
+        return not self.ended and _launch(self.earlier) == _launch(self.later)
+
+    @property
+    def shares_store(self) -> bool:
+        """Whether two jobs run in the store: neither process is known to have ended."""
+        return (
+            self.earlier.run_id != self.later.run_id
+            and not self.ended
+            and not has_ended(self.earlier)
+            and not has_ended(self.later)
+        )
+
+    def __str__(self) -> str:
+        first, second = map(_process_text, (self.earlier, self.later))
+        return f"rank {self.later.rank} was started twice: {first}, and {second}"
+
+    def to_bytes(self) -> bytes:
+        """Encode the replacement for the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "Replacement | None":
+        """Decode a replacement; None if the value is malformed or too large."""
+        try:
+            fields = validation.load_json(value, _MAX_ENTRY_BYTES)
+            earlier, later = (
+                rank_registry.parse_entry(json.dumps(fields[name]).encode())
+                for name in ("earlier", "later")
+            )
+            ended = fields["ended"] is True
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if earlier is None or later is None or earlier.rank != later.rank:
+            return None
+        return cls(earlier=earlier, later=later, ended=ended)
+
+
+def has_ended(info: RankInfo) -> bool:
+    """Return whether a registered process has ended, as far as this host knows."""
+    state = procfs.process_state(info.pid, info.start_ticks, info.namespace)
+    return state == "gone"
+
+
+def check_earlier(store: Any, rank: int, world_size: int) -> None:
+    """Report an earlier process that registered as this rank, before it registers."""
+    found = _find_other(store, rank)
+    if found is None:
+        return
+    own = rank_registry.own_entry(rank, world_size)
+    replacement = Replacement(earlier=found, later=own, ended=has_ended(found))
+    _record(store, replacement)
+    if replacement.is_duplicate:
+        return
+    # Every rank of the attempt finds one; the first of them reports it.
+    if store.add(f"{_STALE}/{own.attempt}/{own.run_id}", 1) == 1:
+        _report_replacement(replacement)
+
+
+def check_replaced(store: Any, rank: int, world_size: int) -> None:
+    """Record another process that has registered as this rank since this one did.
+
+    Two processes that start at the same time do not find each other in
+    `check_earlier`.
+    """
+    found = _find_other(store, rank)
+    if found is None:
+        return
+    own = rank_registry.own_entry(rank, world_size)
+    replacement = Replacement(earlier=own, later=found, ended=False)
+    if not has_ended(found) and (replacement.is_duplicate or replacement.shares_store):
+        _record(store, replacement)
+
+
+def read_replacements(store: Any) -> list[Replacement]:
+    """Read the latest replacements; invalid ones are omitted."""
+    if not store.check([_REPLACED]):
+        return []
+    keys = [f"{_REPLACED}/{slot}" for slot in range(_MAX_REPLACED)]
+    found = map(Replacement.from_bytes, read_existing(store, keys))
+    return [replacement for replacement in found if replacement is not None]
+
+
+def duplicates_in(replacements: Iterable[Replacement]) -> list[str]:
+    """Describe the ranks that were started twice."""
+    return sorted({str(one) for one in replacements if one.is_duplicate})
+
+
+def jobs_in(replacements: Iterable[Replacement], run_id: str | None) -> list[str]:
+    """Describe the jobs that share the store with a run; [] if it has the store alone.
+
+    Args:
+        replacements: What `read_replacements` returned.
+        run_id: The run in question.
+    """
+    shared = [
+        one
+        for one in replacements
+        if one.shares_store and run_id in (one.earlier.run_id, one.later.run_id)
+    ]
+    processes = [info for one in shared for info in (one.earlier, one.later)]
+    return _describe_launches(processes, set(), attempts=False)
+
+
+def launches_in(replacements: Sequence[Replacement]) -> list[str]:
+    """Describe the processes of all replacements, by run, attempt and end."""
+    ended = {_identity(one.earlier) for one in replacements if one.ended}
+    processes = [info for one in replacements for info in (one.earlier, one.later)]
+    return _describe_launches(processes, ended, attempts=True)
+
+
+def shared_store(verdict: Verdict, jobs: Sequence[str]) -> Verdict:
+    """Return a verdict that blames two jobs in one store, and no rank.
+
+    They overwrite each other's keys and records, so that a rank named by these may be
+    the other job's.
+
+    Args:
+        verdict: A verdict that was found without regard to that.
+        jobs: What `jobs_in` returned.
+    """
+    return replace(
+        verdict,
+        cause="too_many",
+        awaited=(),
+        awaited_ranks=(),
+        known=f"{len(jobs)} jobs share this store",
+        evidence=tuple(jobs),
+        remedy=SHARED_REMEDY,
+    )
+
+
+def report_stale(
+    message: str, *, found: RankInfo | None = None, remedy: str = _REMEDY
+) -> None:
+    """Emit `store.stale_keys`.
+
+    Args:
+        message: What was found.
+        found: The earlier process, if it is known.
+        remedy: What to do.
+    """
+    TELEMETRY.emit(
+        names.STORE_STALE,
+        message=message,
+        attempt=restart_count(os.environ),
+        previous_attempt=None if found is None else found.attempt,
+        previous_run_id=None if found is None else found.run_id,
+        previous_pid=None if found is None else found.pid,
+        previous_host="" if found is None else found.host,
+        previous_started=None if found is None else found.started,
+        remedy=remedy,
+    )
+
+
+def _find_other(store: Any, rank: int) -> RankInfo | None:
+    """Return the registration of a rank, unless it is the one of this process."""
+    found = rank_registry.read_ranks(store, [rank]).get(rank)
+    if found is None or (found.pid, found.host) == (
+        os.getpid(),
+        ProcessIdentity().host,
+    ):
+        return None
+    return found
+
+
+def _record(store: Any, replacement: Replacement) -> None:
+    slot = store.add(_REPLACED, 1) % _MAX_REPLACED
+    store.set(f"{_REPLACED}/{slot}", replacement.to_bytes())
+
+
+def _report_replacement(replacement: Replacement) -> None:
+    found, own = replacement.earlier, replacement.later
+    age = max(0.0, time.time() - found.started)
+    if found.run_id == own.run_id:
+        report_stale(
+            f"the store holds keys of an earlier process of rank {own.rank}:"
+            f" {_process_text(found)}, attempt {found.attempt}, registered"
+            f" {age:.0f} s ago; this is attempt {own.attempt}",
+            found=found,
+        )
+        return
+    running = ", which runs: two jobs share this store"
+    report_stale(
+        f"the store holds keys of rank {own.rank} of {_run_text(found)}:"
+        f" {_process_text(found)}, registered {age:.0f} s ago"
+        f"{running if replacement.shares_store else ''}; this is {_run_text(own)}",
+        found=found,
+        remedy=SHARED_REMEDY,
+    )
+
+
+def _launch(info: RankInfo) -> tuple[str | None, int]:
+    return info.run_id, info.attempt
+
+
+def _identity(info: RankInfo) -> tuple[str, int, int | None]:
+    return info.host, info.pid, info.start_ticks
+
+
+def _process_text(info: RankInfo) -> str:
+    return f"pid {info.pid} on {printable_text(info.host)}"
+
+
+def _run_text(info: RankInfo) -> str:
+    return "a run without id" if info.run_id is None else f"run {info.run_id!r}"
+
+
+def _describe_launches(
+    processes: Iterable[RankInfo],
+    ended: set[tuple[str, int, int | None]],
+    *,
+    attempts: bool,
+) -> list[str]:
+    """Return one text for each launch: ``run 'a': ranks 0-1, pids 7-8 on node1``."""
+    launches: dict[str, dict[str, list[RankInfo]]] = {}
+    for info in sorted(processes, key=lambda info: info.started):
+        gone = _identity(info) in ended or has_ended(info)
+        words = [_run_text(info)] if info.run_id is not None or not attempts else []
+        words += [f"attempt {info.attempt}"] if attempts else []
+        launch = f"{', '.join(words)}{' (ended)' if gone else ''}"
+        hosts = launches.setdefault(launch, {})
+        hosts.setdefault(printable_text(info.host), []).append(info)
+    texts = []
+    for launch, hosts in launches.items():
+        places = [
+            f"{ranges.ranks_text(info.rank for info in infos)},"
+            f" pid{'s' if len(infos) > 1 else ''}"
+            f" {ranges.fold(info.pid for info in infos)} on {host}"
+            for host, infos in list(hosts.items())[:_MAX_HOSTS_SHOWN]
+        ]
+        more = len(hosts) - _MAX_HOSTS_SHOWN
+        places += [f"and {more} more hosts"] if more > 0 else []
+        texts.append(f"{launch}: {'; '.join(places)}"[:_MAX_TEXT])
+    return texts

@@ -1,0 +1,207 @@
+"""What a process pushes through OpenTelemetry: spans, metrics and log records.
+
+They go to the application's providers. Where it has none, and the settings ask for it,
+they go to a collector by OTLP. The SDK is imported only then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry import trace
+from opentelemetry._logs import LoggerProvider
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import TracerProvider
+
+from tracedstore import names
+from tracedstore.common.identity import process_identity
+from tracedstore.export.meter_readers import METER_READERS, has_provider
+from tracedstore.export.settings import Settings
+from tracedstore.export.shutdown import SPARE_THREAD, export_with_timeout
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.snapshot import MetricSource
+from tracedstore.signals.event_writer import EventWriter
+from tracedstore.signals.log_records import LogRecords, application_provider
+from tracedstore.signals.spans import process_attributes
+
+if TYPE_CHECKING:
+    from tracedstore.export.otlp import PeriodicExport
+
+# Apart from the writer of the log: a provider that blocks must not block that.
+RECORD_WRITER: Final = EventWriter(
+    RECORDER.failures, part=names.OTEL_LOGS, stuck_after=10.0
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Providers:
+    """The providers given to `configure`, instead of OpenTelemetry's global ones."""
+
+    tracer: TracerProvider | None = None
+    meter: MeterProvider | None = None
+    logger: LoggerProvider | None = None
+
+
+class Push:
+    """Sends spans, metrics and log records, as configured.
+
+    Args:
+        settings: The settings.
+        given: The providers given to `configure`.
+        previous: What was configured before. Connections that are needed again stay.
+
+    Attributes:
+        own_tracer: The TracerProvider that was set up here, and is ended here.
+        own_metrics: The same for metrics.
+        own_logger: The same for log records.
+        records: What events go to.
+
+    Raises:
+        ConfigurationError: An exporter is not installed, or cannot be configured.
+    """
+
+    def __init__(
+        self, settings: Settings, given: Providers, previous: "Push | None"
+    ) -> None:
+        self._given = given
+        self._pushes_metrics = (
+            settings.metrics_exporter != "prometheus" and not settings.disabled
+        )
+        self._pushes_events = settings.events_exporter != "log"
+        # Any: the classes are the SDK's, which is not imported here.
+        self.own_tracer: Any = previous.own_tracer if previous else None
+        self.own_logger: Any = None
+        self.own_metrics: "PeriodicExport | None" = None  # noqa: UP037
+        # Whether `_logger_provider` may create one.
+        self._owns_logger = False
+        self.records = LogRecords(
+            RECORD_WRITER.submit, self._exports_events, self._logger_provider
+        )
+        if settings.disabled:
+            return
+        # The SDK is imported only where it is used.
+        if (
+            settings.metrics_exporter == "otlp"
+            and given.meter is None
+            and not has_provider()
+        ):
+            from tracedstore.export.otlp import PeriodicExport  # noqa: PLC0415
+
+            kept = previous.own_metrics if previous else None
+            self.own_metrics = kept or PeriodicExport()
+        self._owns_logger = (
+            settings.events_exporter == "otlp"
+            and given.logger is None
+            and application_provider() is None
+        )
+        if self._owns_logger:
+            self.own_logger = previous.own_logger if previous else None
+            self._logger_provider()
+        # Last, because it sets the global provider: nothing raises after it.
+        if settings.tracing and given.tracer is None:
+            from tracedstore.export.tracing import set_up_provider  # noqa: PLC0415
+
+            attributes = process_attributes(process_identity())
+            self.own_tracer = set_up_provider(attributes) or self.own_tracer
+
+    def start(self, source: MetricSource) -> None:
+        """Begin to send metrics."""
+        if self.own_metrics is not None:
+            METER_READERS.stop()
+            self.own_metrics.start(source)
+        elif self._pushes_metrics:
+            METER_READERS.start(source, self._given.meter)
+        else:
+            METER_READERS.stop()
+        self._prepare_end()
+
+    def restart(self, source: MetricSource) -> None:
+        """Begin again in a forked child, which has no thread for it."""
+        if self.own_metrics is not None:
+            self.own_metrics.start(source)
+        self._prepare_end()
+
+    def flush_spans(self, timeout: float) -> None:
+        """Export finished spans; return after the timeout at the latest."""
+        export_with_timeout(timeout, {names.SPANS: lambda: self._flush_spans(timeout)})
+
+    def end(self, timeout: float, *, own_only: bool) -> None:
+        """Send what is left, and end what was set up here, within a timeout.
+
+        Args:
+            timeout: Seconds.
+            own_only: Leave the application's providers alone, which it ends itself.
+        """
+        exports: dict[str, Callable[[], object]] = {}
+        if self.own_tracer is not None or not own_only:
+            exports[names.SPANS] = lambda: self._end_spans(timeout)
+        if self.own_metrics is not None:
+            exports[names.OTEL_METRICS] = self.own_metrics.end
+        elif not own_only:
+            exports[names.OTEL_METRICS] = lambda: METER_READERS.flush(timeout)
+        if RECORD_WRITER.is_running or self.own_logger is not None:
+            exports[names.OTEL_LOGS] = lambda: self._end_records(
+                timeout, own_only=own_only
+            )
+        export_with_timeout(timeout, exports)
+        if not own_only:
+            METER_READERS.stop()
+
+    def end_unused(self, timeout: float, replacement: "Push") -> None:
+        """End what was set up here and is not used by what replaces it."""
+        exports: dict[str, Callable[[], object]] = {}
+        if self.own_metrics not in (None, replacement.own_metrics):
+            exports[names.OTEL_METRICS] = self.own_metrics.end
+        if self.own_logger not in (None, replacement.own_logger):
+            exports[names.OTEL_LOGS] = self.own_logger.shutdown
+        export_with_timeout(timeout, exports)
+
+    def reset(self) -> None:
+        """Leave connections to the parent, as a forked child must."""
+        RECORD_WRITER.reset()
+        METER_READERS.reset()
+        SPARE_THREAD.reset()
+        self.own_logger = None
+        if self.own_metrics is not None:
+            self.own_metrics.reset()
+
+    def _prepare_end(self) -> None:
+        own = (self.own_tracer, self.own_metrics, self.own_logger)
+        if own != (None, None, None):
+            SPARE_THREAD.start()
+
+    def _flush_spans(self, timeout: float) -> None:
+        own_or_given = self.own_tracer or self._given.tracer
+        _force_flush(own_or_given or trace.get_tracer_provider(), timeout)
+
+    def _end_spans(self, timeout: float) -> None:
+        self._flush_spans(timeout)
+        if self.own_tracer is not None:
+            self.own_tracer.shutdown()
+
+    def _end_records(self, timeout: float, *, own_only: bool) -> None:
+        RECORD_WRITER.stop(timeout)
+        if self.own_logger is not None:
+            self.own_logger.shutdown()
+        elif not own_only:
+            _force_flush(self._given.logger or application_provider(), timeout)
+
+    def _exports_events(self) -> bool:
+        if not self._pushes_events:
+            return False
+        is_ours = self._owns_logger or self._given.logger is not None
+        return is_ours or application_provider() is not None
+
+    def _logger_provider(self) -> LoggerProvider | None:
+        if self._owns_logger and self.own_logger is None:
+            from tracedstore.export.otlp import new_logger_provider  # noqa: PLC0415
+
+            self.own_logger = new_logger_provider()
+        return self.own_logger or self._given.logger or application_provider()
+
+
+def _force_flush(provider: Any, timeout: float) -> None:
+    # OpenTelemetry's API has no force_flush; the SDK's providers do.
+    force_flush = getattr(provider, "force_flush", None)
+    if force_flush is not None:
+        force_flush(int(timeout * 1000))

@@ -1,0 +1,1 @@
+"""Names of ranks: launchers' variables, rosters, decoders, and ranges of ranks."""

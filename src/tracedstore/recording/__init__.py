@@ -1,0 +1,1 @@
+"""The record of one call: the Store proxy, counters, observers, snapshot."""

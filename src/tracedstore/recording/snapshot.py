@@ -1,0 +1,341 @@
+"""The values of all metrics at one time, whatever they are exported to.
+
+`compact` has what dashboards and alerts use: an operation from its first call on, few
+bounds, a blocking call in the histogram of waits only, and a zero only where an alert
+needs one (docs/metrics.md). `full` has every series from the start.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from tracedstore import names
+from tracedstore._version import __version__
+from tracedstore.common.errors import is_ordinary_answer
+from tracedstore.recording.barrier_stats import BarrierStats, Durations, Result
+from tracedstore.recording.counters import (
+    BOUNDS,
+    BUCKETS,
+    BYTES,
+    FULL_OPERATION_BOUNDS,
+    FULL_WAIT_BOUNDS,
+    NANOSECONDS,
+    OPERATION_BOUNDS,
+    RETRIES,
+    SWAPS_LOST,
+    SWAPS_WON,
+    WAIT_BOUNDS,
+    Series,
+    SeriesCounts,
+)
+from tracedstore.recording.etcd_stats import EtcdStats
+from tracedstore.recording.recorder import Recorder
+from tracedstore.recording.rendezvous_stats import RendezvousStats
+from tracedstore.recording.stall_stats import StallStats
+
+# Calls whose inner compare-and-sets are counted. Otherwise only calls that are
+# compare-and-sets have the metric.
+_REPEATS_SWAPS = frozenset({("etcd_store", "add"), ("etcd_v3_store", "add")})
+# A caller that loses one of these repeats it.
+_REPEATED_BY_CALLER = frozenset({"set_state"})
+
+_MAX_RANKS_NAMED = 64
+
+Sums = Mapping[Series, SeriesCounts]
+# Values of labels, and a value.
+Number = tuple[tuple[str, ...], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """The distribution of one label set.
+
+    Attributes:
+        labels: The values of the metric's labels.
+        bounds: The upper bounds of its buckets, in nanoseconds.
+        counts: Calls in each bucket, not cumulative; the last one is beyond all bounds.
+        nanoseconds: The sum of the durations.
+        series: The label set of Store calls, for exemplars.
+    """
+
+    labels: tuple[str, ...]
+    bounds: tuple[int, ...]
+    counts: tuple[int, ...]
+    nanoseconds: int
+    series: Series | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values of one metric: numbers by label values, or histograms."""
+
+    metric: names.Metric
+    numbers: Collection[Number]
+    histograms: Collection[Histogram] = ()
+
+
+class Snapshots:
+    """Takes snapshots of what a process has counted.
+
+    Args:
+        recorder: What the process counts into.
+        full: Every series, from zero.
+        one_histogram: All calls are in the histogram of operations, with the bounds of
+            both, and none is in that of waits.
+        suppressed_by_caller: Returns how many spans callers suppressed.
+        events_dropped: Returns how many events were dropped.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        full: bool,
+        one_histogram: bool = False,
+        suppressed_by_caller: Callable[[], int] = lambda: 0,
+        events_dropped: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._recorder = recorder
+        self._full = full
+        self._one_histogram = one_histogram
+        self._suppressed_by_caller = suppressed_by_caller
+        self._events_dropped = events_dropped
+
+    def take(self) -> Iterator[Values]:
+        """Return the values of every metric but the telemetry's failures."""
+        recorder = self._recorder
+        sums = recorder.counters.sums()
+        known = recorder.series.all()
+        every = [one for one in known if self._full or any(sums[one][BUCKETS:])]
+        yield from self._calls(every, sums)
+        yield _errors(known, sums)
+        yield from _counters(every, sums)
+        yield from self._in_flight(every)
+        yield from self._barriers(recorder.barriers)
+        yield from self._rendezvous(recorder.rendezvous)
+        yield from _stalls(recorder.stalls)
+        yield from self._etcd(recorder.etcd)
+        suppressed = {
+            (names.OVER_BUDGET,): recorder.counters.over_budget(),
+            (names.SUPPRESSED_BY_CALLER,): self._suppressed_by_caller(),
+        }
+        yield Values(names.SPANS_SUPPRESSED, self._counted(suppressed.items()))
+        for metric, dropped in (
+            (names.EVENTS_DROPPED, self._events_dropped()),
+            (names.OPERATIONS_DROPPED, recorder.counters.dropped()),
+        ):
+            yield Values(metric, self._counted([((), dropped)]))
+        core = "python" if recorder.native is None else "native"
+        yield Values(names.BUILD_INFO, [((__version__, torch.__version__, core), 1)])
+
+    def failures(self) -> Values:
+        """Return the failures of the telemetry itself."""
+        counts = self._recorder.failures.counts()
+        observers = dict.fromkeys((*names.OBSERVERS, *counts))
+        numbers = [((observer,), counts.get(observer, 0)) for observer in observers]
+        return Values(names.TELEMETRY_FAILURES, self._counted(numbers))
+
+    def _counted(self, numbers: Iterable[Number]) -> list[Number]:
+        """Return the numbers to export: without zeros, but for `full`."""
+        return [(labels, number) for labels, number in numbers if self._full or number]
+
+    def _calls(self, every: list[Series], sums: Sums) -> Iterator[Values]:
+        both = self._full or self._one_histogram
+        operations = [one for one in every if both or not one.method.blocks]
+        waits = (
+            [] if self._one_histogram else [one for one in every if one.method.blocks]
+        )
+        fine = FULL_OPERATION_BOUNDS if self._full else OPERATION_BOUNDS
+        if self._one_histogram:
+            fine = tuple(sorted({*fine, *self._wait_bounds}))
+        for metric, series, bounds in (
+            (names.OPERATION_DURATION, operations, fine),
+            (names.WAIT_DURATION, waits, self._wait_bounds),
+        ):
+            histograms = [
+                Histogram(
+                    (one.store, one.method.name, one.error_type),
+                    bounds,
+                    _coarser(sums[one][BUCKETS:], bounds),
+                    sums[one][NANOSECONDS],
+                    one,
+                )
+                for one in series
+            ]
+            yield Values(metric, (), histograms)
+
+    @property
+    def _wait_bounds(self) -> tuple[int, ...]:
+        return FULL_WAIT_BOUNDS if self._full else WAIT_BOUNDS
+
+    def _in_flight(self, every: Iterable[Series]) -> Iterator[Values]:
+        calls = self._recorder.counters.calls()
+        series = [call.state.series[call.method.index] for call in calls]
+        labels_of = [(each.store, each.method.name) for each in series]
+        counts = Counter(labels_of)
+        known = ((one.store, one.method.name) for one in every) if self._full else ()
+        labels = dict.fromkeys((*known, *counts))
+        yield Values(names.IN_FLIGHT, [(label, counts[label]) for label in labels])
+        # Calls are sorted, oldest first: reversed, the oldest is written last and kept.
+        starts = {
+            label: self._recorder.clock.wall_of(call.started) / 1e9
+            for label, call in zip(reversed(labels_of), reversed(calls), strict=True)
+        }
+        yield Values(names.OLDEST_START, starts.items())
+
+    def _barriers(self, stats: BarrierStats) -> Iterator[Values]:
+        yield self._durations(names.BARRIER_DURATION, stats.durations())
+        last = stats.last_arrivals()
+        yield Values(names.BARRIER_LAST_ARRIVALS, _one_label(last.items()))
+        arrived: dict[tuple[str, ...], float] = {}
+        missing: dict[tuple[str, ...], float] = {}
+        rank_missing: dict[tuple[str, ...], float] = {}
+        # One of a family: stalled barriers of one family share their labels.
+        for stalled in {found.family: found for found in stats.stalled()}.values():
+            family = stalled.family
+            arrived[family,] = stalled.arrived
+            missing[family,] = len(stalled.missing) + stalled.possible
+            for rank, host in list(stalled.missing.items())[:_MAX_RANKS_NAMED]:
+                rank_missing[family, str(rank), host] = 1
+        yield Values(names.BARRIER_ARRIVED, arrived.items())
+        yield Values(names.BARRIER_MISSING, missing.items())
+        yield Values(names.BARRIER_RANK_MISSING, rank_missing.items())
+
+    def _rendezvous(self, stats: RendezvousStats) -> Iterator[Values]:
+        yield self._durations(names.RENDEZVOUS_DURATION, stats.durations())
+        yield Values(names.RENDEZVOUS_WRITES, stats.writes().items())
+        views = stats.views()
+        for metric, value in (
+            (names.RENDEZVOUS_STATE_BYTES, lambda view: view.size),
+            (names.RENDEZVOUS_PARTICIPANTS, lambda view: view.participants),
+            (names.RENDEZVOUS_WAIT_LIST, lambda view: view.wait_list),
+            (names.RENDEZVOUS_ROUND, lambda view: view.round),
+            (names.RENDEZVOUS_COMPLETE, lambda view: int(view.complete)),
+        ):
+            yield Values(metric, [((one,), value(view)) for one, view in views.items()])
+        heartbeats = [
+            ((name,), view.oldest_heartbeat)
+            for name, view in views.items()
+            if view.oldest_heartbeat is not None
+        ]
+        yield Values(names.RENDEZVOUS_OLDEST_HEARTBEAT, heartbeats)
+
+    def _etcd(self, stats: EtcdStats) -> Iterator[Values]:
+        requests = self._counted(stats.requests().items())
+        yield Values(names.ETCD_REQUESTS_MADE, requests)
+        recoveries = self._counted(_one_label(stats.recoveries().items()))
+        yield Values(names.ETCD_RECOVERIES_MADE, recoveries)
+        yield Values(names.ETCD_BYTES, _one_label(stats.bytes().items()))
+
+    def _durations(
+        self, metric: names.Metric, found: Mapping[tuple[str, Result], Durations]
+    ) -> Values:
+        bounds = self._wait_bounds
+        histograms = (
+            Histogram(labels, bounds, _coarser(one.buckets, bounds), one.nanoseconds)
+            for labels, one in found.items()
+            if self._full or any(one.buckets)
+        )
+        return Values(metric, (), tuple(histograms))
+
+
+class Exemplar(Protocol):
+    """A call of a bucket, as prometheus_client has it: trace, duration and time."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """``trace_id`` and ``span_id``."""
+
+    @property
+    def value(self) -> float:
+        """The duration in seconds."""
+
+    @property
+    def timestamp(self) -> Any:
+        """When the call ended, in seconds since the epoch."""
+
+
+# Returns the exemplar of some buckets of `BOUNDS` of a series.
+ExemplarOf = Callable[[Series | None, range], Exemplar | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSource:
+    """What an exporter that takes its own snapshots reads."""
+
+    recorder: Recorder
+    snapshots: Snapshots
+    exemplar: ExemplarOf
+
+    def values(self) -> list[Values]:
+        """Return the values of all metrics."""
+        return [*self.snapshots.take(), self.snapshots.failures()]
+
+
+@cache
+def buckets_of(bounds: tuple[int, ...]) -> tuple[range, ...]:
+    """Return which buckets of `BOUNDS` each bucket of a coarser histogram has."""
+    ends = [*(BOUNDS.index(bound) for bound in bounds), len(BOUNDS)]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    return tuple(range(start, end + 1) for start, end in zip(starts, ends, strict=True))
+
+
+def _coarser(counts: list[int], bounds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sum(counts[bucket] for bucket in one) for one in buckets_of(bounds))
+
+
+def _one_label(numbers: Iterable[tuple[str, float]]) -> list[Number]:
+    return [((label,), number) for label, number in numbers]
+
+
+def _errors(known: Iterable[Series], sums: Sums) -> Values:
+    errors: Counter[tuple[str, ...]] = Counter()
+    for one in known:
+        failed = one.error_type and not is_ordinary_answer(one.error_type)
+        errors[one.store,] += sum(sums[one][BUCKETS:]) if failed else 0
+    return Values(names.OPERATION_ERRORS, errors.items())
+
+
+def _stalls(stats: StallStats) -> Iterator[Values]:
+    stalled = stats.current()
+    count: dict[tuple[str, ...], float] = {}
+    ranks: dict[tuple[str, ...], float] = {}
+    if stalled is not None:
+        count[stalled.cause,] = stalled.awaited_count
+        for rank, (host, cause) in list(stalled.awaited.items())[:_MAX_RANKS_NAMED]:
+            ranks[str(rank), host, cause] = 1
+    yield Values(names.JOB_AWAITED, count.items())
+    yield Values(names.JOB_RANK_AWAITED, ranks.items())
+
+
+def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Values]:
+    attempts: dict[tuple[str, ...], float] = {}
+    retries: dict[tuple[str, ...], float] = {}
+    value_bytes: dict[tuple[str, ...], float] = {}
+    totals: dict[tuple[str, str], list[int]] = {}
+    methods = {one.method.name: one.method for one in every}
+    for one in every:
+        # These have no error_type: a failed call moves bytes and loses compare-and-sets
+        # as well.
+        total = totals.setdefault((one.store, one.method.name), [0] * BUCKETS)
+        for position in range(BUCKETS):
+            total[position] += sums[one][position]
+    for labels, total in totals.items():
+        method = methods[labels[1]]
+        repeats = labels in _REPEATS_SWAPS
+        if method.swapped is not None or repeats:
+            attempts[*labels, names.WON] = total[SWAPS_WON]
+            attempts[*labels, names.LOST] = total[SWAPS_LOST]
+        if repeats:
+            retries[labels] = total[RETRIES]
+        elif method.name in _REPEATED_BY_CALLER:
+            retries[labels] = total[SWAPS_LOST]
+        if method.size is not None:
+            value_bytes[labels] = total[BYTES]
+    yield Values(names.CAS_ATTEMPTS, attempts.items())
+    yield Values(names.CAS_RETRIES, retries.items())
+    yield Values(names.VALUE_BYTES, value_bytes.items())

@@ -1,0 +1,278 @@
+"""The address of a running job's store: parsing, probing and reading it.
+
+torch is imported only once a server has answered, so that a mistyped address is
+reported immediately.
+"""
+
+import json
+import socket
+import stat
+import time
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+from tracedstore.common.errors import CommandError
+from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.tools.attach.child_process import (
+    ChildTimeoutError,
+    Heartbeat,
+    run_in_child,
+)
+from tracedstore.tools.attach.etcd_access import EtcdAccess, find_namespace
+from tracedstore.tools.attach.torch_import import interruptible_import
+
+if TYPE_CHECKING:
+    from tracedstore.tools.attach.store_contents import StoreSnapshot
+
+T = TypeVar("T")
+
+# Seconds until a server that does not answer is reported. With the start of Python and
+# the last message that is less than five, on a busy machine too.
+_ANSWER_TIMEOUT = 4.0
+# Seconds for the first answer if importing torch has used up the timeout above.
+_MIN_ANSWER_TIMEOUT = 2.0
+# Seconds for each further answer; a large job needs many.
+_READ_TIMEOUT = 3.0
+_CONNECT_TIMEOUT = 2.5
+ACCEPTED = (
+    "tcp://HOST:PORT, file:///PATH, etcd://HOST:PORT/PREFIX or, for TLS,"
+    " etcds://HOST:PORT/PREFIX"
+)
+_TLS_SCHEME = "etcds"
+_TIMEOUT_CAUSES = {
+    "tcp": "it hangs, or another server listens there",
+    "file": "it is no FileStore, its disk hangs, or a process that hangs has locked it",
+    "etcd": "it hangs, or another server listens there",
+}
+
+_imported = time.monotonic()
+
+
+class Address:
+    """The address of a job's store.
+
+    Attributes:
+        url: The address as it was given.
+        scheme: ``tcp``, ``file`` or ``etcd``.
+        secure: Whether it is an etcd that is reached over TLS.
+        access: The files for TLS, and the user.
+        host: The host, "" for a file.
+        port: The port, 0 for a file.
+        path: The file, or the prefix in etcd.
+        namespace: The namespace of an EtcdV3Store, "" if it is another store; known
+            after `check_reachable`.
+    """
+
+    def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
+        """Parse an address; raise `CommandError` if it is invalid."""
+        self.url = url
+        self.access = access or EtcdAccess()
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            # It may have a password, so it is not in the text.
+            raise CommandError(
+                "--store has a user in its address; use --etcd-user and"
+                " --etcd-password-file"
+            )
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = SplitResult("", "", "", "", ""), None, None
+        self.secure = parts.scheme == _TLS_SCHEME
+        self.scheme = "etcd" if self.secure else parts.scheme
+        if parts.scheme == "file":
+            self.path = parts.netloc + parts.path
+        else:
+            self.path = parts.path or "/"
+        networked = self.scheme in ("tcp", "etcd") and host and port
+        if not (networked or (parts.scheme == "file" and self.path)):
+            raise CommandError(f"--store is {url!r}; accepted is {ACCEPTED}")
+        self.host, self.port = host or "", port or 0
+        self.namespace = ""
+        # The time of the first read includes the start of the command.
+        self._started: float | None = _imported
+
+    def probe(self) -> None:
+        """Check the store as far as possible without torch, within 4 seconds.
+
+        Raises:
+            CommandError: There is no store, or another server answers.
+        """
+        self.run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
+
+    def read_snapshot(
+        self, select: Callable[[Sequence[str]], list[str]]
+    ) -> "StoreSnapshot":
+        """Read the store as one more client, in bounded time and without writing.
+
+        Args:
+            select: Returns the keys whose values are read.
+
+        Raises:
+            CommandError: There is no store, another server answers, or it does not
+                answer in time.
+        """
+        # Before the fork, so that the next child has torch too.
+        with interruptible_import():
+            from tracedstore.tools.attach.store_connection import connect  # noqa: PLC0415
+            from tracedstore.tools.attach.store_contents import StoreSnapshot  # noqa: PLC0415
+
+        now = time.monotonic()
+        started, self._started = self._started or now, None
+        remaining = started + _ANSWER_TIMEOUT - now
+
+        def read(heartbeat: Heartbeat) -> StoreSnapshot:
+            with ExitStack() as connections:
+
+                def reconnect() -> Any:
+                    return connections.enter_context(connect(self))
+
+                store = reconnect()
+                heartbeat()
+                return StoreSnapshot.take(store, select, heartbeat, reconnect)
+
+        return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
+
+    def run(
+        self,
+        timeout: float,
+        work: Callable[[Heartbeat], T],
+        heartbeat_timeout: float = 0.0,
+    ) -> T:
+        """Run work that connects to the store in a child, as `run_in_child` does.
+
+        Raises:
+            CommandError: The work raised one, or took too long.
+        """
+        store = f"the store at {self.url}"
+        try:
+            return run_in_child(timeout, work, heartbeat_timeout)
+        except ChildTimeoutError as error:
+            if error.made_progress:
+                raise CommandError(
+                    f"{store} answered, and then not for {heartbeat_timeout:g} s: it is"
+                    " overloaded, or hangs"
+                ) from None
+            raise CommandError(
+                f"{store} does not answer within {timeout:.1f} s:"
+                f" {_TIMEOUT_CAUSES[self.scheme]}"
+            ) from None
+        except ChildProcessError as error:
+            raise CommandError(
+                f"{store} cannot be read: the process that reads it {error}"
+            ) from None
+
+    def check_reachable(self) -> None:
+        """Check that the store is there; torch reports that in many lines.
+
+        Raises:
+            CommandError: There is no store, or another server answers.
+        """
+        if self.scheme == "file":
+            self._check_file()
+            return
+        with self._connect() as connection:
+            if self.scheme == "tcp" and tcpstore_probe.probe(connection) is False:
+                raise self.not_a_tcpstore()
+        # The client for TLS and users needs torch.
+        if self.scheme == "etcd" and not (self.secure or self.access.user):
+            self.find_namespace(self._count_keys)
+
+    def unreadable(self, reason: str | None) -> CommandError:
+        """Return the error for a file that cannot be read."""
+        return CommandError(
+            f"the store at {self.url} cannot be read: {self.path}: {reason}"
+        )
+
+    def not_a_tcpstore(self) -> CommandError:
+        """Return the error for another server at a tcp:// address."""
+        return CommandError(
+            f"the server at {self.url} does not answer as a TCPStore does: it is"
+            " another server, or the TCPStore of another torch"
+        )
+
+    def find_namespace(self, count_keys: Callable[[str], int | None]) -> None:
+        """Find out where the job has its keys in etcd.
+
+        Args:
+            count_keys: Returns the number of keys below a prefix; None without the v3
+                API.
+
+        Raises:
+            CommandError: There are none.
+        """
+        self.namespace = find_namespace(
+            self.url, self.path, count_keys, self._answers_v2
+        )
+
+    def _check_file(self) -> None:
+        try:
+            kind = stat.S_IFMT(Path(self.path).stat().st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                raise self.unreadable("Not a regular file")
+            Path(self.path).open("rb").close()
+        except OSError as error:
+            raise self.unreadable(error.strerror) from None
+
+    def _connect(self) -> socket.socket:
+        message = f"the store at {self.url} cannot be reached:"
+        try:
+            connection = socket.create_connection(
+                (self.host, self.port), timeout=_CONNECT_TIMEOUT
+            )
+        except socket.gaierror:
+            raise CommandError(
+                f"{message} the host name {self.host!r} cannot be resolved"
+            ) from None
+        except ConnectionRefusedError:
+            raise CommandError(
+                f"{message} nothing listens there; is the job still running?"
+            ) from None
+        except (OSError, UnicodeError) as error:
+            raise CommandError(
+                f"{message} {getattr(error, 'strerror', None) or error}"
+            ) from None
+        # The parent process times out a server that does not answer.
+        connection.settimeout(None)
+        return connection
+
+    def _count_keys(self, prefix: str) -> int | None:
+        """Return the number of keys below a prefix; None without the v3 API."""
+        # The character after a slash ends the range.
+        ends = (prefix, prefix[:-1] + "0")
+        start, end = (b64encode(each.encode()).decode() for each in ends)
+        request = {"key": start, "range_end": end, "count_only": True}
+        answer = self._request("POST", "/v3/kv/range", json.dumps(request))
+        if "header" not in answer:
+            return None
+        try:
+            return int(answer.get("count", 0))
+        except (TypeError, ValueError):  # another server
+            return None
+
+    def _answers_v2(self) -> bool:
+        return "action" in self._request("GET", "/v2/keys")
+
+    def _request(
+        self, method: str, path: str, body: str | None = None
+    ) -> dict[str, Any]:
+        """Return the answer to a request; an empty one if it is no JSON object."""
+        # The parent process times out a server that does not answer.
+        if self.secure:
+            made: HTTPConnection = HTTPSConnection(
+                self.host, self.port, context=self.access.context()
+            )
+        else:
+            made = HTTPConnection(self.host, self.port)
+        try:
+            with closing(made) as connection:
+                connection.request(method, path, body)
+                answer = json.loads(connection.getresponse().read())
+        except (OSError, HTTPException, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,45 @@
+"""What the ranks of a job answered, for ``tracedstore status --ask``."""
+
+from collections.abc import Collection, Iterator
+
+from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
+from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.naming import ranges
+from tracedstore.tools.attach.asking import Answers
+from tracedstore.tools.terminal import Line
+
+# Groups of ranks that do the same; the smallest ones are shown.
+_MAX_GROUPS = 16
+
+
+def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
+    """Return the lines on one group of a job: the odd ranks first.
+
+    Args:
+        answers: What the ranks answered.
+        blocked: Ranks that are shown as blocked already.
+    """
+    groups: dict[str, list[ProcessAnswer]] = {}
+    for rank, answer in sorted(answers.answers.items()):
+        if rank not in blocked:
+            frame = f"{answer.frames[0]}" if answer.frames else ""
+            what = f"{answer.state} {answer.operation} {frame} {answer.detail}"
+            groups.setdefault(what, []).append(answer)
+    if groups:
+        yield Line("ranks that are not blocked in a published call:", "bold")
+    by_size = sorted(groups.values(), key=len)
+    for members in by_size[:_MAX_GROUPS]:
+        first = members[0]
+        info = answers.registered.get(first.rank)
+        text = f"  {examine(first.rank, first, info, '').describe()}"
+        if len(members) > 1:
+            others = [answer.rank for answer in members[1:]]
+            noun = "rank" if len(others) == 1 else "ranks"
+            text += f"; the same: {noun} {ranges.fold(others)}"
+        yield Line(text, "", 4)
+    if len(by_size) > _MAX_GROUPS:
+        more = sum(map(len, by_size[_MAX_GROUPS:]))
+        yield Line(f"  and {more} more, which tracedstore stacks lists")
+    if answers.silent_ranks:
+        silent = ranges.ranks_text(answers.silent_ranks)
+        yield Line(f"no answer: {silent}", "yellow", 2)

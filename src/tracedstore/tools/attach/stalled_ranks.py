@@ -1,0 +1,274 @@
+"""Reads the verdict on a stalled job and its blocked ranks from the job's store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracedstore.coordination.rank_registry import RankInfo, without_numbers
+from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
+from tracedstore.naming import ranges
+from tracedstore.tools.attach.store_contents import StoreSnapshot
+
+# Seconds. A verdict is fresh for so long, and then while ranks that it covers wait.
+_FRESH_FOR = 60.0
+# Seconds by which the clocks of two hosts may differ.
+_CLOCK_TOLERANCE = 10.0
+# Maximum number of awaited ranks in all records. Expanding so many takes about 2 s.
+_MAX_AWAITED = 8_000_000
+# Methods that wait for more than the existence of keys.
+_COUNTING = ("barrier", "queue_pop")
+_MAX_DIGITS = len(str(ranges.MAX_RANKS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockedRank:
+    """A rank that is blocked in a Store call.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        pid: Its process id.
+        attempt: The attempt of torchrun that it belongs to.
+        operation: The Store method, or ``connect``.
+        key: The first key that it waits for; "" without one.
+        phase: What it executes.
+        protocol: The protocol of torch that its keys belong to; "" for others.
+        awaits: The ranks that should write its keys, folded; None if unknown.
+        members: The ranks of which one should write its keys, folded; None for all.
+        started: When the call began, in seconds since the epoch.
+        failed: The call has failed.
+        key_exists: All keys that it waits for exist now.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    attempt: int
+    operation: str
+    key: str
+    phase: str
+    awaits: str | None
+    members: str | None
+    started: float
+    protocol: str = ""
+    failed: bool = False
+    key_exists: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """The verdict and the blocked ranks under one key prefix.
+
+    Attributes:
+        prefix: The key prefix, with numbers replaced by ``*``.
+        verdict: The latest verdict; None without one.
+        blocked: The blocked ranks, in numerical order.
+        failed: The ranks whose call has failed, and that have not gone on since.
+    """
+
+    prefix: str
+    verdict: Verdict | None = None
+    blocked: tuple[BlockedRank, ...] = ()
+    failed: tuple[BlockedRank, ...] = ()
+
+    def fresh_verdict(self, now: float) -> Verdict | None:
+        """Return the verdict, unless the wait that it is about has ended.
+
+        It is fresh for a minute, and then while a rank that it covers is still in the
+        call that began before the verdict.
+        """
+        if self.verdict is None:
+            return None
+        if abs(now - self.verdict.time) < _FRESH_FOR or self.still_waiting():
+            return self.verdict
+        return None
+
+    def still_waiting(self) -> bool:
+        """Return whether a rank that the verdict covers is still in that call."""
+        return any(not one.failed for one in self.covered())
+
+    def covered(self) -> list[BlockedRank]:
+        """Return the records that are of the wait that the verdict is about."""
+        if self.verdict is None:
+            return []
+        ranks = frozenset(self.verdict.waiting_ranks)
+        until = self.verdict.time + _CLOCK_TOLERANCE
+        return [
+            one
+            for one in (*self.blocked, *self.failed)
+            if one.rank in ranks and one.started <= until
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalls:
+    """What a store contains about stalls.
+
+    Attributes:
+        stalls: The verdicts and blocked ranks, by prefix.
+        invalid_count: Values that are neither a verdict nor a record.
+        unread_count: Values that were not parsed, because the others have too many
+            awaited ranks.
+    """
+
+    stalls: tuple[Stall, ...] = ()
+    invalid_count: int = 0
+    unread_count: int = 0
+
+
+def is_stall_key(key: str) -> bool:
+    """Return whether a key holds a verdict or the record of a blocked rank."""
+    return _verdict_prefix(key) is not None or _blocked_rank(key) is not None
+
+
+def read_stalls(
+    snapshot: StoreSnapshot, registered: Mapping[str, Mapping[int, RankInfo]]
+) -> Stalls:
+    """Read all verdicts and blocked ranks.
+
+    A process that was killed in a blocked call leaves its record. A record is omitted
+    if another process has registered as its rank since.
+
+    Args:
+        snapshot: The contents of the store.
+        registered: The registered ranks, by the prefix of their keys.
+    """
+    keys = sorted(snapshot.list_keys())
+    reader = _Reader(snapshot.keys)
+    for key in keys:
+        if (prefix := _verdict_prefix(key)) is not None:
+            reader.add_verdict(without_numbers(prefix), snapshot.get(key))
+    for key in keys:
+        if (found := _blocked_rank(key)) is not None:
+            rank = found[1]
+            info = registered.get(without_numbers(found[0]), {}).get(rank)
+            reader.add_record(found[0], rank, snapshot.get(key), info)
+    return Stalls(
+        stalls=tuple(
+            Stall(
+                prefix=prefix,
+                verdict=reader.verdicts.get(prefix),
+                blocked=reader.ranks(prefix, failed=False),
+                failed=reader.ranks(prefix, failed=True),
+            )
+            for prefix in sorted(reader.verdicts.keys() | reader.blocked.keys())
+            if prefix in reader.verdicts or reader.ranks(prefix, failed=False)
+        ),
+        invalid_count=reader.invalid_count,
+        unread_count=reader.unread_count,
+    )
+
+
+class _Reader:
+    """Parses verdicts and records within `_MAX_AWAITED`.
+
+    Awaited ranks of records are kept as folded text: every rank of a large job may wait
+    for all others, and expanded these are gigabytes.
+    """
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        self._keys = keys
+        self.verdicts: dict[str, Verdict] = {}
+        self.blocked: dict[str, dict[int, BlockedRank]] = {}
+        self.invalid_count = 0
+        self.unread_count = 0
+        self._folded: dict[tuple[int, ...], str] = {}
+        self._remaining = _MAX_AWAITED
+
+    def add_verdict(self, prefix: str, value: bytes) -> None:
+        """Keep the latest verdict of a prefix."""
+        if not self._is_read(value):
+            return
+        verdict = Verdict.from_bytes(value)
+        if verdict is None:
+            self.invalid_count += 1
+            return
+        self._remaining -= len(verdict.awaited_ranks) + len(verdict.waiting_ranks)
+        before = self.verdicts.get(prefix)
+        if before is None or before.time <= verdict.time:
+            self.verdicts[prefix] = verdict
+
+    def add_record(
+        self, prefix: str, rank: int, value: bytes, info: RankInfo | None
+    ) -> None:
+        """Keep the latest record of a rank; not that of a process that was replaced.
+
+        The prefix is that of its key, with its numbers.
+        """
+        if not self._is_read(value):
+            return
+        record = BlockedRecord.from_bytes(value)
+        if record is None or record.rank != rank:
+            self.invalid_count += 1
+            return
+        if info and _is_replaced(record, info):
+            return
+        group = self.blocked.setdefault(without_numbers(prefix), {})
+        before = group.get(rank)
+        if before is None or (before.attempt, before.started) <= (
+            record.attempt,
+            record.started,
+        ):
+            group[rank] = self._to_rank(record, prefix)
+
+    def ranks(self, prefix: str, *, failed: bool) -> tuple[BlockedRank, ...]:
+        """Return the blocked ranks of a prefix, or those whose call has failed."""
+        ranks = self.blocked.get(prefix, {})
+        return tuple(one for _, one in sorted(ranks.items()) if one.failed is failed)
+
+    def _is_read(self, value: bytes) -> bool:
+        """Return whether to parse a value; an empty one is of a call that has ended."""
+        if self._remaining <= 0 and value:
+            self.unread_count += 1
+        return self._remaining > 0 and value != b""
+
+    def _to_rank(self, record: BlockedRecord, prefix: str) -> BlockedRank:
+        # Its store may have another prefix than its registry. Then the keys are not
+        # found, and what it says is not doubted.
+        exist = bool(record.keys) and record.operation not in _COUNTING
+        return BlockedRank(
+            rank=record.rank,
+            host=record.host,
+            pid=record.pid,
+            attempt=record.attempt,
+            operation=record.operation,
+            key=record.keys[0] if record.keys else "",
+            phase=record.phase,
+            awaits=self._fold(record.awaits),
+            members=self._fold(record.members),
+            started=record.started,
+            protocol=record.protocol,
+            failed=record.failed is not None,
+            key_exists=exist and self._keys.issuperset(prefix + k for k in record.keys),
+        )
+
+    def _fold(self, ranks: tuple[int, ...] | None) -> str | None:
+        if ranks is None:
+            return None
+        if ranks not in self._folded:
+            self._remaining -= len(ranks)
+            self._folded[ranks] = ranges.fold(ranks)
+        return self._folded[ranks]
+
+
+def _is_replaced(record: BlockedRecord, info: RankInfo) -> bool:
+    """Return whether another process has registered as the rank since."""
+    is_other = (record.host, record.pid) != (info.host, info.pid)
+    return is_other and record.started <= info.started
+
+
+def _verdict_prefix(key: str) -> str | None:
+    """Return the prefix of a verdict's key; None for other keys."""
+    prefix = key.removesuffix(VERDICT)
+    is_verdict = prefix != key and (not prefix or prefix.endswith("/"))
+    return prefix if is_verdict else None
+
+
+def _blocked_rank(key: str) -> tuple[str, int] | None:
+    """Return the prefix and the rank of a record's key; None for other keys."""
+    prefix, separator, number = key.rpartition(f"{BLOCKED}/")
+    if not separator or (prefix and not prefix.endswith("/")):
+        return None
+    is_rank = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
+    return (prefix, int(number)) if is_rank else None

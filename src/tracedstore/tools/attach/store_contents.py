@@ -1,0 +1,218 @@
+"""The contents of a store at one time, read without writing and without waiting."""
+
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+from urllib.parse import unquote
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from tracedstore.common import validation
+from tracedstore.common.errors import CommandError
+from tracedstore.coordination.arrivals import etcd_contents, list_keys
+from tracedstore.coordination.protocol import is_ledger_key
+from tracedstore.etcd.answers import key_values
+from tracedstore.etcd.layout import rendezvous_key
+from tracedstore.etcd.messages import range_of
+from tracedstore.tools.attach.known_keys import find_known_keys
+
+# Keys per multi_get request.
+_BATCH_SIZE = 1024
+# The same for ledgers, which are large.
+_LEDGER_BATCH_SIZE = 8
+# Maximum size of all ledgers; the last batch that is read may exceed it. The ledger of
+# 98,304 ranks has 1.2 MB, so this is enough for 28 barriers of such a job.
+MAX_LEDGER_BYTES = 32 * 1024 * 1024
+# Seconds for one request, which waits for a key that was deleted after it was listed.
+_READ_TIMEOUT = 1.0
+_MAX_COUNTER = 10**12
+_ETCD_RENDEZVOUS = "/torch/elastic/rendezvous"
+
+
+class StoreSnapshot:
+    """A copy of a store's keys, with the reading half of the Store interface.
+
+    Reading an absent key raises KeyError instead of waiting for it.
+
+    Attributes:
+        keys: All keys of the store.
+        invalid_keys: Keys of an etcd that no Store has written.
+        unread_ledgers: Keys of ledgers that were not read, because those that were
+            read have `MAX_LEDGER_BYTES` together.
+        etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend and
+            traced-etcd keep outside the store, as base64 by run id.
+        keys_listed: The store listed its keys. Else only known keys were looked for.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        values: dict[str, bytes],
+        etcd_rendezvous: Mapping[str, bytes] | None = None,
+        *,
+        invalid_keys: tuple[str, ...] = (),
+        unread_ledgers: Iterable[str] = (),
+        keys_listed: bool = True,
+    ) -> None:
+        self.keys = frozenset(keys)
+        self.invalid_keys = invalid_keys
+        self.unread_ledgers = frozenset(unread_ledgers)
+        self._values = values
+        self.etcd_rendezvous = etcd_rendezvous or {}
+        self.keys_listed = keys_listed
+
+    @classmethod
+    def take(
+        cls,
+        store: Any,
+        select: Callable[[Sequence[str]], list[str]],
+        heartbeat: Callable[[], None] = lambda: None,
+        reconnect: Callable[[], Any] | None = None,
+    ) -> "StoreSnapshot":
+        """Read all keys of a store, and the values of some.
+
+        Args:
+            store: The store.
+            select: Returns the keys whose values are read. Ledgers are read last, in
+                this order, up to `MAX_LEDGER_BYTES`.
+            heartbeat: Is called after each answer of the store.
+            reconnect: Returns another connection to the store. The server of a torch
+                before 2.10 closes the connection if its keys are requested.
+
+        Raises:
+            CommandError: The store closed the connection, and cannot be read after
+                `reconnect` either.
+        """
+        contents = etcd_contents(store, missing_ok=False)
+        if contents is not None:
+            heartbeat()
+            return cls(
+                contents.items,
+                contents.items,
+                _etcd_rendezvous(store),
+                invalid_keys=contents.invalid_keys,
+            )
+        listed = _list_keys(store)
+        heartbeat()
+        if listed is None and reconnect is not None and hasattr(store, "list_keys"):
+            store = reconnect()
+        keys = listed if listed is not None else _known_keys(store, heartbeat)
+        store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
+        values: dict[str, bytes] = {}
+        selected = select(keys)
+        remaining = iter([key for key in selected if not is_ledger_key(key)])
+        while batch := list(islice(remaining, _BATCH_SIZE)):
+            values |= _read_values(store, batch, heartbeat)
+            heartbeat()
+        ledgers = iter([key for key in selected if is_ledger_key(key)])
+        size = 0
+        while size < MAX_LEDGER_BYTES and (
+            batch := list(islice(ledgers, _LEDGER_BATCH_SIZE))
+        ):
+            read = _read_values(store, batch, heartbeat)
+            size += sum(map(len, read.values()))
+            values |= read
+            heartbeat()
+        unread = set(ledgers)
+        deleted = set(selected) - values.keys() - unread
+        return cls(
+            set(keys) - deleted,
+            values,
+            _v3_rendezvous(store),
+            unread_ledgers=unread,
+            keys_listed=listed is not None,
+        )
+
+    def list_keys(self) -> list[str]:
+        """Return the keys whose values were read."""
+        return list(self._values)
+
+    def get(self, key: str) -> bytes:
+        """Return a value that was read."""
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all of the keys exist."""
+        return self.keys.issuperset(keys)
+
+    def add(self, key: str, _zero: int) -> int:
+        """Return a counter; callers read one by adding 0 to it.
+
+        Raises:
+            ValueError: The value is not a number below 10**12.
+        """
+        return validation.digits(self._values[key], _MAX_COUNTER)
+
+    @staticmethod
+    def has_extended_api() -> bool:
+        """Return False: a snapshot has no append and no compare_set."""
+        return False
+
+
+def _list_keys(store: Any) -> list[str] | None:
+    """List the keys; None if torch here or in the job is too old for that."""
+    if not hasattr(store, "list_keys"):
+        return None
+    try:
+        return sorted(list_keys(store))
+    except (NotImplementedError, DistNetworkError):
+        return None
+
+
+def _known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
+    try:
+        return sorted(find_known_keys(store, heartbeat))
+    except DistNetworkError:
+        raise CommandError(
+            "the store closed the connection when its keys were requested: the job has"
+            " just ended, or another server listens there"
+        ) from None
+
+
+def _read_values(
+    store: Any, keys: list[str], heartbeat: Callable[[], None]
+) -> dict[str, bytes]:
+    try:
+        return dict(zip(keys, store.multi_get(keys), strict=True))
+    except (DistStoreError, RuntimeError):
+        # A key was deleted meanwhile. Others may be deleted while these are read.
+        values = {}
+        for key in keys:
+            with suppress(DistStoreError, RuntimeError):
+                if store.check([key]):
+                    values[key] = store.get(key)
+            heartbeat()
+        return values
+
+
+def _etcd_rendezvous(store: Any) -> dict[str, bytes]:
+    if not str(getattr(store, "prefix", "")).startswith("/torch/elastic/"):
+        return {}
+    try:
+        nodes = store.client.get(_ETCD_RENDEZVOUS).children
+    except Exception:  # no rendezvous, or etcd failed after the store was read
+        return {}
+    return {
+        str(node.key).removeprefix(f"{_ETCD_RENDEZVOUS}/"): str(node.value).encode()
+        for node in nodes
+        if not node.dir
+    }
+
+
+def _v3_rendezvous(store: Any) -> dict[str, bytes]:
+    if type(store).__name__ != "EtcdV3Store":
+        return {}
+    key = rendezvous_key(store.namespace).encode()
+    deadline = time.monotonic() + _READ_TIMEOUT
+    try:
+        answer = store.transport.call(
+            "kv/range", range_of(key), deadline, repeatable=True
+        )
+    except DistStoreError:  # etcd failed after the store was read
+        return {}
+    found = key_values(answer)
+    return {unquote(store.namespace): b64encode(found[0].value)} if found else {}

@@ -1,0 +1,125 @@
+"""Write the Grafana dashboards, alert rules and provisioning of this version.
+
+Use them with your own Grafana, Prometheus and Loki. They match the metrics of
+this version: export them again after an upgrade.
+
+With --kubernetes, the files are manifests for kubectl: a PodMonitor and a
+PrometheusRule of the Prometheus Operator, and dashboards as ConfigMaps.
+
+Examples:
+  tracedstore dashboards export monitoring/
+  tracedstore dashboards export monitoring/ --runbook-url https://wiki/runbook
+  tracedstore dashboards export manifests/ --kubernetes --release prometheus
+
+Exit codes: 0 written, 1 a file cannot be written, 64 invalid command line
+"""
+
+import argparse
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from tracedstore.common.errors import CommandError
+from tracedstore.tools.kubernetes_manifests import manifests
+
+# The wheel has the files here; pyproject.toml lists them.
+_IN_WHEEL = Path(__file__).parent / "shipped"
+_REPOSITORY = Path(__file__).parents[3]
+_RUNBOOK = "docs/runbook.md"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("action", choices=["export"], help="write all files")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the target folder, made if missing"
+    )
+    parser.add_argument(
+        "--runbook-url",
+        metavar="URL",
+        default=_RUNBOOK,
+        help=f"the address of the runbook in alerts ({_RUNBOOK})",
+    )
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument(
+        "--kubernetes",
+        action="store_true",
+        help="write manifests for the Prometheus Operator and Grafana's sidecar",
+    )
+    group.add_argument(
+        "--namespace",
+        type=_name,
+        metavar="NAME",
+        help="the namespace of all objects (that of kubectl apply)",
+    )
+    group.add_argument(
+        "--release",
+        type=_name,
+        metavar="NAME",
+        help="the label release: NAME, by which kube-prometheus-stack selects objects;"
+        " NAME is that of its Helm release",
+    )
+
+
+def _name(text: str) -> str:
+    # A DNS label: it is valid as a namespace, as a Helm release and as a label.
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name of Kubernetes: lower-case letters, digits and hyphens"
+        )
+    return text
+
+
+def shipped() -> dict[str, Path]:
+    """Map each exported name to its file, in the wheel or in a development checkout."""
+    if _IN_WHEEL.is_dir():
+        paths = (path for path in _IN_WHEEL.rglob("*") if path.is_file())
+        files = {str(path.relative_to(_IN_WHEEL)): path for path in paths}
+    else:
+        project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))
+        wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+        files = {
+            str(Path(target).relative_to("tracedstore/tools/cli/shipped")): _REPOSITORY
+            / path
+            for path, target in wheel["force-include"].items()
+        }
+    return dict(sorted(files.items()))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write all files, and print their paths."""
+    for option in ("namespace", "release"):
+        if getattr(arguments, option) and not arguments.kubernetes:
+            raise CommandError(f"--{option} is for --kubernetes")
+    files = {
+        name: _read(path).replace(_RUNBOOK, arguments.runbook_url)
+        for name, path in shipped().items()
+    }
+    if arguments.kubernetes:
+        files = manifests(
+            files, namespace=arguments.namespace, release=arguments.release
+        )
+    for name, text in files.items():
+        target: Path = arguments.folder / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, "utf-8")
+        except OSError as error:
+            # A failed write has no file name.
+            raise _failure(error, target) from None
+        sys.stdout.write(f"{target}\n")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise _failure(error, path) from None
+
+
+def _failure(error: OSError, path: Path) -> CommandError:
+    return CommandError(
+        f"{error.filename or path} cannot be read or written: {error.strerror}"
+    )

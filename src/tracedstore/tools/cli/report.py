@@ -1,0 +1,165 @@
+"""Create a page from the logs of all ranks: missing ranks, stragglers, failures.
+
+Reads the JSON lines that tracedstore logs, after the job has ended. The files
+may contain other output. The page is one HTML file that loads nothing.
+
+LOG is a file, plain or gzip, a directory, which is read recursively, a pipe, or
+- for standard input. Lines may be wrapped by torchrun, Docker, Kubernetes, Loki
+or journald. The times of completed barriers are in the logs if the application
+has configured structlog. Else pass spans with --traces, in the JSON of
+OpenTelemetry's ConsoleSpanExporter or of a collector's file exporter (OTLP).
+
+Examples:
+  tracedstore report logs/ --output report.html
+  tracedstore report rank*.log node7.log.gz --traces spans.jsonl
+  kubectl logs -l job=train --tail=-1 | tracedstore report -
+
+Exit codes: 0 the page is written, 1 no event could be read or the page cannot
+be written, 64 invalid command line, 130 Ctrl-C
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tracedstore.common.errors import CommandError
+from tracedstore.tools.report.analysis import analyse
+from tracedstore.tools.report.formatting import number, plural
+from tracedstore.tools.report.log_reader import (
+    STANDARD_INPUT,
+    OutputError,
+    ReadStats,
+    find_files,
+    read_events,
+)
+from tracedstore.tools.report.page import page
+from tracedstore.tools.report.records import Records
+
+_MAX_FILE_ERRORS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.set_defaults(refuse=parser.error)
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="file, directory, or -")
+    parser.add_argument(
+        "--traces",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with spans as JSON; may be repeated",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="file to write the page to (default: report.html)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read all logs, write the page, and return the exit code."""
+    output: Path = arguments.output
+    paths = [*arguments.logs, *arguments.traces]
+    if paths.count(STANDARD_INPUT) > 1:
+        arguments.refuse(
+            "- is given twice: standard input can be read once, as logs or as traces"
+        )
+    _check_output(output)
+    records, stats = read_logs(paths, output)
+    analysis = analyse(records)
+    try:
+        # "replace", because UTF-8 cannot encode lone surrogates.
+        output.write_bytes(page(analysis, stats).encode("utf-8", "replace"))
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}") from None
+    summary = [
+        plural(len(analysis.ranks), "rank"),
+        plural(len(analysis.barriers), "barrier"),
+        plural(len(analysis.incidents), "incident"),
+    ]
+    lines = [
+        plural(stats.events, "event"),
+        plural(stats.spans, "barrier span"),
+        f"{number(stats.unrelated)} unrelated",
+        f"{number(stats.damaged)} damaged",
+    ]
+    sys.stdout.write(
+        f"{output}: {', '.join(summary)}\n"
+        f"{plural(stats.lines, 'line')} read: {', '.join(lines)}\n"
+    )
+    if arguments.traces and not stats.spans:
+        sys.stderr.write(
+            "tracedstore: no barrier span could be read: --traces requires the JSON of"
+            " ConsoleSpanExporter or of a collector's file exporter\n"
+        )
+    for file in stats.incomplete_files[:_MAX_FILE_ERRORS]:
+        sys.stderr.write(f"tracedstore: not read to the end: {file}\n")
+    return 0
+
+
+def _check_output(output: Path) -> None:
+    """Fail before the logs are read, which may take minutes."""
+    try:
+        if output.is_dir():
+            raise CommandError(
+                f"{output} is a directory: name a file in it, such as --output"
+                f" {output / 'report.html'}"
+            )
+        if not output.parent.is_dir():
+            raise CommandError(
+                f"{output} cannot be written: there is no directory {output.parent};"
+                " create it, or name another --output"
+            )
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def read_logs(paths: list[str], output: Path) -> tuple[Records, ReadStats]:
+    """Read the events of all logs.
+
+    Raises:
+        CommandError: There is no file or no event, or the output is one of the logs.
+    """
+    records, stats = Records(), ReadStats()
+    try:
+        files = find_files(paths, output)
+    except OSError as error:
+        raise CommandError(
+            f"{error.filename} cannot be read: {error.strerror}"
+        ) from None
+    except OutputError:
+        raise CommandError(
+            f"{output} is one of the logs, and would be overwritten: name another"
+            " --output"
+        ) from None
+    if not files:
+        raise CommandError(
+            f"no file in {' or '.join(paths)}: name the logs of the ranks, or a"
+            " directory that contains them"
+        )
+    read_events(files, records.add, stats, _report_wait)
+    if not records.event_counts:
+        raise CommandError(_no_event_message(files, stats))
+    return records, stats
+
+
+def _no_event_message(files: list[str], stats: ReadStats) -> str:
+    if stats.incomplete_files and not stats.lines:
+        return f"cannot be read: {stats.incomplete_files[0]}"
+    where = files[0] if len(files) == 1 else plural(len(files), "file")
+    if not stats.lines:
+        return f"{where}: empty; name the logs of the ranks"
+    reason = f"; {stats.incomplete_files[0]}" if stats.incomplete_files else ""
+    return (
+        f"no event in the {plural(stats.lines, 'line')} of {where}{reason}: logs have"
+        " to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not console output; spans"
+        " have to be the JSON of ConsoleSpanExporter or of a collector's file exporter"
+    )
+
+
+def _report_wait(name: str) -> None:
+    shown = "standard input" if name == STANDARD_INPUT else name
+    sys.stderr.write(f"tracedstore: waiting for {shown}, which has no data yet\n")
+    sys.stderr.flush()

@@ -1,0 +1,286 @@
+"""Derives missing ranks, stragglers, first failures and clock offsets from records."""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from tracedstore.naming.ranges import unfold
+from tracedstore.tools.report import formatting
+from tracedstore.tools.report.barrier_grouping import barrier_instances
+from tracedstore.tools.report.barriers import BarrierInstance, RankReport
+from tracedstore.tools.report.event_fields import NO_RANK
+from tracedstore.tools.report.record_types import (
+    COMPLETED,
+    EventDetail,
+    FirstFailure,
+    LoggedProcess,
+)
+from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.stall_merging import Stall, merge_reports
+
+# Seconds. Smaller differences are the time that the store takes to release a rank.
+CLOCK_TOLERANCE: Final = 0.05
+# Seconds by which a report has to be later than another one to supersede it, because
+# the clocks of hosts differ.
+_SUPERSEDES_AFTER = 1.0
+# Barriers that are required to compare the clock of a host.
+_MIN_CLOCK_SAMPLES = 3
+
+
+@dataclass(slots=True)
+class Straggler:
+    """A rank that arrived last or was missing.
+
+    The lag of a rank at a barrier is the time between the arrival of half of the ranks
+    and its own arrival; it is negative if the rank was early.
+
+    Attributes:
+        rank: The rank.
+        last_count: Completed barriers at which it arrived last.
+        missing_count: Barriers at which it was reported missing and did not arrive.
+        barrier_count: Completed barriers at which its arrival is known.
+        cost: Sum of its lags where it arrived last, in seconds.
+        median_lag: Median of its lags, in seconds.
+        worst_lag: The largest of its lags, in seconds.
+        worst_prefix: Key prefix of the barrier with the largest lag.
+    """
+
+    rank: int
+    last_count: int = 0
+    missing_count: int = 0
+    barrier_count: int = 0
+    cost: float = 0.0
+    median_lag: float = 0.0
+    worst_lag: float = 0.0
+    worst_prefix: str = ""
+
+
+@dataclass(slots=True)
+class ReportGroup:
+    """Reports of an incident that have the same content.
+
+    Attributes:
+        detail: Details of the end, or of the last warning if the end is not known.
+        warning: Details of the last warning, if only they name missing ranks.
+        reports: The reports.
+    """
+
+    detail: EventDetail
+    warning: EventDetail
+    reports: list[RankReport] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The reporting ranks."""
+        return [report.rank for report in self.reports]
+
+    @property
+    def first_time(self) -> float:
+        """When the first of them was logged."""
+        return min(report.time for report in self.reports)
+
+    @property
+    def longest_wait(self) -> float:
+        """The longest wait that one of them reports, in seconds."""
+        return max(report.waited for report in self.reports)
+
+
+@dataclass(slots=True)
+class Incident:
+    """A barrier that did not complete, or that ranks reported while they waited.
+
+    Attributes:
+        barrier: The barrier.
+        groups: The reports, grouped by content; the largest group first.
+        missing: Ranks that were reported missing and did not arrive.
+        late: Ranks that were reported missing and arrived later.
+        checked_at: When a rank last determined the missing ranks; 0 if none did.
+    """
+
+    barrier: BarrierInstance
+    groups: list[ReportGroup]
+    missing: list[int]
+    late: list[int]
+    checked_at: float
+
+
+@dataclass(slots=True)
+class Analysis:
+    """Everything that the page shows.
+
+    Attributes:
+        records: The input.
+        barriers: All barriers, ordered by their ends.
+        incidents: Barriers that did not complete, then barriers that may have
+            completed, then barriers that completed late.
+        stragglers: Ranks that were missing or last, the worst first.
+        failures: The first failure of each process, ordered by time.
+        stalls: Waits of the whole job, ordered by their first reports.
+        clock_offsets: Seconds by which the clock of each host is ahead of most others.
+    """
+
+    records: Records
+    barriers: list[BarrierInstance]
+    incidents: list[Incident]
+    stragglers: list[Straggler]
+    failures: list[tuple[LoggedProcess, FirstFailure]]
+    stalls: list[Stall]
+    clock_offsets: dict[str, float]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that logged an event themselves."""
+        return sorted(self.records.last_events)
+
+    @property
+    def known_ranks(self) -> list[int]:
+        """Ranks that logged an event or were reported missing."""
+        known = set(self.records.last_events)
+        known.update(*(incident.missing for incident in self.incidents))
+        return sorted(known)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Run ids of the jobs that have one."""
+        return sorted({run_id for run_id, _ in self.records.barrier_ids if run_id})
+
+    def format_time(self, time: float) -> str:
+        """Format a time in UTC, with the date if the logs are of more than one day."""
+        first, last = (
+            formatting.timestamp(each)[:10]
+            for each in (self.records.first_time, self.records.last_time)
+        )
+        return formatting.timestamp(time)[11 if first == last else 0 :]
+
+    def clock_offset(self, host: str) -> float:
+        """Return by how much a clock is ahead; 0 within the tolerance or if unknown."""
+        offset = self.clock_offsets.get(host, 0.0)
+        return offset if abs(offset) > CLOCK_TOLERANCE else 0.0
+
+
+def analyse(records: Records) -> Analysis:
+    """Analyse the records of one or more jobs."""
+    barriers = barrier_instances(records)
+    incidents = [_incident(each) for each in barriers if each.reports]
+    incidents.sort(
+        key=lambda incident: (
+            incident.barrier.completed,
+            incident.barrier.continued,
+            incident.barrier.start,
+        )
+    )
+    failures = sorted(
+        records.first_failures.items(), key=lambda item: (item[1].time, item[0])
+    )
+    return Analysis(
+        records=records,
+        barriers=barriers,
+        incidents=incidents,
+        stragglers=_stragglers(barriers, incidents),
+        failures=failures,
+        stalls=merge_reports(records.stall_reports),
+        clock_offsets=_clock_offsets(records, barriers),
+    )
+
+
+def _incident(barrier: BarrierInstance) -> Incident:
+    groups: dict[tuple[str, str], ReportGroup] = {}
+    for report in barrier.reports:
+        key = report.detail.content, report.warning.content
+        group = groups.setdefault(key, ReportGroup(report.detail, report.warning))
+        group.reports.append(report)
+    reported: dict[int, float] = {}
+    checked_at, missing_at_last = 0.0, frozenset[int]()
+    for group in groups.values():
+        missing = frozenset(unfold(group.reports[0].missing))
+        time = max(report.checked_at for report in group.reports)
+        for rank in missing:
+            reported[rank] = max(time, reported.get(rank, 0.0))
+        if missing and time > checked_at:
+            checked_at, missing_at_last = time, missing
+    # A rank has arrived if a later report does not name it any more.
+    arrived = set(barrier.ranks) | {
+        rank
+        for rank, time in reported.items()
+        if rank not in missing_at_last and time < checked_at - _SUPERSEDES_AFTER
+    }
+    if barrier.completed:
+        arrived |= reported.keys()
+    return Incident(
+        barrier=barrier,
+        groups=sorted(groups.values(), key=lambda group: -len(group.reports)),
+        missing=sorted(reported.keys() - arrived),
+        late=sorted(reported.keys() & arrived),
+        checked_at=checked_at,
+    )
+
+
+def _stragglers(
+    barriers: Sequence[BarrierInstance], incidents: Sequence[Incident]
+) -> list[Straggler]:
+    by_rank: dict[int, Straggler] = {}
+    lags: dict[int, array[float]] = defaultdict(lambda: array("f"))
+    for barrier in barriers:
+        if barrier.outcome == COMPLETED:
+            _add_lags(barrier, by_rank, lags)
+    for incident in incidents:
+        for rank in incident.missing:
+            by_rank.setdefault(rank, Straggler(rank)).missing_count += 1
+    for rank, straggler in by_rank.items():
+        if of_rank := lags.get(rank):
+            straggler.barrier_count = len(of_rank)
+            straggler.median_lag = median(of_rank)
+    return sorted(
+        (each for each in by_rank.values() if each.last_count or each.missing_count),
+        key=lambda each: (
+            -each.missing_count,
+            -each.cost,
+            -each.last_count,
+            each.rank,
+        ),
+    )
+
+
+def _add_lags(
+    barrier: BarrierInstance,
+    by_rank: dict[int, Straggler],
+    lags: dict[int, "array[float]"],
+) -> None:
+    last_rank = barrier.last_rank
+    if last_rank != NO_RANK:
+        by_rank.setdefault(last_rank, Straggler(last_rank)).last_count += 1
+    median_delay = barrier.median_delay
+    for rank, delay in zip(barrier.ranks, barrier.delays, strict=True):
+        lag = delay - median_delay
+        lags[rank].append(lag)
+        if lag > 0:
+            straggler = by_rank.setdefault(rank, Straggler(rank))
+            if rank == last_rank:
+                straggler.cost += lag
+            if lag > straggler.worst_lag:
+                straggler.worst_lag = lag
+                straggler.worst_prefix = barrier.id.prefix
+
+
+def _clock_offsets(
+    records: Records, barriers: Sequence[BarrierInstance]
+) -> dict[str, float]:
+    """Compare clocks at the ends of barriers, which are simultaneous for all ranks."""
+    differences: dict[str, array[float]] = defaultdict(lambda: array("f"))
+    for barrier in barriers:
+        if barrier.outcome == COMPLETED and not barrier.reports:
+            for rank, end in zip(barrier.ranks, barrier.ends, strict=True):
+                differences[records.host(rank)].append(end - barrier.end)
+    return {
+        host: median(of_host)
+        for host, of_host in sorted(differences.items())
+        if host and len(of_host) >= _MIN_CLOCK_SAMPLES
+    }
+
+
+def count_outcomes(barriers: Sequence[BarrierInstance]) -> Counter[int]:
+    """Count barriers by outcome, except presumed completions."""
+    return Counter(each.outcome for each in barriers if not each.presumed_completed)

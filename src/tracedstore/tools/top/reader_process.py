@@ -1,0 +1,209 @@
+"""Reads the job in a process of its own, for a screen that never waits for it.
+
+Importing torch takes seconds, torch holds the GIL while it lists the keys of a store,
+and the reader forks. None of that happens in the process that draws.
+"""
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import TypeVar
+
+from tracedstore.common.errors import CommandError
+from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.token_policy import TokenPolicy
+from tracedstore.tools.top.model import Model
+from tracedstore.tools.top.rates import RateMeter
+
+T = TypeVar("T")
+
+# Ranks whose metrics are read. A scrape costs a rank 10 ms.
+MAX_SCRAPED = 32
+# Seconds between two looks at whether the screen still wants the answer.
+_POLL = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the screen wants to know.
+
+    Attributes:
+        rates: Read the metrics of the ranks, too.
+        stacks_of: Ask the ranks for their stacks through the store, and return what
+            this one answers, which is its key prefix and number; None for no question.
+    """
+
+    rates: bool = False
+    stacks_of: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What the reader found.
+
+    Attributes:
+        model: The job; None if the store cannot be read.
+        stacks: The lines about the stacks that were asked for.
+        error: Why the store cannot be read.
+    """
+
+    model: Model | None = None
+    stacks: tuple[str, ...] = ()
+    error: str = ""
+
+
+class ReaderLostError(Exception):
+    """The process that reads has ended."""
+
+
+class JobReader:
+    """The screen's side of the process.
+
+    Args:
+        address: The job's store.
+        tokens: The token of the ranks' endpoints.
+        run_id: Only this job.
+        after: Seconds a barrier may take before its absent ranks are awaited.
+        ask: Ask all ranks through the store at each reading.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        tokens: TokenPolicy,
+        *,
+        run_id: str | None = None,
+        after: float = 0.0,
+        ask: bool = False,
+    ) -> None:
+        self.source = address.url
+        self.asks = ask
+        self._connection, theirs = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._connection.close()
+                _serve(theirs, _Job(address, tokens, run_id, after, ask))
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._closing = False
+
+    def read(self, request: Request) -> Response:
+        """Return what the reader finds; blocks until then, or until `close`.
+
+        Raises:
+            ReaderLostError: The process has ended, or `close` was called.
+        """
+        try:
+            self._connection.send(request)
+            while not self._connection.poll(_POLL):
+                if self._closing:
+                    raise ReaderLostError
+            response: Response = self._connection.recv()
+        except (EOFError, OSError):
+            raise ReaderLostError from None
+        return response
+
+    def close(self) -> None:
+        """End the process, whatever it waits for."""
+        if self._closing:
+            return
+        self._closing = True
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+class _Job:
+    """Reads the job."""
+
+    def __init__(
+        self,
+        address: Address,
+        tokens: TokenPolicy,
+        run_id: str | None,
+        after: float,
+        ask: bool,
+    ) -> None:
+        self._address = address
+        self._tokens = tokens
+        self._run_id = run_id
+        self._after = after
+        self._ask = ask
+        self._meter = RateMeter()
+        self._probed = False
+
+    def answer(self, request: Request) -> Response:
+        try:
+            if not self._probed:
+                # Finds what can be found without torch, which takes seconds to import.
+                self._address.probe()
+                self._probed = True
+            if request.stacks_of is not None:
+                return Response(stacks=self._stacks(request.stacks_of[1]))
+            return Response(model=self._read(request))
+        except CommandError as error:
+            return Response(error=str(error))
+
+    def _read(self, request: Request) -> Model:
+        from tracedstore.tools.attach.job_reading import Reading  # noqa: PLC0415
+        from tracedstore.tools.attach.rank_endpoints import scrape_ranks  # noqa: PLC0415
+        from tracedstore.tools.top.model_builder import build_model  # noqa: PLC0415
+
+        started = time.monotonic()
+        status = Reading(
+            address=self._address,
+            tokens=self._tokens,
+            run_id=self._run_id,
+            after=self._after,
+            ask=self._ask,
+        ).read()
+        rates = None
+        if request.rates:
+            # A process may have registered several times.
+            served = {
+                (info.metrics, info.rank if info.agent else None): info
+                for info in status.replies
+                if info.metrics
+            }
+            serving = list(served.values())
+            pages = scrape_ranks(_spread(serving), self._tokens)
+            by_process = {
+                (info.rank, info.host, info.pid): page for info, page in pages.items()
+            }
+            rates = self._meter.update(by_process, time.time(), len(serving))
+        seconds = time.monotonic() - started
+        return build_model(status, rates=rates, seconds=seconds)
+
+    def _stacks(self, rank: int) -> tuple[str, ...]:
+        from tracedstore.tools.attach.asking import ask_job  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import ANSWER_TIMEOUT  # noqa: PLC0415
+        from tracedstore.tools.attach.stacks_text import rank_lines  # noqa: PLC0415
+
+        groups = ask_job(self._address, "stacks", self._run_id, ANSWER_TIMEOUT)
+        return tuple(line for group in groups for line in rank_lines(group, rank))
+
+
+def _spread(infos: Sequence[T]) -> Sequence[T]:
+    """Return at most `MAX_SCRAPED`, from all over the job."""
+    step = -(-len(infos) // MAX_SCRAPED) or 1
+    return infos[::step]
+
+
+def _serve(connection: Connection, job: _Job) -> None:
+    # The screen belongs to the other process: what torch writes must not reach it.
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:  # the screen has ended
+            return
+        connection.send(job.answer(request))
