@@ -17,7 +17,7 @@ COPY src ./src
 COPY dashboards ./dashboards
 COPY deploy/alertmanager ./deploy/alertmanager
 COPY deploy/grafana ./deploy/grafana
-RUN pip install --no-cache-dir --constraint constraints.txt ".[otlp]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[otlp,tools]"
 COPY deploy/job ./job
 
 USER job

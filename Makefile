@@ -49,7 +49,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable ".[otlp,instrument,top]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --group dev --editable ".[otlp,instrument,tools]"
 	touch $@
 
 # The native base, for the torch of this environment. Without a C++ compiler the tests

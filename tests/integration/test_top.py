@@ -328,6 +328,6 @@ class TestTerminal:
             screen.read()
 
         assert screen.output == (
-            "tracedstore: top needs Textual (textual is missing): pip install"
-            " 'tracedstore[top]'\r\n"
+            "tracedstore: top needs textual, which is not installed: pip install"
+            " 'tracedstore[tools]'\r\n"
         )

@@ -151,7 +151,9 @@ class TestSchema:
         (event,) = events()
         check(event)
         assert (event["observer"], event["error"]) == ("custom", "disk full")
-        assert re.fullmatch(r"recording/observer\.py:[0-9]+ notify", event["error_location"])
+        assert re.fullmatch(
+            r"recording/observer\.py:[0-9]+ notify", event["error_location"]
+        )
 
     def test_with_span(
         self,

@@ -133,4 +133,4 @@ assert "etcd" not in sys.modules
         assert "torch>=2.8" in required
         assert metadata["Requires-Python"] == ">=3.11"
         extras = set(metadata.get_all("Provides-Extra") or [])
-        assert extras == {"otlp", "instrument", "top"}
+        assert extras == {"otlp", "instrument", "tools"}

@@ -172,7 +172,7 @@ ALLOWED_USERS = {
         "tools/top/theme.py",
         "tools/top/lines_widget.py",
     },
-    # In the extra `top`.
+    # In the extra `tools`.
     "textual": {
         "tools/top/app.py",
         "tools/top/live.py",
@@ -232,7 +232,7 @@ def package_of(path: Path) -> str:
 
 
 def package_in(parts: Sequence[str]) -> str:
-    """Return the subpackage of a path or a dotted name; in `tools` there are two levels."""
+    """Return the subpackage of a path or a dotted name; `tools` has two levels."""
     depth = 2 if parts[0] == "tools" else 1
     return "/".join(parts[:depth]).removesuffix(".py")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.log_events import completed_event, json_lines
 from tracedstore._version import __version__
 from tracedstore.tools.cli import sd
 from tracedstore.tools.cli.main import COMMANDS, main
@@ -219,3 +220,77 @@ def test_system_errors(
         os.close(stdout)
 
     assert (code, capfd.readouterr().err) == (1, f"tracedstore: {message}\n")
+
+
+class TestOtherMachines:
+    """The commands where torch, or the extra `tools`, is not installed."""
+
+    def run(
+        self, missing: str, *arguments: str, folder: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a process that cannot import one library."""
+        script = (
+            f"import sys; sys.modules[{missing!r}] = None\n"
+            "from tracedstore.tools.cli.main import main\n"
+            "sys.exit(main(sys.argv[1:]))\n"
+        )
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+            cwd=folder,
+        )
+
+    @pytest.mark.parametrize(
+        "arguments", [["--version"], ["--help"], ["dashboards", "export", "files"]]
+    )
+    def test_without_torch(self, arguments: list[str], tmp_path: Path) -> None:
+        """These never import torch, so they answer at once, on a laptop too."""
+        done = self.run("torch", *arguments, folder=tmp_path)
+
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_report_without_torch(self, tmp_path: Path) -> None:
+        """Logs are read where torch is not installed."""
+        (tmp_path / "log").write_text(json_lines([completed_event(0, 1.0, 0.5)]))
+
+        done = self.run("torch", "report", "log", folder=tmp_path)
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "report.html").exists()
+
+    def test_replay_without_torch(self, tmp_path: Path) -> None:
+        """The modules of ``top --replay`` do not import torch."""
+        script = (
+            "import sys; sys.modules['torch'] = None\n"
+            "import tracedstore.tools.cli.report, tracedstore.tools.report.analysis\n"
+            "import tracedstore.tools.top.replay, tracedstore.tools.top.replay_app\n"
+        )
+
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, timeout=50, cwd=tmp_path
+        )
+
+    @pytest.mark.parametrize(
+        ("missing", "arguments", "installed"),
+        [
+            ("shtab", ["completion", "bash"], "'tracedstore[tools]'"),
+            ("jinja2", ["report", "log"], "'tracedstore[tools]'"),
+            ("torch", ["build-native"], "torch"),
+        ],
+    )
+    def test_sentence(
+        self, missing: str, arguments: list[str], installed: str, tmp_path: Path
+    ) -> None:
+        """One sentence has what is missing, and how to install it."""
+        (tmp_path / "log").write_text(json_lines([completed_event(0, 1.0, 0.5)]))
+
+        done = self.run(missing, *arguments, folder=tmp_path)
+
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"tracedstore: {arguments[0]} needs {missing}, which is not installed:"
+            f" pip install {installed}\n"
+        )

@@ -4,15 +4,14 @@ import hashlib
 import importlib.util
 import logging
 import os
+import runpy
 import sys
 import sysconfig
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Any, Final, NamedTuple
 
 from tracedstore import names
 from tracedstore._version import __version__
@@ -33,6 +32,29 @@ class NativeUnavailable(TracedStoreError):  # noqa: N818 - a state and no mistak
     """The native base cannot be used; the text has the reason."""
 
 
+class TorchBuild(NamedTuple):
+    """The installed torch: its version, and the commit that it was built from."""
+
+    version: str
+    commit: str
+
+
+@cache
+def installed_torch() -> TorchBuild:
+    """Read the version of the installed torch, without importing torch.
+
+    `tracedstore --version` answers at once, and importing torch takes seconds.
+
+    Raises:
+        NativeUnavailable: torch is not installed.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise NativeUnavailable("torch is not installed")
+    found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return TorchBuild(str(found["__version__"]), str(found["git_version"])[:12])
+
+
 @cache
 def build_key() -> str:
     """Return what a build must match exactly, as the name of its folder.
@@ -42,11 +64,11 @@ def build_key() -> str:
     calls of it would go astray.
     """
     source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
-    commit = str(torch.version.git_version)[:12]
+    torch = installed_torch()
     return "-".join(
         (
             f"{__version__}.{source}",
-            f"torch{torch.__version__}.{commit}",
+            f"torch{torch.version}.{torch.commit}",
             # With the ABI: debug and free-threaded Pythons have others.
             str(sysconfig.get_config_var("SOABI")),
             sysconfig.get_platform(),
@@ -97,8 +119,8 @@ def find(directory: Path | None = None) -> Path:
                 return file
     looked = ", ".join(map(str, directories))
     raise NativeUnavailable(
-        f"no build for torch {torch.__version__} and Python {sys.version.split()[0]}"
-        f" in {looked}; run `tracedstore build-native`"
+        f"no build for torch {installed_torch().version} and Python"
+        f" {sys.version.split()[0]} in {looked}; run `tracedstore build-native`"
     )
 
 
@@ -163,8 +185,9 @@ def describe() -> str:
     """Return which base records here, and why not the other, as one line."""
     try:
         file = find()
-        load()
-    except NativeUnavailable as error:
+        # Checked and not loaded, because loading it would import torch.
+        os.close(verify.open_verified(file))
+    except (NativeUnavailable, verify.RefusedError) as error:
         return f"core: python; native is not available: {error}"
     if os.environ.get("TRACEDSTORE_CORE", "").strip().lower() == "python":
         return f"core: python, by TRACEDSTORE_CORE; native is built: {file}"

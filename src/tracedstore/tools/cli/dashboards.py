@@ -25,7 +25,7 @@ from tracedstore.tools.kubernetes_manifests import manifests
 
 # The wheel has the files here; pyproject.toml lists them.
 _IN_WHEEL = Path(__file__).parent / "shipped"
-_REPOSITORY = Path(__file__).parents[3]
+_REPOSITORY = Path(__file__).parents[4]
 _RUNBOOK = "docs/runbook.md"
 
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top",
         action="store_true",
         help="show the job on the screen of tracedstore top, until q; needs"
-        " tracedstore[top]",
+        " tracedstore[tools]",
     )
     parser.add_argument(
         "--json", action="store_true", help="write only the summary, as JSON"
@@ -109,11 +109,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_on_top(arguments: argparse.Namespace) -> int:
-    from tracedstore.tools.cli.top import check_terminal, needs_textual  # noqa: PLC0415
+    from tracedstore.tools.cli.top import check_terminal  # noqa: PLC0415
 
     check_terminal("tracedstore demo prints lines")
-    with needs_textual():
-        from tracedstore.tools.demo.on_top import run_on_top  # noqa: PLC0415
+    from tracedstore.tools.demo.on_top import run_on_top  # noqa: PLC0415
 
     def run(announce: Callable[..., None]) -> int:
         # In another process: that of the screen does not import torch.

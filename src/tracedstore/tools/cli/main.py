@@ -43,6 +43,8 @@ and stacks, ranks did not answer
 USAGE: Final = 64
 # 128 + SIGINT and 128 + SIGPIPE, as shells report them.
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
+# The libraries of the extra `tools`, by the names of their modules.
+_TOOLS: Final = ("aiohttp", "jinja2", "rich", "shtab", "textual", "textual_serve")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +58,6 @@ class _Version(argparse.Action):
     """Shows the version, and which base records calls here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Imports torch, which takes a second.
         from tracedstore.native.load import describe  # noqa: PLC0415
 
         sys.stdout.write(f"tracedstore {__version__}\n{describe()}\n")
@@ -129,11 +130,21 @@ def _describe(error: OSError) -> str:
 def _run(given: Sequence[str]) -> int:
     # torch's C++ logs every connection that it retries.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    arguments = make_parser(loaded=given[:1]).parse_args(given)
     try:
+        arguments = make_parser(loaded=given[:1]).parse_args(given)
         code: int = arguments.run(arguments)
     except CommandError as error:
         sys.stderr.write(f"tracedstore: {error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        if missing not in (*_TOOLS, "torch"):
+            raise
+        remedy = "torch" if missing == "torch" else "'tracedstore[tools]'"
+        sys.stderr.write(
+            f"tracedstore: {given[0]} needs {missing}, which is not installed:"
+            f" pip install {remedy}\n"
+        )
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

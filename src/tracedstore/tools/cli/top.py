@@ -6,7 +6,7 @@ by host with the worst first, arrivals at barriers over time, stragglers,
 rendezvous and Store calls. Press ? for the keys. It writes nothing to the store
 unless you ask for stacks, or with --ask. With --replay it plays the logs of a
 finished job back. With --web it serves the screen to browsers instead: beyond
-loopback only with a token. It needs the extra tracedstore[top].
+loopback only with a token. It needs the extra tracedstore[tools].
 
 Examples:
   tracedstore top --store tcp://node1:29400
@@ -23,8 +23,6 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tracedstore.common.errors import CommandError, ConfigurationError
@@ -96,26 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.store is None) == (arguments.replay is None):
         arguments.refuse("give either --store or --replay")
     show = _live if arguments.replay is None else _replay
-    with needs_textual():
-        if arguments.web is not None:
-            return _serve(arguments)
-        if server := os.environ.get(_SERVER):
-            die_with_parent(int(server))
-        else:
-            check_terminal("tracedstore status --watch prints lines")
-        return show(arguments)
-
-
-@contextmanager
-def needs_textual() -> Iterator[None]:
-    """Explain what to install where Textual is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"top needs Textual ({error.name} is missing): pip install"
-            " 'tracedstore[top]'"
-        ) from None
+    if arguments.web is not None:
+        return _serve(arguments)
+    if server := os.environ.get(_SERVER):
+        die_with_parent(int(server))
+    else:
+        check_terminal("tracedstore status --watch prints lines")
+    return show(arguments)
 
 
 def _live(arguments: argparse.Namespace) -> int:
