@@ -108,7 +108,7 @@ def test_other_folders_are_not_in_the_context(name: str) -> None:
 
 def test_wheel_from_the_context(tmp_path: Path) -> None:
     """The files that are copied before `pip install` are enough to build the wheel."""
-    install = DOCKERFILE.index('".[otlp]"')
+    install = DOCKERFILE.index('".[otlp,tools]"')
     for sources, target in COPIES:
         if DOCKERFILE.index(f"{sources[-1]} {target}\n") > install:
             continue
