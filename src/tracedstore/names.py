@@ -254,7 +254,6 @@ EVENTS: Final = "events"
 INFLIGHT: Final = "inflight"
 BARRIERS: Final = "barriers"
 ENDPOINT: Final = "endpoint"
-DEBUG_PAGE: Final = "debug_page"
 RENDEZVOUS: Final = "rendezvous"
 AUTO: Final = "auto"
 DIAGNOSIS: Final = "diagnosis"
@@ -270,7 +269,6 @@ OBSERVERS: Final = (
     INFLIGHT,
     BARRIERS,
     ENDPOINT,
-    DEBUG_PAGE,
     RENDEZVOUS,
     AUTO,
     DIAGNOSIS,

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from fuzz.target import RANGES, Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import ENTRY, JSON, PROCESS_STATUS
-from tracedstore.auto.debug_page.view import view
 from tracedstore.coordination.rank_registry import parse_entry
 from tracedstore.export import http_endpoint as endpoint
 from tracedstore.export import http_server as server
 from tracedstore.export import inflight_client
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.settings import Settings
-from tracedstore.naming.decoders import default_name
 from tracedstore.tools.attach.job_state import JobState
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.status_text import status_lines
@@ -101,7 +99,7 @@ class _Writer:
 
 
 def _response(data: bytes) -> None:
-    """Read the response of a rank, and show it on both pages."""
+    """Read the response of a rank, and show it in the status."""
     assert _INFO is not None
 
     async def respond(*_args: object, **_kwargs: object) -> tuple[Any, _Writer]:
@@ -116,7 +114,6 @@ def _response(data: bytes) -> None:
                 _INFO, lambda _: inflight_client.fetch("h", 1), rank_timeout=30.0
             )
         )
-    view({0: reply}, "", default_name).text()
     status = Status(store="tcp://h:1", now=1.0, job=_JOB, replies={_INFO: reply})
     for line in status_lines(status):
         str(line)

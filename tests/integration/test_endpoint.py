@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import tracedstore
-from integration.harness import wait_until
+from integration.harness import Child, in_background, wait_until
 from support.certificates import Authority, Pair
 from support.etcd import free_port
 from support.events import Events, check
@@ -292,6 +292,37 @@ class TestPorts:
             os.close(writer)
             os.close(reader)
             os.waitpid(pid, 0)
+
+    def test_requests_during_exit(self, tmp_path: Path) -> None:
+        """Requests that arrive while a process ends do not change how it ends."""
+        port = free_port()
+        child = Child(tmp_path, "serving", port, env={})
+        answered = threading.Event()
+
+        def send_requests() -> int:
+            count = 0
+            while True:
+                client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+                try:
+                    with closing(client):
+                        client.request("GET", "/inflight")
+                        client.getresponse().read()
+                except (OSError, http.client.HTTPException):  # it has ended
+                    return count
+                count += 1
+                answered.set()
+
+        try:
+            child.next_report()
+            clients = [in_background(send_requests) for _ in range(4)]
+            assert answered.wait(30)
+            child.close()
+
+            assert child.exit_status() == 0
+            assert sum(client.result(30) for client in clients) > 0
+            assert "Traceback" not in child.errors()
+        finally:
+            child.kill()
 
 
 class TestAccess:

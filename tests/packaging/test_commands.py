@@ -35,13 +35,12 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-# One test runs all commands of such a page: below, or in test_debug_page.py.
+# One test below runs all commands of such a page.
 WHOLE_PAGES = {
     "torchrun.md",
     "zero-code.md",
     "configuration.md",
     "otlp.md",
-    "debug-server.md",
     "demo.md",
 }
 # The beginnings of the commands of other pages that tests below run.

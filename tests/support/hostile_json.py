@@ -16,7 +16,6 @@ ENTRY = {
     "world_size": 2,
     "run_id": "job-7",
     "metrics": "http://node0:9400/metrics",
-    "answers": "node0:9500",
     "started": 1.0,
 }
 REPORT = json.loads(MissingReport.unknown(4).to_bytes())

@@ -17,7 +17,6 @@ RETRIES_FOREIGN = (2, 10)
 # Gloo gives up a connection before a late rank arrives. That of 2.8 tries for so long
 # that the group may come about; 2.9 was not tried.
 GLOO_GIVES_UP = (2, 10)
-DEBUG_SERVER = (2, 11)
 STORE_BARRIER = (2, 12)
 # An agent that becomes rank 0 in a later round starts a server for the workers.
 # Before, torch asserts that it has one.
@@ -43,9 +42,6 @@ def has_split_group(environ: Mapping[str, str] = os.environ) -> bool:
 
 needs_list_keys = pytest.mark.skipif(
     TORCH < LIST_KEYS, reason="stores list their keys from torch 2.10 on"
-)
-needs_debug_server = pytest.mark.skipif(
-    TORCH < DEBUG_SERVER, reason="torch's debug server takes pages from torch 2.11 on"
 )
 needs_store_barrier = pytest.mark.skipif(
     TORCH < STORE_BARRIER, reason="Store.barrier exists from torch 2.12 on"

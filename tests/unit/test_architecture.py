@@ -182,11 +182,6 @@ ALLOWED_USERS = {
     "textual_serve": {"tools/top/web.py"},
     "aiohttp": {"tools/top/web.py"},
     "jinja2": {"tools/report/rendering.py"},
-    # Private to torch, and needs packages that nothing else here needs.
-    "torch.distributed.debug": {
-        "auto/debug_page/install.py",
-        "auto/debug_page/handler.py",
-    },
     "opentelemetry.instrumentation": {"auto/otel.py"},
 }
 # Modules that every Python process under tracedstore-run or

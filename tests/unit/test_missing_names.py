@@ -25,7 +25,7 @@ import tracedstore
 from integration.harness import in_background
 from support.rendezvous import handler, new_run_id
 from support.stores import tcp
-from tracedstore.auto import debug_page, patches
+from tracedstore.auto import patches
 from tracedstore.common.errors import TracedStoreError
 from tracedstore.coordination.arrivals import etcd_contents
 from tracedstore.coordination.connections import side_connection
@@ -287,18 +287,6 @@ class TestPatchTargets:
         assert patches._installed
         assert missing(f"{torch_store.__name__}.barrier") in caplog.text
         assert "barriers of torch do not name missing ranks" in caplog.text
-
-
-def test_debug_server(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
-    """Without torch's debug server, there is no page and the reason is reported."""
-    monkeypatch.setitem(sys.modules, "torch.distributed.debug", None)
-    monkeypatch.setitem(sys.modules, "torch.distributed.debug._store", None)
-    tracedstore.configure()
-
-    assert [debug_page.add() for _ in range(2)] == [{}, {}]
-
-    (error,) = reports(events)
-    assert error.startswith("no page in torch's debug server: torch ")
 
 
 class TestRendezvousHandler:

@@ -46,7 +46,6 @@ _OPTIONAL: dict[str, Callable[[Any], Any]] = {
     "run_id": validation.text,
     "metrics": validation.http_url,
     "agent": partial(validation.integer, below=_MAX_PID),
-    "answers": validation.host_and_port,
     "attempt": partial(validation.integer, below=MAX_RANKS),
     "start_ticks": partial(validation.integer, below=2**63),
     "namespace": validation.text,
@@ -68,7 +67,6 @@ class RankInfo:
         run_id: The run id of the job, if known.
         metrics: The URL of its metrics, if they are served.
         agent: The pid of torchrun's agent, if that serves them for its node.
-        answers: host:port at which it serves its status to the debug page, if it does.
         started: When it registered, in seconds since the epoch.
         attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
         start_ticks: When its process started, in ticks since the boot of its host.
@@ -84,7 +82,6 @@ class RankInfo:
     run_id: str | None = None
     metrics: str | None = None
     agent: int | None = None
-    answers: str | None = None
     started: float
     attempt: int = 0
     start_ticks: int | None = None
@@ -109,7 +106,6 @@ def register(
     store: Any,
     rank: int,
     world_size: int,
-    answers: str | None = None,
     *,
     connection: Any = None,
 ) -> None:
@@ -119,14 +115,13 @@ def register(
         store: The store, or its handle.
         rank: The rank.
         world_size: The number of ranks.
-        answers: host:port at which it serves its status to the debug page.
         connection: A connection to write through, instead of the store itself.
     """
     handle = handle_of(store)
     known = _registered.setdefault(handle, {})
     if rank in known:
         return
-    known[rank] = own_entry(rank, world_size, answers)
+    known[rank] = own_entry(rank, world_size)
     _threads.setdefault(handle, {})[rank] = calling_thread()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
@@ -157,7 +152,7 @@ def register_early(store: Any, rank: int, world_size: int) -> None:
     _write(store, own_entry(rank, world_size))
 
 
-def own_entry(rank: int, world_size: int, answers: str | None = None) -> RankInfo:
+def own_entry(rank: int, world_size: int) -> RankInfo:
     """Return what this process registers as a rank."""
     identity = ProcessIdentity.from_environment(os.environ)
     return RankInfo(
@@ -167,7 +162,6 @@ def own_entry(rank: int, world_size: int, answers: str | None = None) -> RankInf
         local_rank=identity.local_rank,
         world_size=world_size,
         run_id=identity.run_id,
-        answers=answers,
         started=time.time(),
         attempt=restart_count(os.environ),
         start_ticks=procfs.own_start_ticks(),

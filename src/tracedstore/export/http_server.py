@@ -173,11 +173,6 @@ class Server:
             stopping.join(timeout)
         self._listener.server_close()
 
-    @property
-    def listening(self) -> bool:
-        """Whether this process holds the port."""
-        return self._listener.socket.fileno() >= 0
-
     def reset(self) -> None:
         """Close the socket in a forked child: the port is the parent's."""
         self._listener.socket.close()

@@ -17,7 +17,7 @@ _MAX_REQUESTS = 512
 _MAX_NAME_LOOKUPS = 32
 _MAX_RESPONSE_BYTES = 4 << 20
 
-State = Literal["answered", "silent", "without", "absent"]
+State = Literal["answered", "silent", "absent"]
 
 
 class ResponseError(ValueError):
@@ -37,8 +37,8 @@ class Reply:
     """The result of a request to one rank.
 
     Attributes:
-        state: It responded (`answered`); it did not (`silent`); it runs torch's debug
-            server without this page (`without`); or it never registered (`absent`).
+        state: It responded (`answered`); it did not (`silent`); or it serves no
+            endpoint (`absent`).
         info: Its registration, where it has one.
         status: Its status.
         error: Why there is no status.

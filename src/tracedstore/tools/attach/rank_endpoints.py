@@ -32,25 +32,23 @@ def query_ranks(
             requires one, has a reply with the remedy.
     """
     ranks = list(infos)
-    serving = [info for info in ranks if info.metrics or info.answers]
+    serving = [info for info in ranks if info.metrics]
     tls = _tls_context(serving)
 
     # An agent has the status of all its workers on one page.
     of_nodes: dict[str, asyncio.Future[bytes]] = {}
 
     async def fetch_in_flight(info: RankInfo) -> bytes:
-        if info.metrics is None:
-            host, _, number = str(info.answers).rpartition(":")
-            return await fetch(host, int(number))
-        request = _fetch_page(info.metrics, "/inflight", tokens, tls)
+        url = str(info.metrics)
+        request = _fetch_page(url, "/inflight", tokens, tls)
         if info.agent is None:
             return await request
-        if info.metrics in of_nodes:
+        if url in of_nodes:
             request.close()
         else:
-            of_nodes[info.metrics] = asyncio.ensure_future(request)
+            of_nodes[url] = asyncio.ensure_future(request)
         # The timeout of one rank does not end the request of the others.
-        return await asyncio.shield(of_nodes[info.metrics])
+        return await asyncio.shield(of_nodes[url])
 
     replies: dict[RankInfo, Reply] = {}
     if serving:
