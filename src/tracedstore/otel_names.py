@@ -107,7 +107,3 @@ INSTRUMENTS: Final = {
     names.TELEMETRY_FAILURES: Instrument("tracedstore.telemetry.failures", "{failure}"),
     names.BUILD_INFO: Instrument("tracedstore.build.info", "1"),
 }
-
-# A gauge that makes a MeterProvider collect, and whose callback finds its readers.
-# Readers that get all metrics do not get this one.
-ACTIVE: Final = Instrument("tracedstore.telemetry.active", "1", "Always 1.")

@@ -74,19 +74,20 @@ except dist.DistStoreError:
 print(time.time(), flush=True)
 """
 
-LATE = """
+# The application has a MeterProvider of its own.
+WITH_PROVIDER = """
 import torch.distributed as dist, tracedstore
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-store = tracedstore.wrap(dist.HashStore())
-store.set("key", "value")
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader]))
-tracedstore.configure()
-for _ in range(2):
-    scope = reader.get_metrics_data().resource_metrics[-1].scope_metrics[0]
-    print(sorted(one.name for one in scope.metrics))
+metrics.get_meter("theirs").create_counter("steps").add(5)
+store = tracedstore.wrap(dist.HashStore())
+store.set("key", "value")
+tracedstore.shutdown()
+(collected,) = reader.get_metrics_data().resource_metrics
+print(*(one.scope.name for one in collected.scope_metrics))
 """
 
 
@@ -242,19 +243,16 @@ class TestMetrics:
                     counts[resource["service.instance.id"]] = point.count
         assert sorted(counts.values()) == [3, 5]
 
-    def test_provider_set_late(self) -> None:
-        """A global MeterProvider that is set after the first call gets everything."""
-        child = start(
-            LATE,
-            TRACEDSTORE_METRICS_EXPORTER="auto",
-            TRACEDSTORE_EVENTS_EXPORTER="auto",
-        )
+    def test_provider_of_application(self, receiver: OTLPReceiver) -> None:
+        """It is left alone, and the collector gets the metrics all the same."""
+        child = start(WITH_PROVIDER, receiver.url)
         output, errors = child.communicate(timeout=100)
 
-        first, second = output.splitlines()
-        assert "db.client.operation.duration" in first, errors
-        assert first == second
-        assert not errors
+        assert output.split() == ["theirs"], errors
+        (request,) = receiver.metrics
+        received = {name for (name, _), _, _ in points_of(request)}
+        assert "db.client.operation.duration" in received
+        assert "steps" not in received
 
 
 class TestEvents:

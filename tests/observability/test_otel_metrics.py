@@ -1,26 +1,16 @@
-"""Metrics in the application's OpenTelemetry MeterProvider."""
+"""Metrics as OpenTelemetry's data, as a collector gets them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from opentelemetry.metrics import NoOpMeter, NoOpMeterProvider
-from opentelemetry.sdk.metrics import (
-    Counter,
-    Histogram,
-    MeterProvider,
-    ObservableCounter,
-)
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     HistogramDataPoint,
-    InMemoryMetricReader,
     Metric,
-    MetricsData,
     NumberDataPoint,
 )
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
@@ -30,18 +20,27 @@ import tracedstore
 from support.otel_metrics import Distribution, Stream, exposed
 from tracedstore import names, otel_names
 from tracedstore.elastic import barrier
+from tracedstore.export import setup
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.signals.otel_metrics import MetricStream, Temporality
 
 DELTA = AggregationTemporality.DELTA
 DURATION = "db.client.operation.duration"
 
 
-def delta_reader() -> InMemoryMetricReader:
-    """Return a reader that wants deltas."""
-    kinds: dict[type, AggregationTemporality] = dict.fromkeys(
-        (Counter, ObservableCounter, Histogram), DELTA
-    )
-    return InMemoryMetricReader(preferred_temporality=kinds)
+class Reader:
+    """Reads the metrics of this process, as each export does."""
+
+    def __init__(self, temporality: Temporality) -> None:
+        self._stream = MetricStream(temporality)
+
+    def collect(self) -> list[Metric]:
+        """Return what is to be exported since the last collection."""
+        assert setup._telemetry is not None
+        with self._stream.lock:
+            metrics = self._stream.read(setup._telemetry._source)
+            self._stream.commit()
+        return metrics
 
 
 def use(store: tracedstore.TracedStore, times: int = 1) -> None:
@@ -54,17 +53,6 @@ def use(store: tracedstore.TracedStore, times: int = 1) -> None:
         barrier(store, 1, f"barrier/{number}", 5)
         with pytest.raises(DistStoreError):
             store.wait(["never"], timedelta(milliseconds=2))
-
-
-def ours(data: MetricsData | None) -> list[Metric]:
-    """Return the metrics of this package, which are the last of a collection."""
-    assert data is not None
-    (scope,) = data.resource_metrics[-1].scope_metrics
-    assert (scope.scope.name, scope.schema_url) == (
-        "tracedstore",
-        otel_names.SCHEMA_URL,
-    )
-    return list(scope.metrics)
 
 
 def stream_of(metric: Metric, point: Any) -> Stream:
@@ -95,41 +83,23 @@ class Totals:
 
 
 @pytest.fixture
-def reader() -> InMemoryMetricReader:
-    """A reader of `meters`, cumulative."""
-    return InMemoryMetricReader()
+def reader() -> Reader:
+    """A reader of all that was counted."""
+    return Reader(Temporality())
 
 
 @pytest.fixture
-def deltas() -> InMemoryMetricReader:
-    """A reader of `meters`, with deltas."""
-    return delta_reader()
+def deltas() -> Reader:
+    """A reader of deltas."""
+    return Reader(Temporality(counters=DELTA, histograms=DELTA))
 
 
 @pytest.fixture
-def meters(
-    reader: InMemoryMetricReader, deltas: InMemoryMetricReader
-) -> Iterator[MeterProvider]:
-    """The application's MeterProvider, with two readers."""
-    provider = MeterProvider(
-        [reader, deltas], Resource({"service.name": "job"}), shutdown_on_exit=False
-    )
-    yield provider
-    provider.shutdown()
-
-
-@pytest.fixture
-def configure(
-    registry: CollectorRegistry, meters: MeterProvider
-) -> Callable[..., tracedstore.TracedStore]:
-    """Return a function that configures telemetry with `meters`, and wraps a store."""
+def configure(registry: CollectorRegistry) -> Callable[..., tracedstore.TracedStore]:
+    """Return a function that configures telemetry, and wraps a store."""
 
     def run(**settings: Any) -> tracedstore.TracedStore:
-        tracedstore.configure(
-            registry=registry,
-            meter_provider=meters,
-            **{"log_format": "off", **settings},
-        )
+        tracedstore.configure(registry=registry, **{"log_format": "off", **settings})
         return tracedstore.wrap(HashStore())
 
     return run
@@ -167,7 +137,7 @@ class TestValues:
         self,
         configure: Callable[..., tracedstore.TracedStore],
         registry: CollectorRegistry,
-        reader: InMemoryMetricReader,
+        reader: Reader,
         metrics: str,
     ) -> None:
         """Numbers, buckets and attributes are those of the Prometheus exposition."""
@@ -175,7 +145,7 @@ class TestValues:
         use(store, 3)
         totals = Totals()
 
-        totals.add(ours(reader.get_metrics_data()))
+        totals.add(reader.collect())
 
         numbers, histograms = exposed(registry.collect())
         assert totals.numbers == numbers
@@ -188,14 +158,12 @@ class TestValues:
     def test_durations(
         self,
         configure: Callable[..., tracedstore.TracedStore],
-        reader: InMemoryMetricReader,
+        reader: Reader,
     ) -> None:
         """One histogram has all calls, with the same bounds, and errors by type."""
         use(configure(), 2)
 
-        (metric,) = [
-            one for one in ours(reader.get_metrics_data()) if one.name == DURATION
-        ]
+        (metric,) = [one for one in reader.collect() if one.name == DURATION]
 
         assert metric.unit == "s"
         assert len({tuple(one.explicit_bounds) for one in metric.data.data_points}) == 1  # type: ignore[union-attr]
@@ -217,8 +185,8 @@ class TestValues:
     def test_delta(
         self,
         configure: Callable[..., tracedstore.TracedStore],
-        reader: InMemoryMetricReader,
-        deltas: InMemoryMetricReader,
+        reader: Reader,
+        deltas: Reader,
     ) -> None:
         """Deltas add up to the cumulative counts; their times leave no gap."""
         store = configure()
@@ -229,7 +197,7 @@ class TestValues:
             use(store, calls)
             if calls == 3:
                 store = configure()  # keeps what readers were given
-            collected = ours(deltas.get_metrics_data())
+            collected = deltas.collect()
             added.add(collected, gauges=False)
             points = [
                 point
@@ -242,7 +210,7 @@ class TestValues:
             last_read = _time_of(collected)
         everything = Totals()
 
-        collected = ours(reader.get_metrics_data())
+        collected = reader.collect()
 
         everything.add(collected, gauges=False)
         assert added.numbers == everything.numbers
@@ -260,23 +228,19 @@ class TestValues:
     def test_counts_that_begin_anew(
         self,
         configure: Callable[..., tracedstore.TracedStore],
-        reader: InMemoryMetricReader,
-        deltas: InMemoryMetricReader,
+        reader: Reader,
+        deltas: Reader,
     ) -> None:
         """After a reset, as in a forked child, counts start from zero, at its time."""
         store = configure()
         use(store, 3)
         for one in (reader, deltas):
-            one.get_metrics_data()
+            one.collect()
         RECORDER.reset()
         store.add("counter", 1)
 
         for one in (reader, deltas):
-            (metric,) = [
-                metric
-                for metric in ours(one.get_metrics_data())
-                if metric.name == DURATION
-            ]
+            (metric,) = [metric for metric in one.collect() if metric.name == DURATION]
             (point,) = metric.data.data_points
 
             assert point.count == 1  # type: ignore[union-attr]
@@ -287,13 +251,13 @@ class TestValues:
         configure: Callable[..., tracedstore.TracedStore],
         provider: TracerProvider,
         spans: InMemorySpanExporter,
-        deltas: InMemoryMetricReader,
+        deltas: Reader,
     ) -> None:
         """A bucket has the span of a call since the last collection."""
         store = configure(tracer_provider=provider, spans="all")
         store.add("counter", 1)
 
-        collected = [ours(deltas.get_metrics_data()), ours(deltas.get_metrics_data())]
+        collected = [deltas.collect(), deltas.collect()]
 
         (span,) = spans.get_finished_spans()
         exemplars = [
@@ -312,129 +276,3 @@ def _time_of(metrics: list[Metric]) -> int:
         point.time_unix_nano for one in metrics for point in one.data.data_points
     }
     return int(time)
-
-
-class TestProvider:
-    """The application's provider and its readers."""
-
-    def test_application_metrics(
-        self,
-        configure: Callable[..., tracedstore.TracedStore],
-        meters: MeterProvider,
-        reader: InMemoryMetricReader,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """They come first, unchanged. Ours have the rank in their resource besides."""
-        monkeypatch.setenv("RANK", "3")
-        monkeypatch.setenv("TRACEDSTORE_RUN_ID", "job-7")
-        monkeypatch.setenv("TRACEDSTORE_POD_NAME", "node")
-        configure().add("counter", 1)
-        meters.get_meter("theirs").create_counter("steps").add(5)
-
-        data = reader.get_metrics_data()
-
-        assert data is not None
-        theirs, mine = data.resource_metrics
-        assert [one.scope.name for one in theirs.scope_metrics] == ["theirs"]
-        assert dict(theirs.resource.attributes) == {"service.name": "job"}
-        assert dict(mine.resource.attributes) == {
-            "service.name": "job",
-            "tracedstore.rank": 3,
-            "tracedstore.run_id": "job-7",
-            "host.name": "node",
-        }
-
-    def test_late_reader(
-        self, configure: Callable[..., tracedstore.TracedStore], meters: MeterProvider
-    ) -> None:
-        """A reader that is added later gets all from its first collection on."""
-        configure().add("counter", 1)
-        late = delta_reader()
-        meters.add_metric_reader(late)
-
-        metrics = ours(late.get_metrics_data())
-
-        assert DURATION in {metric.name for metric in metrics}
-
-    def test_prometheus_reader(
-        self, configure: Callable[..., tracedstore.TracedStore], meters: MeterProvider
-    ) -> None:
-        """A reader that serves Prometheus would expose the same names twice."""
-
-        class PrometheusMetricReader(InMemoryMetricReader):
-            """Named as the SDK's."""
-
-        prometheus = PrometheusMetricReader()
-        meters.add_metric_reader(prometheus)
-        configure().add("counter", 1)
-
-        metrics = ours(prometheus.get_metrics_data())
-
-        assert [metric.name for metric in metrics] == [otel_names.ACTIVE.name]
-
-    @pytest.mark.parametrize("how", ["prometheus", "disabled", "shutdown"])
-    def test_off(
-        self,
-        configure: Callable[..., tracedstore.TracedStore],
-        reader: InMemoryMetricReader,
-        how: str,
-    ) -> None:
-        """The provider gets nothing if it is not wanted, or no more."""
-        configure().add("counter", 1)
-        assert reader.get_metrics_data() is not None
-        if how == "shutdown":
-            tracedstore.shutdown()
-        elif how == "disabled":
-            configure(disabled=True)
-        else:
-            configure(metrics_exporter="prometheus")
-        reader.get_metrics_data()  # what shutdown() flushed
-
-        assert reader.get_metrics_data() is None
-
-    def test_failure(
-        self,
-        configure: Callable[..., tracedstore.TracedStore],
-        meters: MeterProvider,
-        reader: InMemoryMetricReader,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """The application's metrics do not depend on ours."""
-        configure().add("counter", 1)
-        meters.get_meter("theirs").create_counter("steps").add(5)
-        monkeypatch.delattr("tracedstore.recording.counters.CountersByThread.sums")
-
-        data = reader.get_metrics_data()
-
-        assert data is not None
-        assert len(data.resource_metrics) == 1
-        assert RECORDER.failures.counts() == {"otel_metrics": 1}
-
-    def test_other_provider(self, registry: CollectorRegistry) -> None:
-        """A provider that is not the SDK's is reported once, when it collects."""
-        found: list[Any] = []
-
-        class Other(NoOpMeterProvider):
-            """Collects by itself."""
-
-            def get_meter(self, *_args: Any, **_kwargs: Any) -> Any:
-                return OtherMeter("")
-
-        class OtherMeter(NoOpMeter):
-            def create_observable_gauge(
-                self,
-                name: str,
-                callbacks: Any = None,
-                unit: str = "",
-                description: str = "",
-            ) -> Any:
-                found.extend(callbacks)
-
-        other = Other()
-        tracedstore.configure(registry=registry, meter_provider=other, log_format="off")
-        (callback,) = found
-
-        values = [[one.value for one in callback(None)] for _ in range(2)]
-
-        assert values == [[1], [1]]
-        assert RECORDER.failures.counts() == {"otel_metrics": 1}

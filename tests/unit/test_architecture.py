@@ -161,7 +161,6 @@ ALLOWED_USERS = {
         "tools/demo/rank.py",
         "export/tracing.py",
         "export/otlp.py",
-        "export/meter_readers.py",
         "signals/otel_metrics.py",
     },
     "structlog": {"signals/events.py"},

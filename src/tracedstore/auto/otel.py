@@ -22,7 +22,8 @@ else:
     except Exception:  # without the extra, nothing loads the entry point
         BaseInstrumentor = object
 
-_PROVIDERS = ("tracer_provider", "meter_provider", "logger_provider")
+# Not meter_provider: metrics go to the Prometheus registry, and by OTLP.
+_PROVIDERS = ("tracer_provider", "logger_provider")
 
 
 class TracedStoreInstrumentor(BaseInstrumentor):

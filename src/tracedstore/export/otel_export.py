@@ -1,7 +1,9 @@
 """What a process pushes through OpenTelemetry: spans, metrics and log records.
 
-They go to the application's providers. Where it has none, and the settings ask for it,
-they go to a collector by OTLP. The SDK is imported only then.
+Spans and log records go to the application's providers. Where it has none, and the
+settings ask for it, they go to a collector by OTLP. Metrics go there only: the SDK has
+no way to give a histogram that is counted already to a MeterProvider. The SDK is
+imported only where it is used.
 """
 
 from collections.abc import Callable
@@ -10,12 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import trace
 from opentelemetry._logs import LoggerProvider
-from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
 from tracedstore import names
 from tracedstore.common.identity import process_identity
-from tracedstore.export.meter_readers import METER_READERS, has_provider
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import SPARE_THREAD, export_with_timeout
 from tracedstore.recording.recorder import RECORDER
@@ -38,7 +38,6 @@ class Providers:
     """The providers given to `configure`, instead of OpenTelemetry's global ones."""
 
     tracer: TracerProvider | None = None
-    meter: MeterProvider | None = None
     logger: LoggerProvider | None = None
 
 
@@ -64,9 +63,6 @@ class Push:
         self, settings: Settings, given: Providers, previous: "Push | None"
     ) -> None:
         self._given = given
-        self._pushes_metrics = (
-            settings.metrics_exporter != "prometheus" and not settings.disabled
-        )
         self._pushes_events = settings.events_exporter != "log"
         # Any: the classes are the SDK's, which is not imported here.
         self.own_tracer: Any = previous.own_tracer if previous else None
@@ -80,11 +76,7 @@ class Push:
         if settings.disabled:
             return
         # The SDK is imported only where it is used.
-        if (
-            settings.metrics_exporter == "otlp"
-            and given.meter is None
-            and not has_provider()
-        ):
+        if settings.metrics_exporter == "otlp":
             from tracedstore.export.otlp import PeriodicExport  # noqa: PLC0415
 
             kept = previous.own_metrics if previous else None
@@ -105,21 +97,12 @@ class Push:
             self.own_tracer = set_up_provider(attributes) or self.own_tracer
 
     def start(self, source: MetricSource) -> None:
-        """Begin to send metrics."""
-        if self.own_metrics is not None:
-            METER_READERS.stop()
-            self.own_metrics.start(source)
-        elif self._pushes_metrics:
-            METER_READERS.start(source, self._given.meter)
-        else:
-            METER_READERS.stop()
-        self._prepare_end()
-
-    def restart(self, source: MetricSource) -> None:
-        """Begin again in a forked child, which has no thread for it."""
+        """Begin to send metrics; a forked child, which has no thread, begins again."""
         if self.own_metrics is not None:
             self.own_metrics.start(source)
-        self._prepare_end()
+        own = (self.own_tracer, self.own_metrics, self.own_logger)
+        if own != (None, None, None):
+            SPARE_THREAD.start()
 
     def flush_spans(self, timeout: float) -> None:
         """Export finished spans; return after the timeout at the latest."""
@@ -137,15 +120,11 @@ class Push:
             exports[names.SPANS] = lambda: self._end_spans(timeout)
         if self.own_metrics is not None:
             exports[names.OTEL_METRICS] = self.own_metrics.end
-        elif not own_only:
-            exports[names.OTEL_METRICS] = lambda: METER_READERS.flush(timeout)
         if RECORD_WRITER.is_running or self.own_logger is not None:
             exports[names.OTEL_LOGS] = lambda: self._end_records(
                 timeout, own_only=own_only
             )
         export_with_timeout(timeout, exports)
-        if not own_only:
-            METER_READERS.stop()
 
     def end_unused(self, timeout: float, replacement: "Push") -> None:
         """End what was set up here and is not used by what replaces it."""
@@ -159,16 +138,10 @@ class Push:
     def reset(self) -> None:
         """Leave connections to the parent, as a forked child must."""
         RECORD_WRITER.reset()
-        METER_READERS.reset()
         SPARE_THREAD.reset()
         self.own_logger = None
         if self.own_metrics is not None:
             self.own_metrics.reset()
-
-    def _prepare_end(self) -> None:
-        own = (self.own_tracer, self.own_metrics, self.own_logger)
-        if own != (None, None, None):
-            SPARE_THREAD.start()
 
     def _flush_spans(self, timeout: float) -> None:
         own_or_given = self.own_tracer or self._given.tracer

@@ -1,6 +1,6 @@
 """Pushes metrics and log records to an OpenTelemetry collector.
 
-For jobs without a MeterProvider or LoggerProvider of their own. The OTLP exporters of
+Log records only of jobs without a LoggerProvider of their own. The OTLP exporters of
 the SDK read the ``OTEL_*`` variables. Nothing is set globally: what the application
 does with OpenTelemetry is not affected.
 """
@@ -27,11 +27,12 @@ from opentelemetry.sdk.resources import Resource
 
 from tracedstore import names
 from tracedstore.common.errors import ConfigurationError, TracedStoreError
+from tracedstore.common.identity import process_identity
 from tracedstore.common.threads import DaemonThread
-from tracedstore.export.meter_readers import resource_attributes
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import MetricSource
 from tracedstore.signals.otel_metrics import MetricStream, Temporality, in_scope
+from tracedstore.signals.spans import process_attributes
 
 _DEFAULT_INTERVAL_MS = 60_000
 _DEFAULT_TIMEOUT_MS = 30_000
@@ -163,7 +164,8 @@ class _Connection:
         self, metrics: Sequence[Metric], timeout_millis: float
     ) -> MetricExportResult:
         # The rank may have become known by now.
-        resource = self._resource.merge(Resource(resource_attributes()))
+        attributes = process_attributes(process_identity())
+        resource = self._resource.merge(Resource(attributes))
         data = MetricsData([in_scope(resource, metrics)])
         # Instrumentations of HTTP clients must not trace the exporter.
         token = context.attach(context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
@@ -180,7 +182,7 @@ def new_logger_provider() -> LoggerProvider:
         ConfigurationError: There is no exporter.
     """
     exporter = _new_exporter("logs", "TRACEDSTORE_EVENTS_EXPORTER")
-    resource = Resource.create(resource_attributes())
+    resource = Resource.create(process_attributes(process_identity()))
     # `export.setup` ends it within ``exit_timeout``.
     provider = LoggerProvider(resource, shutdown_on_exit=False)
     provider.add_log_record_processor(BatchLogRecordProcessor(exporter))

@@ -152,10 +152,9 @@ class Settings:
             alerts use, from the first call of an operation on; ``full``: every
             operation from the first scrape on, with more bounds, and blocking calls in
             both histograms.
-        metrics_exporter: Where metrics go besides the Prometheus registry. ``auto``: to
-            the application's OpenTelemetry MeterProvider, if it has one; ``otlp``: to
-            a collector, as the ``OTEL_*`` variables say, unless the application has a
-            MeterProvider; ``prometheus``: nowhere else.
+        metrics_exporter: Where metrics go besides the Prometheus registry.
+            ``prometheus``: nowhere else; ``otlp``: to a collector, as the ``OTEL_*``
+            variables say.
         events_exporter: Where events go besides the log. ``auto``: to the application's
             OpenTelemetry LoggerProvider, if it has one; ``otlp``: to a collector,
             unless the application has a LoggerProvider; ``log``: nowhere else.
@@ -192,7 +191,7 @@ class Settings:
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     metrics: str = _setting("compact", _choice("compact", "full"))
-    metrics_exporter: str = _setting("auto", _choice("auto", "otlp", "prometheus"))
+    metrics_exporter: str = _setting("prometheus", _choice("prometheus", "otlp"))
     events_exporter: str = _setting("auto", _choice("auto", "otlp", "log"))
     tracing: bool = _setting(False, _switch)
     exit_timeout: float = _setting(5.0, _seconds)

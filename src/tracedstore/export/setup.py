@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry._logs import LoggerProvider
 from opentelemetry.context import Context
-from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Link, Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -156,7 +155,7 @@ class ConfiguredTelemetry:
         parent's telemetry, but not the parent's threads.
         """
         self._stall_watch.start()
-        self._guarded_push(self.push.restart)
+        self._guarded_push()
 
     def explain_wait(
         self, call: "Call", error: BaseException | None
@@ -193,14 +192,14 @@ class ConfiguredTelemetry:
             RECORDER.failures.add(self._metrics.name, error)
         RECORDER.rests_until = None
         RECORDER.on = not settings.disabled
-        self._guarded_push(self.push.start)
+        self._guarded_push()
         LOCAL_SOCKET.enable(on=settings.answers and not settings.disabled)
         RECORDER.failures.guarded(
             names.ENDPOINT, self._endpoint.start, self._events.emit
         )
 
-    def _guarded_push(self, start: Callable[[MetricSource], None]) -> None:
-        RECORDER.failures.guarded(names.OTEL_METRICS, start, self._source)
+    def _guarded_push(self) -> None:
+        RECORDER.failures.guarded(names.OTEL_METRICS, self.push.start, self._source)
 
     def stop(self, timeout: float) -> None:
         """Record and emit no more. Counts stay."""
@@ -244,7 +243,6 @@ def configure(
     *,
     registry: CollectorRegistry | None = None,
     tracer_provider: TracerProvider | None = None,
-    meter_provider: MeterProvider | None = None,
     logger_provider: LoggerProvider | None = None,
     observers: Iterable[Observer] = (),
     clock: Clock = SYSTEM_CLOCK,
@@ -258,7 +256,6 @@ def configure(
     Args:
         registry: The Prometheus registry, instead of prometheus_client's default one.
         tracer_provider: The tracer provider, instead of OpenTelemetry's global one.
-        meter_provider: The same for metrics.
         logger_provider: The same for events as log records.
         observers: Further observers of notable calls.
         clock: The clock; for tests.
@@ -271,9 +268,7 @@ def configure(
             that was set up before stays.
     """
     loaded = Settings.load(settings)
-    providers = Providers(
-        tracer=tracer_provider, meter=meter_provider, logger=logger_provider
-    )
+    providers = Providers(tracer=tracer_provider, logger=logger_provider)
     off_main_thread(
         _replace_telemetry,
         *(loaded, REGISTRY if registry is None else registry),

@@ -4,8 +4,8 @@ The OpenTelemetry API has no instrument for a histogram that is counted already,
 call must not pay for one of its own. So the data that the SDK would aggregate is built
 here, from the same snapshots as the Prometheus families (`signals.metrics`).
 
-Only `export` imports this module, and only where metrics go to the SDK: it imports the
-SDK.
+Only `export` imports this module, and only where metrics go to a collector: it imports
+the SDK.
 """
 
 import threading
@@ -46,7 +46,7 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 @dataclass(frozen=True, slots=True)
 class Temporality:
-    """Whether a reader wants what was counted since its last collection, or all."""
+    """Whether a collector wants what was counted since the last export, or all."""
 
     counters: AggregationTemporality = _CUMULATIVE
     histograms: AggregationTemporality = _CUMULATIVE
@@ -68,7 +68,7 @@ class _Reported:
 
 
 class MetricStream:
-    """The metrics as one reader gets them: it keeps what that reader has been given.
+    """The metrics as a collector gets them: it keeps what that has been given.
 
     Counts that are lower than before have started anew.
     """
@@ -96,7 +96,7 @@ class MetricStream:
         return [metric for metric in read if metric.data.data_points]
 
     def commit(self) -> None:
-        """Note that the reader has got what was last read."""
+        """Note that the collector has got what was last read."""
         self._read_ns, self._reported = self._pending
 
     def _metric(self, values: Values, exemplar: ExemplarOf) -> Metric:
