@@ -10,7 +10,6 @@ import etcd
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
-from tracedstore.coordination.key_index import INDEX
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.recording.counters import UNRECORDED
@@ -61,10 +60,8 @@ class Script:
     def run(self, method: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make a call, count it and announce its steps."""
         counters = RECORDER.counters.get(threading.get_ident())
-        # The telemetry's own calls are not recorded: those of its threads, and those
-        # that it makes below the wrapper.
-        is_own = bool(args) and args[0] == INDEX
-        if not is_own and (counters is None or counters.call is not UNRECORDED):
+        # The telemetry's own calls, which its threads make, are not recorded.
+        if counters is None or counters.call is not UNRECORDED:
             with self._lock:
                 self.calls[method] += 1
         before, after = self._steps_of(method, args)

@@ -21,8 +21,7 @@ from tracedstore.common.parent_death import die_with_parent
 
 STALL_AFTER = 3.0
 TIMEOUT = 12.0
-# Seconds for a case, beyond the timeouts of its waits: ranks start on a busy machine,
-# and gloo of torch 2.8 tries to connect for more than four times its timeout.
+# Seconds for a case, beyond the timeouts of its waits: ranks start on a busy machine.
 _SLACK = 90.0
 # Seconds that ranks get to report a server that does not respond. Their calls do not
 # return, whatever their timeout.

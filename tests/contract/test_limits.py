@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 import tracedstore
 from contract.harness import Make, call
 from contract.scenarios import MINUTE
-from support.versions import needs_list_keys, needs_store_barrier
+from support.versions import needs_store_barrier
 from tracedstore import wrap
 from tracedstore.testing import OperationLog
 
@@ -44,11 +44,7 @@ class TestNeverReachesPython:
             (call("queue_push", "q", "v"), "queue support is not implemented."),
             (call("queue_pop", "q"), "queue support is not implemented."),
             (call("queue_len", "q"), "queue support is not implemented."),
-            pytest.param(
-                call("list_keys"),
-                "listKeys support is not implemented.",
-                marks=needs_list_keys,
-            ),
+            (call("list_keys"), "listKeys support is not implemented."),
         ],
     )
     def test_raises_not_implemented(
@@ -72,7 +68,6 @@ class TestNeverReachesPython:
 
         assert store.queue_pop("q") == b"v"
 
-    @needs_list_keys
     @pytest.mark.parametrize("kind", ["tcp", "hash"], indirect=True)
     def test_lists_keys_with_wrapper_outside(self, make: Make) -> None:
         """Wrapping the PrefixStore instead of the store below supports list_keys."""

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import Store
 
 from contract.scenarios import PUBLIC
-from support.versions import LIST_KEYS, STORE_BARRIER, TORCH
+from support.versions import STORE_BARRIER, TORCH
 from tracedstore.recording.operation import METHODS
 from tracedstore.recording.store_proxy import methods_of
 
@@ -64,7 +64,7 @@ class TestMethodsOf:
         local_accessors = {"timeout", "set_timeout", "has_extended_api"}
 
         assert set(methods_of(Store)) == set(PUBLIC) - local_accessors
-        later = {"list_keys": LIST_KEYS, "barrier": STORE_BARRIER}
+        later = {"barrier": STORE_BARRIER}
         assert set(methods_of(Store)) == {
             name for name in NAMES if later.get(name, TORCH) <= TORCH
         }

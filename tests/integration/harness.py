@@ -228,8 +228,6 @@ class Child(Running):
         """Wait for the next report. pytest's timeout bounds the wait."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        while line.startswith("[Gloo]"):  # torch 2.8 prints its connections
-            line = self._process.stdout.readline()
         assert line, f"the child ended without a report: {self.errors()}"
         fields: dict[str, Any] = json.loads(line)
         return fields

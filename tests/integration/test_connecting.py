@@ -215,10 +215,7 @@ class TestAbsentRanks:
         del untraced
 
     def test_address_of_another_machine(self, start_rank: StartRank) -> None:
-        """Rank 0 serves, but MASTER_ADDR is not an address of its machine.
-
-        Where a device of the network answers instead, torch 2.8 fails at once.
-        """
+        """Rank 0 serves, but MASTER_ADDR is not an address of its machine."""
         rank = start_rank(f"tcp://203.0.113.9:{free_port()}", 0, 2)
 
         event = stalled(rank)

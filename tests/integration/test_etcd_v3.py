@@ -21,7 +21,6 @@ from integration.harness import in_background, in_threads, pause, results, wait_
 from support.etcd import EtcdServer, free_port
 from support.stores import SHORT
 from support.tools import tool
-from support.versions import needs_list_keys
 from tracedstore.common.errors import ConfigurationError, error_type
 from tracedstore.etcd import EtcdError, EtcdUnreachableError, EtcdV3Store
 from tracedstore.etcd.endpoints import parse_endpoints
@@ -123,7 +122,6 @@ class TestSameAsHashStore:
             next(clients).close()
 
     # The HashStore is asked which keys it has.
-    @needs_list_keys
     # A busy machine takes ten times as long.
     @pytest.mark.timeout(180)
     @settings(max_examples=50)
@@ -134,7 +132,6 @@ class TestSameAsHashStore:
         """Thousands of operations on etcd 3.5."""
         self.check(etcd_server, operations)
 
-    @needs_list_keys
     @settings(max_examples=20)
     @given(st.lists(OPERATIONS, min_size=40, max_size=60))
     def test_random_operations_on_another_version(

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 from hangs.scenarios import SCENARIOS
 
-from support.versions import GLOO_GIVES_UP, TORCH
-
 ROOT = Path(__file__).parent.parent.parent
 SEED = 5
 # The exception has the names in its text, or the call does not return.
 WITHOUT_NOTE = {"elastic_barrier", "server_stopped"}
-MAY_RECOVER: set[str] = {"stale_attempt"} if TORCH < GLOO_GIVES_UP else set()
 # Of a TCPStore, of a FileStore and of gloo, and of an EtcdStore.
 TYPES = {"DistStoreError", "DistNetworkError", "RuntimeError", "LookupError"}
 
@@ -69,7 +66,7 @@ def test_hang(name: str, tmp_path: Path) -> None:
     if SCENARIOS[name].harmless:
         assert (outcome["errors"], outcome["stalls"]) == ({}, [])
     elif name not in WITHOUT_NOTE:
-        assert outcome["errors"] or name in MAY_RECOVER, outcome
+        assert outcome["errors"], outcome
         for error in outcome["errors"].values():
             check_note(error)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from support.hostile_pickles import hostile_pickles
 from support.rendezvous import pickled_state
-from support.versions import needs_list_keys
 from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
 from tracedstore.coordination.rank_registry import REGISTRY
 
@@ -122,7 +121,6 @@ def run(
     return done
 
 
-@needs_list_keys
 def test_status(hostile_store: Store) -> None:
     """The good job is shown, and the bad values are counted or listed."""
     done = run("status", hostile_store)
@@ -140,7 +138,6 @@ def test_status(hostile_store: Store) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@needs_list_keys
 def test_status_as_json(hostile_store: Store) -> None:
     """The JSON has the same, and no NaN."""
     done = run("status", hostile_store, "--json")
@@ -158,7 +155,6 @@ def test_status_as_json(hostile_store: Store) -> None:
     }
 
 
-@needs_list_keys
 def test_sd(hostile_store: Store) -> None:
     """The ranks of the good job are listed, and the bad entries are counted."""
     done = run("sd", hostile_store)

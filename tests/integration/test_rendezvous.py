@@ -30,7 +30,6 @@ from support.etcd import EtcdServer, free_port
 from support.events import Events, check
 from support.native import on_both_cores
 from support.rendezvous import handler, new_run_id
-from support.versions import needs_list_keys
 from tracedstore import TracedStore, names
 from tracedstore.recording.recorder import RECORDER
 
@@ -155,7 +154,6 @@ class TestMixedNodes:
         assert store.queue_pop("queue") == b"item"
         node.shutdown()
 
-    @needs_list_keys
     def test_listing(self, endpoints: dict[str, str]) -> None:
         """The traced store lists the keys under its prefix."""
         node = handler("traced-c10d", endpoints["c10d"], new_run_id(), nodes=(1, 1))

@@ -13,9 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from integration.harness import wait_until
-from support.versions import needs_list_keys
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.cli.main import main
 
@@ -40,7 +38,6 @@ def register(
             started=float(rank),
         )
         rank_registry._write(store, info)
-        record_keys(store, f"{rank_registry.REGISTRY}/{rank}")
 
 
 @pytest.fixture
@@ -85,7 +82,6 @@ class TestListing:
 
         assert _contents(url) == before
 
-    @needs_list_keys
     def test_prefixes(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -173,7 +169,6 @@ class TestListing:
             watching.kill()
             watching.wait(10)
 
-    @needs_list_keys
     def test_no_targets(
         self, job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -9,8 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from support.terminal import without_styles
-from support.versions import needs_list_keys
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.diagnosis.judgement.stalled import VERDICT
 from tracedstore.diagnosis.judgement.verdict import REMEDIES, AwaitedRank, Verdict
@@ -28,7 +26,6 @@ def register(store: Store, *ranks: int, world_size: int = 4) -> None:
         entry = {"rank": rank, "host": "node1", "pid": 100 + rank}
         entry |= {"world_size": world_size, "started": time.time() - 60}
         store.set(f"{REGISTRY}/{rank}", json.dumps(entry))
-        record_keys(store, f"{REGISTRY}/{rank}")
 
 
 def blocked(rank: int, seconds: float = 41.0) -> BlockedRecord:
@@ -91,9 +88,7 @@ def tcp_job() -> tuple[Store, str]:
     return store, f"tcp://127.0.0.1:{store.port}"
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", pytest.param("job/attempt_1", marks=needs_list_keys)]
-)
+@pytest.mark.parametrize("prefix", ["", "job/attempt_1"])
 def test_stalled_job(
     job: tuple[Store, str], prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +241,6 @@ def test_unknown_culprit(
     assert "for one of ranks 0-1 (get default_pg" in " ".join(out.split())
 
 
-@needs_list_keys
 def test_killed_rank(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,7 +258,6 @@ def test_killed_rank(
     assert "blocked ranks" not in out
 
 
-@needs_list_keys
 def test_other_job(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,7 +279,6 @@ def test_other_job(
     assert "new_group" not in out
 
 
-@needs_list_keys
 def test_store_is_unchanged(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,7 +292,6 @@ def test_store_is_unchanged(
     assert {key: store.get(key) for key in store.list_keys()} == before
 
 
-@needs_list_keys
 def test_thousands_of_ranks(
     tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,7 +385,6 @@ class TestClaims:
 
         self.check_claim(capsys, url, "no blocked rank waits for rank 2", code=2)
 
-    @needs_list_keys
     @pytest.mark.parametrize("prefix", ["", "job/attempt_1/"])
     def test_key_that_exists(
         self,
@@ -411,7 +401,6 @@ class TestClaims:
         doubt = "no rank that it says waits is blocked in such a call"
         self.check_claim(capsys, url, doubt, code=2)
 
-    @needs_list_keys
     def test_rank_that_never_registered(
         self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -440,7 +429,6 @@ class TestClaims:
         assert "claimed" not in out
 
 
-@needs_list_keys
 class TestHostile:
     """Any client of the store can write any value."""
 

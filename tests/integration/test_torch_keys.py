@@ -9,7 +9,6 @@ from integration.conftest import StartChild
 from integration.harness import Child
 from support.etcd import free_port
 from support.versions import (
-    HAS_CHECKPOINT_BARRIER,
     STORE_BARRIER,
     TORCH,
     WITHOUT_COLLECTIVES,
@@ -226,11 +225,10 @@ class TestBarriers:
             "missing/1/TRACE": ("elastic_barrier", "missing ranks of a barrier"),
             "missing/2/TRACE": ("elastic_barrier", "missing ranks of a barrier"),
         }
-        if HAS_CHECKPOINT_BARRIER:
-            expected["checkpoint0/last_member"] = (
-                "store_barrier",
-                "barrier checkpoint0",
-            )
+        expected["checkpoint0/last_member"] = (
+            "store_barrier",
+            "barrier checkpoint0",
+        )
         if TORCH >= STORE_BARRIER:
             expected["prefix/sync/last_member"] = (
                 "store_barrier",

@@ -130,7 +130,7 @@ assert "etcd" not in sys.modules
         metadata = Parser().parsestr(wheel.read(name).decode())
         required = metadata.get_all("Requires-Dist") or []
 
-        assert "torch>=2.8" in required
+        assert "torch>=2.10" in required
         assert metadata["Requires-Python"] == ">=3.11"
         extras = set(metadata.get_all("Provides-Extra") or [])
         assert extras == {"otlp", "instrument", "tools"}

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     encode_arrival,
@@ -15,14 +14,11 @@ from tracedstore.coordination.rank_registry import REGISTRY, RankInfo
 from tracedstore.diagnosis.judgement.stalled import VERDICT
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Cause, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
-from tracedstore.tools.attach.known_keys import find_known_keys
 
 
 def contents(store: Any) -> dict[str, bytes]:
-    """Return the keys and values of a job; torch before 2.10 lists no other keys."""
-    listed = hasattr(store, "list_keys")
-    keys = store.list_keys() if listed else find_known_keys(store, lambda: None)
-    return {key: store.get(key) for key in keys}
+    """Return the keys and values of a job."""
+    return {key: store.get(key) for key in store.list_keys()}
 
 
 def register(store: Any, rank: int, world_size: int, **fields: Any) -> RankInfo:
@@ -33,9 +29,7 @@ def register(store: Any, rank: int, world_size: int, **fields: Any) -> RankInfo:
         "started": 1.0,
     }
     info = RankInfo(rank=rank, world_size=world_size, **defaults | fields)
-    key = f"{REGISTRY}/{rank}"
-    store.set(key, json.dumps(asdict(info)))
-    record_keys(store, key)
+    store.set(f"{REGISTRY}/{rank}", json.dumps(asdict(info)))
     return info
 
 
@@ -44,7 +38,6 @@ def arrive(
 ) -> None:
     """Let ranks arrive at a barrier at some times."""
     keys = BarrierKeys(prefix)
-    record_keys(store, keys.num_members)
     for rank, time in times.items():
         store.append(keys.ledger, encode_arrival(rank, time))
         store.add(keys.num_members, 1)

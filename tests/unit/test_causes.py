@@ -137,7 +137,7 @@ class TestForeign:
             assert not thread.is_alive()
 
     def test_tcpstore(self, answering: int) -> None:
-        """The exception of this torch is classified; 2.8 has another type and text."""
+        """The exception of this torch is classified."""
         with pytest.raises(RuntimeError) as raised:
             TCPStore(
                 *("127.0.0.1", answering),

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from support.rendezvous import pickled_state
-from tracedstore.coordination import arrivals, key_index
+from tracedstore.coordination import arrivals
 from tracedstore.rendezvous import master_address, other_runs
 from tracedstore.rendezvous.other_runs import INDEX, find_other_runs
 
@@ -27,7 +27,7 @@ def test_long_index_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     store.set(keys[-1], "x" * 2_000_000)
     lines: list[int] = []
     states: list[int] = []
-    read_index = key_index.read_index
+    read_index = other_runs._read_index
 
     def read(value: bytes) -> Any:
         lines.append(len(value))
@@ -36,7 +36,7 @@ def test_long_index_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(value: bytes) -> None:
         states.append(len(value))
 
-    monkeypatch.setattr(other_runs, "read_index", read)
+    monkeypatch.setattr(other_runs, "_read_index", read)
     monkeypatch.setattr(other_runs, "parse_state", parse)
 
     assert find_other_runs(store, OWN, is_first=False, now=1.0) == []
@@ -53,6 +53,27 @@ def test_run_is_found() -> None:
     (run,) = find_other_runs(store, OWN, is_first=False, now=time.time())
 
     assert run.run_id == "other"
+
+
+def test_first_agent_adds_its_run() -> None:
+    """Later jobs find the run whose first agent has looked for others."""
+    store: Any = HashStore()
+    find_other_runs(store, "torch.rendezvous.ä\n", is_first=False, now=1.0)
+    assert not store.check([INDEX])
+
+    find_other_runs(store, "torch.rendezvous.ä\n", is_first=True, now=1.0)
+    store.set("torch.rendezvous.ä\n", b64encode(pickled_state({"node0": 0})))
+
+    (run,) = find_other_runs(store, OWN, is_first=True, now=time.time())
+    assert run.run_id == "ä\n"
+
+
+def test_hostile_index() -> None:
+    """Malformed entries are omitted."""
+    hostile = b'"a"\n{"a": 1}\n"\\ud800"\n\xff\n""\n' + b"[" * 100_000
+    longer = b'\n"%s"\n"b"\n' % (b"x" * 10_000)
+
+    assert list(other_runs._read_index(hostile + longer)) == ["a", "b"]
 
 
 def test_long_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from support.versions import needs_list_keys
-from tracedstore.coordination.key_index import record_keys
+from tracedstore.common.errors import CommandError
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
@@ -56,7 +55,6 @@ class Shrinking:
 class TestSnapshot:
     """Reading without waiting."""
 
-    @needs_list_keys
     def test_deleted_key(self) -> None:
         """A key that is deleted after it was listed is absent."""
         snapshot = StoreSnapshot.take(Shrinking(), list)
@@ -65,6 +63,15 @@ class TestSnapshot:
         assert snapshot.add("stays/num_members", 0) == 1
         assert snapshot.check(["stays/num_members"])
         assert not snapshot.check(["stays/num_members", "goes/num_members"])
+
+    def test_keys_are_not_listed(self) -> None:
+        """A store whose class has no list_keys is reported in one sentence."""
+
+        class OwnStore(dist.Store):
+            """A store of the application."""
+
+        with pytest.raises(CommandError, match="a OwnStore, does not list its keys"):
+            StoreSnapshot.take(OwnStore(), list)
 
 
 class TestLedgerLimit:
@@ -79,7 +86,6 @@ class TestLedgerLimit:
             keys = BarrierKeys(f"step/{number}")
             store.set(keys.num_members, "1")
             store.set(keys.ledger, encode_arrival(0, 1.0 + number).decode("latin-1"))
-            record_keys(store, keys.num_members)
         return store
 
     def test_newest_are_read(self, store: dist.Store) -> None:
@@ -167,7 +173,6 @@ def text_of(status: Status, width: int = 80) -> str:
     return stream.getvalue().removesuffix("\n")
 
 
-@needs_list_keys
 @pytest.mark.parametrize("restarted", [True, False])
 def test_restart(restarted: bool) -> None:
     """A barrier of an earlier attempt is abandoned if the processes are others."""
@@ -195,7 +200,6 @@ def test_restart(restarted: bool) -> None:
 class TestText:
     """The text for people."""
 
-    @needs_list_keys
     def test_hostile_keys(self) -> None:
         """A terminal executes and reorders nothing, and rich interprets no markup."""
         store = dist.HashStore()
@@ -206,7 +210,6 @@ class TestText:
         assert text.endswith("\n  \\x1b[2Jb\\n\\u202e[red]x[/]: 1 arrived")
         assert "\x1b" not in text
 
-    @needs_list_keys
     def test_long_keys(self) -> None:
         """A long key is shortened to its ends."""
         store = dist.HashStore()
@@ -218,7 +221,6 @@ class TestText:
             assert any(line.startswith("  first") for line in lines)
             assert any("x/7:" in line for line in lines)
 
-    @needs_list_keys
     def test_many_barriers(self) -> None:
         """All barriers are counted, and few are shown."""
         store = dist.HashStore()
@@ -244,7 +246,6 @@ class TestText:
             "\nbarriers in progress:\n  6 older barriers not complete, not read"
         )
 
-    @needs_list_keys
     def test_empty_store(self) -> None:
         """Nothing is missing from an empty store, because nothing is known."""
         assert text_of(status_of(dist.HashStore())).splitlines() == [
@@ -254,7 +255,6 @@ class TestText:
             "ranks: none registered",
         ]
 
-    @needs_list_keys
     def test_more_arrivals_than_ranks(self) -> None:
         """The world size of a barrier is unknown if more ranks arrive than exist."""
         store = dist.HashStore()

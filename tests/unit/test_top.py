@@ -13,7 +13,6 @@ from rich.cells import cell_len
 from support.jobs_in_stores import arrive, block, judge, register, time_out
 from tracedstore import names
 from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Cause
@@ -182,7 +181,6 @@ class TestStates:
         keys = BarrierKeys("step/7")
         for rank in range(3):
             register(store, rank, 3)
-        record_keys(store, keys.num_members)
         for rank in range(2):
             record_arrival(store, keys, rank)
             store.add(keys.num_members, 1)

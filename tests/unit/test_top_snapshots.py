@@ -15,14 +15,12 @@ import pytest
 
 from support.jobs_in_stores import arrive, block, judge
 from support.pseudo_terminal import SIZE
-from support.versions import needs_list_keys
 from tracedstore.tools.top.live import LiveApp
 from tracedstore.tools.top.model import Model
 from tracedstore.tools.top.reader_process import Request, Response
 from tracedstore.tools.top.saving import screen_svg
 from unit.test_top import NOW, job, model_of
 
-pytestmark = needs_list_keys
 KEYS = {"/": "slash", "\n": "enter"}
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 

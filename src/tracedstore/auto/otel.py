@@ -31,7 +31,7 @@ class TracedStoreInstrumentor(BaseInstrumentor):
 
     def instrumentation_dependencies(self) -> Collection[str]:
         """Return the instrumented package, with its versions."""
-        return ("torch >= 2.8",)
+        return ("torch >= 2.10",)
 
     def _instrument(self, **kwargs: Any) -> None:
         given = {name: kwargs[name] for name in _PROVIDERS if kwargs.get(name)}

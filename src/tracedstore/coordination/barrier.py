@@ -18,8 +18,6 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from torch.distributed import Store
-
 from tracedstore import names
 from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import is_from_torch
@@ -34,12 +32,10 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.barrier_telemetry import (
     BarrierTelemetry,
     guarded,
-    guarded_call,
 )
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.coordination.missing_reader import (
     READ_TIMEOUT,
     READERS,
@@ -57,8 +53,6 @@ from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.recording.watcher import WATCHER
 
-# Without it, the first rank adds the barrier to an index of keys.
-_LISTS_KEYS = hasattr(Store, "list_keys")
 # Seconds until a warning that never comes.
 _NEVER = 1e9
 
@@ -178,7 +172,6 @@ class BarrierCall(BarrierTelemetry):
                         self.world_size,
                         self._timeout,
                         self.observed,
-                        not _LISTS_KEYS,
                         self._shared,
                     )
                 ):
@@ -222,8 +215,6 @@ class BarrierCall(BarrierTelemetry):
         if not self.order:
             self.order, self.in_ledger = steps.arrive(store, self._keys, self.rank)
             self.arrived = RECORDER.ticks()
-        if self.order == 1:
-            guarded_call(record_keys, store, self._keys.num_members)
         if self.order == self.world_size:
             self._complete()
             return

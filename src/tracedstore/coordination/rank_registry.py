@@ -19,9 +19,8 @@ from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.coordination.arrivals import find_absent, list_keys, read_existing
+from tracedstore.coordination.arrivals import list_keys, read_existing
 from tracedstore.coordination.connections import side_connection
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.naming.decoders import Decoder
 from tracedstore.naming.ranges import MAX_RANKS
 from tracedstore.recording.counters import handle_of, store_of
@@ -125,9 +124,7 @@ def register(
     _threads.setdefault(handle, {})[rank] = calling_thread()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
-    connection = store if connection is None else connection
-    _write(connection, known[rank])
-    record_keys(connection, _key(rank))
+    _write(store if connection is None else connection, known[rank])
 
 
 def is_registered(store: Any, rank: int) -> bool:
@@ -276,18 +273,12 @@ def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
 
 
 def registered_ranks(store: Any, world_size: int) -> set[int]:
-    """Return the ranks with an entry, in one request if the store lists its keys."""
-    if hasattr(store, "list_keys"):
-        numbers = (
-            key.rpartition("/")[2] for key in list_keys(store) if prefix_of(key) == ""
-        )
-        found = (int(number) for number in numbers if len(number) < len(str(MAX_RANKS)))
-        return {rank for rank in found if rank < world_size}
-    ranks = range(world_size)
-    absent = find_absent(
-        lambda some: bool(store.check([_key(rank) for rank in some])), ranks
+    """Return the ranks with an entry, in one request."""
+    numbers = (
+        key.rpartition("/")[2] for key in list_keys(store) if prefix_of(key) == ""
     )
-    return set(ranks).difference(absent)
+    found = (int(number) for number in numbers if len(number) < len(str(MAX_RANKS)))
+    return {rank for rank in found if rank < world_size}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

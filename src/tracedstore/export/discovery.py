@@ -97,7 +97,7 @@ def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Registry:
     try:
         size = number(environ.get("WORLD_SIZE")) or 0
         entries = rank_registry.read_entries(store, range(size))
-        if entries.infos or not hasattr(store, "list_keys"):
+        if entries.infos:
             return _registry(entries)
         # A program that gives its own PrefixStore to a barrier registers below it. Its
         # entries that are not valid are among those of all prefixes.

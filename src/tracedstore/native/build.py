@@ -210,8 +210,8 @@ def _compiler() -> list[str]:
 def _pybind_abi() -> list[str]:
     """Return the options by which pybind11 takes this build for one of torch's.
 
-    That of torch 2.8 compares the ABI numbers of the compilers, too, and does not know
-    torch's classes in a build by another g++. The ABIs themselves are compatible.
+    Older ones compare the ABI numbers of the compilers, too, and do not know torch's
+    classes in a build by another g++. The ABIs themselves are compatible.
     """
     parts = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
     values = {part: getattr(torch._C, f"_PYBIND11_{part}", "") for part in parts}  # noqa: SLF001

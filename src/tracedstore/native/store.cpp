@@ -832,7 +832,7 @@ class NativeStore : public c10d::Store {
   bool meet(
       const py::object& call, const py::object& prefix, const py::object& rank,
       const py::object& world_size, const py::object& timeout_seconds, bool observed,
-      bool stops_if_first, const py::object& traceparent);
+      const py::object& traceparent);
 
   // Completes a barrier as its last rank: writes a value for the others, and makes a
   // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
@@ -1026,7 +1026,7 @@ struct Meeting {
 bool NativeStore::meet(
     const py::object& call, const py::object& prefix, const py::object& rank,
     const py::object& world_size, const py::object& timeout_seconds, bool observed,
-    bool stops_if_first, const py::object& traceparent) {
+    const py::object& traceparent) {
   const Meeting meeting(prefix, rank, world_size, timeout_seconds);
   if (!meeting.valid || !hasExtendedApi()) {
     return false;
@@ -1052,7 +1052,7 @@ bool NativeStore::meet(
     set_attribute(call, attributes->in_ledger, py::bool_(false));
   }
   set_attribute(call, attributes->order, py::int_(order));
-  if (order > meeting.world_size || (order == 1 && stops_if_first) ||
+  if (order > meeting.world_size ||
       (order == meeting.world_size && traceparent.is_none())) {
     return false;
   }

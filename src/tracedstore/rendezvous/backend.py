@@ -24,7 +24,6 @@ from tracedstore.coordination.connections import (
     is_one_connection,
     side_connection,
 )
-from tracedstore.coordination.key_index import record_keys
 from tracedstore.export.setup import ensure_configured
 from tracedstore.recording.counters import StoreState
 from tracedstore.recording.operation import Arguments, Method, size_of
@@ -125,7 +124,6 @@ class TracedRendezvousBackend(RendezvousBackend):
             for method in (_GET_STATE, _SET_STATE)
         )
         _guarded(RECORDER.rendezvous.open, backend.name)
-        _guarded(_record_key, backend)
         self._traced = state
         self._attendance = Attendance()
 
@@ -236,13 +234,6 @@ def _view(state: RendezvousState, size: int) -> RendezvousView:
         size=size,
         oldest_heartbeat=min(state.heartbeats.values(), default=None),
     )
-
-
-def _record_key(backend: RendezvousBackend) -> None:
-    """Add the key of the state to the index of the store, for `status`."""
-    store, key = getattr(backend, "_store", None), getattr(backend, "_key", None)
-    if isinstance(store, Store) and isinstance(key, str):
-        record_keys(store, key)
 
 
 def _identify(backend: RendezvousBackend) -> StoreIdentity:

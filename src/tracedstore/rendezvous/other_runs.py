@@ -9,13 +9,14 @@ agents of later jobs read. They do not list the keys of the store: that costs a 
 as long as the store is large, and torch holds the GIL until it is there.
 """
 
+import json
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tracedstore.common import validation
 from tracedstore.coordination.arrivals import read_existing
-from tracedstore.coordination.key_index import append_keys, read_index
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.rendezvous.state import Node, parse_state
@@ -29,6 +30,7 @@ _MAX_RUNS_READ, _MAX_RUNS_SHOWN = 16, 4
 _MAX_STATE_BYTES, _MAX_STATES_BYTES = 1 << 20, 2 << 20
 # Bytes of the end of the index, which has the latest runs.
 _MAX_INDEX_BYTES = 128 * 1024
+_MAX_ENTRY_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +57,18 @@ def find_other_runs(
     """Return the other jobs with a rendezvous in a store, as far as they are alive.
 
     Args:
-        store: A store that no other thread uses.
+        store: A connection to a TCPStore that no other thread uses.
         own_key: The key of this job's state.
         is_first: Whether this agent adds the key to the index for its job.
         now: The time, in seconds since the epoch.
     """
     # Before reading: of two jobs that start at once, one finds the other.
     if is_first:
-        append_keys(store, INDEX, own_key)
+        store.append(INDEX, f"{json.dumps(own_key)}\n")
     indexed = (
         key
         for value in read_existing(store, [INDEX])
-        for key in read_index(value[-_MAX_INDEX_BYTES:])
+        for key in _read_index(value[-_MAX_INDEX_BYTES:])
     )
     keys = [
         key
@@ -109,6 +111,17 @@ def report_other_runs(runs: Sequence[OtherRun], endpoint: str, run_id: str) -> s
         f"{shown} used this server too when this job started: the server ends with the"
         " job that started it"
     )
+
+
+def _read_index(value: bytes) -> Iterator[str]:
+    """Return the keys in the index; malformed entries are omitted."""
+    for line in value.splitlines():
+        try:
+            key = validation.text(validation.load_json(line, _MAX_ENTRY_BYTES))
+            key.encode()  # raises ValueError for half of a surrogate pair
+            yield key
+        except (ValueError, TypeError):
+            continue
 
 
 def _parse(run_id: str, value: bytes, now: float) -> OtherRun | None:

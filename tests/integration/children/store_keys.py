@@ -17,7 +17,6 @@ import tracedstore
 from integration.harness import report
 from support.versions import (
     COUNTS_ALL_GROUPS,
-    HAS_CHECKPOINT_BARRIER,
     STORE_BARRIER,
     TORCH,
     WITHOUT_COLLECTIVES,
@@ -92,15 +91,13 @@ def use_barriers(_how: str, address: str, rank: int, world_size: int) -> dict[st
     if TORCH < WITHOUT_COLLECTIVES:
         collectives = dist._StoreCollectives(store, rank, world_size)
         collectives.barrier("collective", MINUTE, True)
-    checkpoint: Any = None
-    if HAS_CHECKPOINT_BARRIER:
-        from torch.distributed.checkpoint._experimental import barriers
+    from torch.distributed.checkpoint._experimental import barriers
 
-        checkpoint = barriers.TCPStoreBarrier(
-            rank, world_size, "checkpoint", 60, True, int(sys.argv[5]), "127.0.0.1", 60
-        )
-        checkpoint._tcp_store = tracedstore.wrap(checkpoint._tcp_store)
-        checkpoint.execute_barrier()
+    checkpoint: Any = barriers.TCPStoreBarrier(
+        rank, world_size, "checkpoint", 60, True, int(sys.argv[5]), "127.0.0.1", 60
+    )
+    checkpoint._tcp_store = tracedstore.wrap(checkpoint._tcp_store)
+    checkpoint.execute_barrier()
     # One rank too few: all ranks time out, and rank 0 finds out who is missing.
     with suppress(dist.DistStoreError):
         elastic.barrier(

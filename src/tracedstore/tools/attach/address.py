@@ -10,7 +10,7 @@ import stat
 import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,14 +127,9 @@ class Address:
         remaining = started + _ANSWER_TIMEOUT - now
 
         def read(heartbeat: Heartbeat) -> StoreSnapshot:
-            with ExitStack() as connections:
-
-                def reconnect() -> Any:
-                    return connections.enter_context(connect(self))
-
-                store = reconnect()
+            with connect(self) as store:
                 heartbeat()
-                return StoreSnapshot.take(store, select, heartbeat, reconnect)
+                return StoreSnapshot.take(store, select, heartbeat)
 
         return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
 

@@ -103,7 +103,6 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         unread_finished=len(complete) - len(newest_complete),
         rendezvous=_read_rendezvous(snapshot, run_id),
         worker_stores=worker_stores(snapshot),
-        keys_listed=snapshot.keys_listed,
         unreadable_barriers=tuple(unreadable),
         unread_ledgers=len(without_ledger),
         invalid_entries=registry.invalid_count,

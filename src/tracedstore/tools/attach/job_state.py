@@ -93,7 +93,6 @@ class JobState:
             not a barrier's, or that are too large.
         unread_ledgers: The number of barriers that were not read, because the ledgers
             of newer ones are too large together.
-        keys_listed: The store listed its keys. Else only known keys were read.
         invalid_entries: The number of registry entries that are not valid.
         stalls: The verdicts and blocked ranks.
         invalid_records: The number of verdicts and records of blocked ranks that are
@@ -113,7 +112,6 @@ class JobState:
     unreadable_stores: dict[str, str] = field(default_factory=dict)
     unreadable_barriers: tuple[str, ...] = ()
     unread_ledgers: int = 0
-    keys_listed: bool = True
     invalid_entries: int = 0
     stalls: tuple[Stall, ...] = ()
     invalid_records: int = 0
@@ -140,7 +138,6 @@ class JobState:
             unread_finished=self.unread_finished + workers.unread_finished,
             unreadable_barriers=self.unreadable_barriers + workers.unreadable_barriers,
             unread_ledgers=self.unread_ledgers + workers.unread_ledgers,
-            keys_listed=self.keys_listed and workers.keys_listed,
             invalid_entries=self.invalid_entries + workers.invalid_entries,
             stalls=self.stalls + workers.stalls,
             invalid_records=self.invalid_records + workers.invalid_records,

@@ -158,7 +158,6 @@ class Status:
             ],
             "invalid_entries": job.invalid_entries,
             "invalid_keys": list(job.invalid_keys),
-            "keys_listed": job.keys_listed,
             "barriers_in_progress": [self._barrier(one) for one in job.in_progress],
             "more_barriers_in_progress": job.unread_in_progress,
             "barriers_abandoned": [self._barrier(one) for one in job.abandoned],

@@ -41,7 +41,6 @@ def status_lines(status: Status) -> list[Line]:
             _missing(status),
             *claim_lines(status),
             _line(f"store: {status.store}"),
-            *_unlisted(job),
         ],
         *map(_ranks, job.groups),
         _blocked(status),
@@ -70,7 +69,6 @@ def status_lines(status: Status) -> list[Line]:
 def problem_lines(status: Status) -> Iterator[Line]:
     """Return the lines on what could not be read or confirmed, or not completely."""
     yield from claim_lines(status)
-    yield from _unlisted(status.job)
     yield from _invalid(status.job)
     yield from _unreadable(status)
     yield from _over_limit(status)
@@ -129,15 +127,6 @@ def _missing(status: Status) -> Line:
         text = "nothing is known: the store has no rank, no barrier and no rendezvous"
         return _line(text, "bold yellow")
     return _line("nothing is missing", "bold green")
-
-
-def _unlisted(job: JobState) -> Iterator[Line]:
-    if not job.keys_listed:
-        text = (
-            "a torch older than 2.10 cannot list the keys of the store: only keys that"
-            " tracedstore and torchrun wrote under torch's own prefixes are shown"
-        )
-        yield _line(text, _WARNING)
 
 
 def _ranks(group: Group) -> Iterator[Line]:

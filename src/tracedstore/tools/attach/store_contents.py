@@ -18,7 +18,6 @@ from tracedstore.coordination.protocol import is_ledger_key
 from tracedstore.etcd.answers import key_values
 from tracedstore.etcd.layout import rendezvous_key
 from tracedstore.etcd.messages import range_of
-from tracedstore.tools.attach.known_keys import find_known_keys
 
 # Keys per multi_get request.
 _BATCH_SIZE = 1024
@@ -45,7 +44,6 @@ class StoreSnapshot:
             read have `MAX_LEDGER_BYTES` together.
         etcd_rendezvous: The rendezvous states that torch's etcd-v2 backend and
             traced-etcd keep outside the store, as base64 by run id.
-        keys_listed: The store listed its keys. Else only known keys were looked for.
     """
 
     def __init__(
@@ -56,14 +54,12 @@ class StoreSnapshot:
         *,
         invalid_keys: tuple[str, ...] = (),
         unread_ledgers: Iterable[str] = (),
-        keys_listed: bool = True,
     ) -> None:
         self.keys = frozenset(keys)
         self.invalid_keys = invalid_keys
         self.unread_ledgers = frozenset(unread_ledgers)
         self._values = values
         self.etcd_rendezvous = etcd_rendezvous or {}
-        self.keys_listed = keys_listed
 
     @classmethod
     def take(
@@ -71,7 +67,6 @@ class StoreSnapshot:
         store: Any,
         select: Callable[[Sequence[str]], list[str]],
         heartbeat: Callable[[], None] = lambda: None,
-        reconnect: Callable[[], Any] | None = None,
     ) -> "StoreSnapshot":
         """Read all keys of a store, and the values of some.
 
@@ -80,12 +75,9 @@ class StoreSnapshot:
             select: Returns the keys whose values are read. Ledgers are read last, in
                 this order, up to `MAX_LEDGER_BYTES`.
             heartbeat: Is called after each answer of the store.
-            reconnect: Returns another connection to the store. The server of a torch
-                before 2.10 closes the connection if its keys are requested.
 
         Raises:
-            CommandError: The store closed the connection, and cannot be read after
-                `reconnect` either.
+            CommandError: The store cannot list its keys.
         """
         contents = etcd_contents(store, missing_ok=False)
         if contents is not None:
@@ -96,11 +88,8 @@ class StoreSnapshot:
                 _etcd_rendezvous(store),
                 invalid_keys=contents.invalid_keys,
             )
-        listed = _list_keys(store)
+        keys = _list_keys(store)
         heartbeat()
-        if listed is None and reconnect is not None and hasattr(store, "list_keys"):
-            store = reconnect()
-        keys = listed if listed is not None else _known_keys(store, heartbeat)
         store.set_timeout(timedelta(seconds=_READ_TIMEOUT))
         values: dict[str, bytes] = {}
         selected = select(keys)
@@ -124,7 +113,6 @@ class StoreSnapshot:
             values,
             _v3_rendezvous(store),
             unread_ledgers=unread,
-            keys_listed=listed is not None,
         )
 
     def list_keys(self) -> list[str]:
@@ -153,23 +141,19 @@ class StoreSnapshot:
         return False
 
 
-def _list_keys(store: Any) -> list[str] | None:
-    """List the keys; None if torch here or in the job is too old for that."""
-    if not hasattr(store, "list_keys"):
-        return None
+def _list_keys(store: Any) -> list[str]:
     try:
         return sorted(list_keys(store))
-    except (NotImplementedError, DistNetworkError):
-        return None
-
-
-def _known_keys(store: Any, heartbeat: Callable[[], None]) -> list[str]:
-    try:
-        return sorted(find_known_keys(store, heartbeat))
+    except NotImplementedError:
+        raise CommandError(
+            f"the store, a {type(store).__name__}, does not list its keys, so nothing"
+            " can be found in it; its class has to implement list_keys()"
+        ) from None
     except DistNetworkError:
+        # A server of torch 2.8 or 2.9 does not know the request, and hangs up.
         raise CommandError(
             "the store closed the connection when its keys were requested: the job has"
-            " just ended, or another server listens there"
+            " just ended, its torch is older than 2.10, or another server listens there"
         ) from None
 
 
