@@ -15,6 +15,7 @@ from support.hostile_json import ENTRY, JSON, LAST_ARRIVAL, REPORT
 from support.hostile_pickles import OPCODES
 from support.rendezvous import pickled_state
 from tracedstore.common import validation
+from tracedstore.common.ranges import MAX_RANKS, fold, unfold
 from tracedstore.coordination import trace_context
 from tracedstore.coordination.arrivals import etcd_contents
 from tracedstore.coordination.missing_report import MissingReport
@@ -35,7 +36,6 @@ from tracedstore.diagnosis.observe.torch_key_table import ROWS
 from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.export.discovery import listed
 from tracedstore.naming import rosters
-from tracedstore.naming.ranges import MAX_RANKS, fold, unfold
 from tracedstore.rendezvous.state import Attendance, parse_state
 from tracedstore.tools.attach.collect import read_job_state, select_keys
 from tracedstore.tools.attach.job_status import Status

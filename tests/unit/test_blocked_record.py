@@ -9,6 +9,7 @@ from hypothesis import given
 from torch.distributed import HashStore
 
 from support.hostile_json import values
+from tracedstore.common import ranges
 from tracedstore.diagnosis.ask.process_answer import WrittenFamily
 from tracedstore.diagnosis.observe import blocked_record
 from tracedstore.diagnosis.observe.blocked_record import (
@@ -19,7 +20,6 @@ from tracedstore.diagnosis.observe.blocked_record import (
     read_blocked,
     withdraw_blocked,
 )
-from tracedstore.naming import ranges
 
 RECORD = BlockedRecord(
     rank=2,

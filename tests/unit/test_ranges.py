@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.naming.decoders import default_name
-from tracedstore.naming.ranges import (
-    by_host,
-    describe,
+from tracedstore.common.ranges import (
     fold,
     unfold,
     unfold_below,
 )
+from tracedstore.naming.decoders import by_host, default_name, describe_missing
 
 
 def eight_per_node(rank: int) -> str:
@@ -124,7 +122,7 @@ class TestByHost:
             calls.append(rank)
             return "host"
 
-        describe([2, 1, 2], 8, decoder)
+        describe_missing([2, 1, 2], 8, decoder)
 
         assert calls == [1, 2]
 
@@ -149,11 +147,11 @@ class TestDescribe:
     )
     def test_hosts(self, ranks: list[int], text: str) -> None:
         """Each host is listed with its ranks."""
-        assert text == describe(ranks, 2048, eight_per_node)
+        assert text == describe_missing(ranks, 2048, eight_per_node)
 
     def test_many_hosts(self) -> None:
         """Hosts after the sixteenth are counted."""
-        text = describe(range(136, 136 + 256), 2048, eight_per_node)
+        text = describe_missing(range(136, 136 + 256), 2048, eight_per_node)
 
         assert text.startswith("missing 256 of 2048: node17 (ranks 136-143), node18")
         assert text.endswith(", node32 (ranks 256-263), ... and 16 more hosts")
@@ -180,7 +178,7 @@ class TestDescribe:
     )
     def test_max_hosts(self, max_hosts: int, text: str) -> None:
         """The caller sets the number of hosts that are listed."""
-        assert text == describe(range(17), 32, eight_per_node, max_hosts)
+        assert text == describe_missing(range(17), 32, eight_per_node, max_hosts)
 
     @pytest.mark.parametrize(
         ("ranks", "text"),
@@ -192,19 +190,19 @@ class TestDescribe:
     )
     def test_no_hosts_known(self, ranks: list[int], text: str) -> None:
         """Ranks with the default name are folded into ranges."""
-        assert text == describe(ranks, 8, default_name)
+        assert text == describe_missing(ranks, 8, default_name)
 
     def test_some_hosts_known(self) -> None:
         """Hosts are listed first, then the ranks without a host."""
         decoder = {1: "one", 4: "four", 5: "four"}.__getitem__
 
-        assert describe(range(8), 8, decoder) == (
+        assert describe_missing(range(8), 8, decoder) == (
             "missing 8 of 8: one (rank 1), four (ranks 4-5), ranks 0,2-3,6-7"
         )
 
     def test_host_named_like_a_rank(self) -> None:
         """All its ranks are listed."""
-        assert describe([5, 7], 8, lambda _: "rank 5") == (
+        assert describe_missing([5, 7], 8, lambda _: "rank 5") == (
             "missing 2 of 8: rank 5 (ranks 5,7)"
         )
 
@@ -212,7 +210,7 @@ class TestDescribe:
     def test_bounded(self, decoder: object) -> None:
         """The text for every second of 98,304 ranks is short and counts all."""
         assert callable(decoder)
-        text = describe(range(0, 98_304, 2), 98_304, decoder)
+        text = describe_missing(range(0, 98_304, 2), 98_304, decoder)
 
         assert text.startswith("missing 49152 of 98304: ")
         assert "... and " in text
@@ -221,7 +219,7 @@ class TestDescribe:
     @given(st.sets(st.integers(0, 500)), st.integers(1, 9))
     def test_counts_add_up(self, ranks: set[int], max_hosts: int) -> None:
         """The count is the number of ranks, however many hosts are listed."""
-        text = describe(ranks, 501, eight_per_node, max_hosts)
+        text = describe_missing(ranks, 501, eight_per_node, max_hosts)
 
         assert text.startswith(f"missing {len(ranks)} of 501")
         hosts = {rank // 8 for rank in ranks}

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tracedstore.common import validation
+from tracedstore.common import ranges, validation
 from tracedstore.coordination.arrivals import Arrivals
-from tracedstore.naming import decoders, ranges
+from tracedstore.naming import decoders
 
 # A report that names 98,304 missing ranks has 5 MB.
 _MAX_REPORT_BYTES = 8 * 1024 * 1024
@@ -165,7 +165,9 @@ class MissingReport:
         parts = []
         if self.missing_ranks:
             parts.append(
-                ranges.describe(self.missing_ranks, self.world_size, self._name)
+                decoders.describe_missing(
+                    self.missing_ranks, self.world_size, self._name
+                )
             )
             found = [rank for rank in self.missing_ranks if self._finding(rank).doing]
             parts += [

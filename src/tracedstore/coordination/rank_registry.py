@@ -16,13 +16,13 @@ from weakref import ref
 
 from tracedstore.common import procfs, validation
 from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination.arrivals import list_keys, read_existing
 from tracedstore.coordination.connections import side_connection
 from tracedstore.naming.decoders import Decoder
-from tracedstore.naming.ranges import MAX_RANKS
 from tracedstore.recording.counters import handle_of, store_of
 from tracedstore.recording.telemetry import TELEMETRY
 

@@ -12,12 +12,13 @@ from typing import Any
 from tracedstore import names
 from tracedstore.common import validation
 from tracedstore.common.identity import process_identity
+from tracedstore.common.ranges import fold, unfold
 from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
 from tracedstore.diagnosis.ask.local_client import LocalReply
 from tracedstore.diagnosis.ask.local_socket import STATUS_PAGE
 from tracedstore.export import http_server as server
 from tracedstore.export.worker_replies import ask_workers
-from tracedstore.naming.ranges import by_host, fold, unfold
+from tracedstore.naming.decoders import by_host
 from tracedstore.recording.barrier_stats import StalledBarrier
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight, in_flight

@@ -5,9 +5,10 @@ one too.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tracedstore.common.keys import printable
+from tracedstore.common.ranges import ranks_text
 from tracedstore.naming.environment import DecoderError, quoted
 from tracedstore.naming.launchers import (
     Decoder,
@@ -22,9 +23,11 @@ __all__ = [
     "Decoder",
     "DecoderError",
     "auto",
+    "by_host",
     "by_name",
     "chain",
     "default_name",
+    "describe_missing",
     "hostfile",
     "kubernetes",
     "name_of",
@@ -103,3 +106,37 @@ def name_of(decoder: Decoder, rank: int) -> str:
         return (printable(str(name)) if name is not None else "") or default_name(rank)
     except Exception:
         return default_name(rank)
+
+
+def by_host(ranks: Iterable[int], decoder: Decoder) -> dict[str, list[int]]:
+    """Group ranks by name, in the order of each name's first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank in sorted(set(ranks)):
+        hosts.setdefault(name_of(decoder, rank), []).append(rank)
+    return hosts
+
+
+def describe_missing(
+    ranks: Iterable[int], total: int, decoder: Decoder, max_hosts: int = 16
+) -> str:
+    """Describe missing ranks for the operator, in a text of bounded length.
+
+    ``missing 9 of 64: node1 (ranks 8-15), rank 40``: first the hosts with their ranks,
+    then the ranks without a known host.
+    """
+    groups = by_host(ranks, decoder)
+    missing = sum(map(len, groups.values()))
+    without_host = [
+        group[0]
+        for name, group in groups.items()
+        if len(group) == 1 and name == default_name(group[0])
+    ]
+    for rank in without_host:
+        del groups[default_name(rank)]
+    hosts = [f"{host} ({ranks_text(group)})" for host, group in groups.items()]
+    parts = hosts[:max_hosts]
+    if rest := len(hosts) - len(parts):
+        parts.append(f"... and {rest} more host{'s' if rest > 1 else ''}")
+    if without_host:
+        parts.append(ranks_text(without_host))
+    return f"missing {missing} of {total}" + (f": {', '.join(parts)}" if parts else "")

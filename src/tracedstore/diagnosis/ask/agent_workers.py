@@ -17,6 +17,7 @@ from typing import Any, Final
 from tracedstore import names
 from tracedstore.common import procfs, timeouts
 from tracedstore.common.identity import process_identity
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.threads import DaemonThread
 from tracedstore.diagnosis.ask.allowance import Allowance
 from tracedstore.diagnosis.ask.local_identity import LocalIdentity
@@ -24,7 +25,6 @@ from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.ask.questions import MAX_POLLING_RANKS, poll_interval
 from tracedstore.diagnosis.ask.responder import Responder
-from tracedstore.naming.ranges import MAX_RANKS
 from tracedstore.recording.recorder import RECORDER
 
 ITS_AGENT: Final = "its agent"

@@ -14,9 +14,9 @@ from tracedstore.common.identity import (
     process_identity,
     restart_count,
 )
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.judgement.verdict import printable_text
-from tracedstore.naming.ranges import MAX_RANKS
 from tracedstore.recording.counters import StoreState, handle_of
 
 _MAX_PID = 2**32

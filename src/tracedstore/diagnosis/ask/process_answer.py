@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from tracedstore.common import validation
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.diagnosis.judgement.verdict import printable_text
-from tracedstore.naming.ranges import MAX_RANKS
 
 State = Literal["running", "stopped", "gone", "silent"]
 STATES: Final[tuple[State, ...]] = get_args(State)

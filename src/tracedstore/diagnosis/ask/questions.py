@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tracedstore.common import validation
+from tracedstore.common import ranges, validation
 from tracedstore.common.keys import printable
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import (
@@ -35,7 +35,6 @@ from tracedstore.diagnosis.ask.process_answer import (
     ProcessAnswer,
 )
 from tracedstore.diagnosis.judgement.verdict import printable_text
-from tracedstore.naming import ranges
 
 QUESTIONS: Final = "tracedstore/QUESTIONS"
 _QUESTION: Final = "tracedstore/QUESTION"

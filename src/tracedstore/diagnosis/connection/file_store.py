@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracedstore.common import ranges
 from tracedstore.common.identity import host_name
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.connection.connection_attempt import PHASE
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.naming import ranges
 
 _MAX_BYTES = 4 * 1024 * 1024
 # FileStore's own counter of users, the only key without a slash in front.

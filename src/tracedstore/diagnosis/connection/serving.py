@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from tracedstore.common import ranges
 from tracedstore.common.identity import host_name, restart_count
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination import rank_registry
@@ -43,8 +44,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
     publish_blocked,
     withdraw_blocked,
 )
-from tracedstore.naming import ranges
-from tracedstore.naming.decoders import auto, default_name, name_of
+from tracedstore.naming.decoders import auto, by_host, default_name, name_of
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)
 # Seconds between joining and registering, in which a rank wraps its store: how often to
@@ -196,7 +196,7 @@ class ServerSide:
         registered = sorted(set(range(size)).difference(absent))
         count = "" if joined is None else f"{joined} of {size} clients joined; "
         entries = rank_registry.read_ranks(self._client, registered[:_MAX_ENTRIES_READ])
-        hosts = ranges.by_host(entries, lambda rank: entries[rank].host)
+        hosts = by_host(entries, lambda rank: entries[rank].host)
         shown = "; ".join(
             f"{ranges.ranks_text(ranks)} on {host}"
             for host, ranks in list(hosts.items())[:_MAX_HOSTS_SHOWN]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from tracedstore.common import ranges
 from tracedstore.common.procfs import EXITED_WELL
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.ask.process_answer import NO_ANSWER, ProcessAnswer
@@ -21,7 +22,6 @@ from tracedstore.diagnosis.judgement.verdict import (
     worst,
 )
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
-from tracedstore.naming import ranges
 
 # Processes that cannot be waiting for anything: naming them needs no further reason.
 _CANNOT_ARRIVE: tuple[Cause, ...] = ("not_started", "gone", "stopped")

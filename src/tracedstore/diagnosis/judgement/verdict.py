@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
-from tracedstore.common import validation
-from tracedstore.naming import ranges
+from tracedstore.common import ranges, validation
 
 Cause = Literal[
     "not_started",

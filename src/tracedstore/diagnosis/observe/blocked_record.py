@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tracedstore.common import validation
+from tracedstore.common import ranges, validation
 from tracedstore.coordination.arrivals import read_existing, read_key
 from tracedstore.diagnosis.ask.process_answer import WrittenFamily
 from tracedstore.diagnosis.judgement.verdict import printable_text
-from tracedstore.naming import ranges
 
 # The key of a rank is this, a slash, and the rank.
 BLOCKED: Final = "tracedstore/BLOCKED"

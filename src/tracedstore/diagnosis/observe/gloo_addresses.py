@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracedstore.common import ranges
 from tracedstore.coordination.arrivals import find_absent
 from tracedstore.diagnosis.connection.addresses import IPAddress
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict, printable_text
-from tracedstore.naming import ranges
 
 _MAX_HOST_NAME = 256
 _MAX_VALUE = 1024 * 1024

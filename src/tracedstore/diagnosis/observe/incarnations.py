@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.common import procfs, validation
+from tracedstore.common import procfs, ranges, validation
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_existing
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict, printable_text
-from tracedstore.naming import ranges
 from tracedstore.recording.telemetry import TELEMETRY
 
 _STALE: Final = "tracedstore/STALE"

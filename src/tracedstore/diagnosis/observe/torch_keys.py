@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from tracedstore.common import ranges
 from tracedstore.diagnosis.observe.torch_key_table import ROWS, Row
-from tracedstore.naming import ranges
 
 _MAX_KEY_LENGTH: Final = 1024
 # torch's default for TORCH_NCCL_RANKS_PER_ROOT.

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterator
 
+from tracedstore.common import ranges
 from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.judgement.judge import examine
-from tracedstore.naming import ranges
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
 

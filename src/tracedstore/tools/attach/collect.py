@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from tracedstore.common import keys as families
 from tracedstore.common import validation
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
 from tracedstore.naming.decoders import chain, default_name
-from tracedstore.naming.ranges import MAX_RANKS
 from tracedstore.tools.attach.abandoned import AbandonedBarriers
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState
 from tracedstore.tools.attach.stalled_ranks import is_stall_key, read_stalls

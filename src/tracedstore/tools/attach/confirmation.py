@@ -8,11 +8,11 @@ its clients, and both have the record of a blocked rank.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_call import MAX_SIBLINGS
 from tracedstore.export.inflight_client import Reply
-from tracedstore.naming import ranges
 from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 
 # What a rank does that is in no Store call while it waits.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tracedstore.common import ranges
 from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
 from tracedstore.diagnosis.judgement.judge import examine
-from tracedstore.naming import ranges
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo, without_numbers
 from tracedstore.diagnosis.judgement.stalled import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
-from tracedstore.naming import ranges
 from tracedstore.tools.attach.store_contents import StoreSnapshot
 
 # Seconds. A verdict is fresh for so long, and then while ranks that it covers wait.

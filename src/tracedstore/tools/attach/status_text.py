@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tracedstore.common.ranges import ranks_text
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.discovery import invalid_entries
-from tracedstore.naming.ranges import by_host, ranks_text
+from tracedstore.naming.decoders import by_host
 from tracedstore.tools.attach.answers_text import answer_lines
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState
 from tracedstore.tools.attach.job_status import Status, count, no_answer_reason

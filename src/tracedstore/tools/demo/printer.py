@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tracedstore import names
-from tracedstore.naming.ranges import fold
+from tracedstore.common.ranges import fold
 from tracedstore.tools.demo import summary as findings
 from tracedstore.tools.demo.outputs import Event
 from tracedstore.tools.terminal import Line, Screen

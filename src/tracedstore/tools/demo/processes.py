@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from tracedstore.common.errors import CommandError
 from tracedstore.common.parent_death import die_with_parent
-from tracedstore.naming.ranges import fold
+from tracedstore.common.ranges import fold
 from tracedstore.tools.demo.output_folder import OutputFolder
 from tracedstore.tools.demo.rank import run_rank
 

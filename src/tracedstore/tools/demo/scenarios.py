@@ -14,7 +14,7 @@ from typing import Any
 from tracedstore._version import __version__
 from tracedstore.common.errors import CommandError
 from tracedstore.common.identity import ProcessIdentity
-from tracedstore.naming.ranges import fold
+from tracedstore.common.ranges import fold
 from tracedstore.tools.demo import summary as findings
 from tracedstore.tools.demo.output_folder import OutputFolder
 from tracedstore.tools.demo.outputs import RankOutputs

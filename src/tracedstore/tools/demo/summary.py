@@ -8,7 +8,7 @@ from typing import Any
 
 from tracedstore import names
 from tracedstore.common.errors import CommandError
-from tracedstore.naming.ranges import fold
+from tracedstore.common.ranges import fold
 from tracedstore.tools.demo.output_folder import OutputFolder
 from tracedstore.tools.demo.outputs import Event, ExportedSpan, RankOutputs
 from tracedstore.tools.demo.rank import CHECKPOINT

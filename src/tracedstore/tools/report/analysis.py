@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from tracedstore.naming.ranges import unfold
+from tracedstore.common.ranges import unfold
 from tracedstore.tools.report import formatting
 from tracedstore.tools.report.barrier_grouping import barrier_instances
 from tracedstore.tools.report.barriers import BarrierInstance, RankReport

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from tracedstore.naming.ranges import MAX_RANKS
+from tracedstore.common.ranges import MAX_RANKS
 
 # Every exception that the functions of this module raise.
 INVALID: Final = (KeyError, TypeError, ValueError, OverflowError)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from tracedstore.naming.ranges import fold
+from tracedstore.common.ranges import fold
 
 _MILLISECOND = 1e-3
 _MINUTE = 60.0

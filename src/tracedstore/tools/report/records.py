@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tracedstore import names
+from tracedstore.common.ranges import fold
 from tracedstore.naming.decoders import default_name
-from tracedstore.naming.ranges import fold
 from tracedstore.tools.report import event_fields as values
 from tracedstore.tools.report.event_fields import NO_RANK
 from tracedstore.tools.report.record_types import (

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-from tracedstore.naming.ranges import describe, unfold
+from tracedstore.common.ranges import unfold
+from tracedstore.naming.decoders import describe_missing
 from tracedstore.tools.report.analysis import Analysis
 from tracedstore.tools.report.barriers import BarrierInstance
 from tracedstore.tools.report.event_fields import NO_RANK
@@ -141,7 +142,9 @@ class Replay:
             complete=complete,
             arrived=one.world_size if complete else len(arrived),
             world_size=one.world_size or None,
-            missing=describe(missing, one.world_size, self._name) if missing else "",
+            missing=describe_missing(missing, one.world_size, self._name)
+            if missing
+            else "",
             missing_ranks=missing,
             ranks=array("l", (rank for _, rank in arrived)),
             times=array("d", (at for at, _ in arrived)),

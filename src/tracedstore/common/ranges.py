@@ -1,10 +1,8 @@
-"""Short texts for many ranks: folded into ranges and grouped by host."""
+"""Short texts for many ranks, folded into ranges."""
 
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-
-from tracedstore.naming.decoders import Decoder, default_name, name_of
 
 MAX_RANKS = 1_000_000
 # Without a limit, every second rank of a large job makes a log line of 300 kB.
@@ -87,40 +85,6 @@ def _expand(ranges: Iterable[range], max_ranks: int) -> tuple[int, ...]:
             raise ValueError(f"more than {max_ranks} ranks")
         accepted.append(ranks)
     return tuple(sorted({rank for ranks in accepted for rank in ranks}))
-
-
-def by_host(ranks: Iterable[int], decoder: Decoder) -> dict[str, list[int]]:
-    """Group ranks by name, in the order of each name's first rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank in sorted(set(ranks)):
-        hosts.setdefault(name_of(decoder, rank), []).append(rank)
-    return hosts
-
-
-def describe(
-    ranks: Iterable[int], total: int, decoder: Decoder, max_hosts: int = 16
-) -> str:
-    """Describe missing ranks for the operator, in a text of bounded length.
-
-    ``missing 9 of 64: node1 (ranks 8-15), rank 40``: first the hosts with their ranks,
-    then the ranks without a known host.
-    """
-    groups = by_host(ranks, decoder)
-    missing = sum(map(len, groups.values()))
-    without_host = [
-        group[0]
-        for name, group in groups.items()
-        if len(group) == 1 and name == default_name(group[0])
-    ]
-    for rank in without_host:
-        del groups[default_name(rank)]
-    hosts = [f"{host} ({ranks_text(group)})" for host, group in groups.items()]
-    parts = hosts[:max_hosts]
-    if rest := len(hosts) - len(parts):
-        parts.append(f"... and {rest} more host{'s' if rest > 1 else ''}")
-    if without_host:
-        parts.append(ranks_text(without_host))
-    return f"missing {missing} of {total}" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _to_ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
