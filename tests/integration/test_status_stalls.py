@@ -107,7 +107,7 @@ def test_stalled_job(
     )
     assert DOING in text
     assert "cause: busy evidence: rank 2 answered itself remedy: look at" in text
-    assert "waiting: ranks 0-1,3, for 30.0 s when it was reported 1" in text
+    assert "waiting: ranks 0-1,3, for 30 s when it was reported 1" in text
     assert "may have ended" not in text
     assert "missing: 1 stall reported, 3 ranks blocked" in lines
     (line,) = [line for line in lines if line.startswith("ranks 0-1,3: new_group 1")]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.common.keys import KeyFamilies, fold, printable, shown
+from tracedstore.common.keys import KeyFamilies, fold, key_text, shown
 
 
 class TestFold:
@@ -40,22 +40,22 @@ class TestPrintable:
     @given(st.one_of(st.binary(), st.text(), st.integers(), st.none()))
     def test_always_encodable_and_bounded(self, key: object) -> None:
         """The text of any argument can be encoded and has at most 256 characters."""
-        text = printable(key)
+        text = key_text(key)
 
         assert len(text) <= 256
         text.encode("utf-8")
 
     def test_undecodable_bytes_are_escaped(self) -> None:
         """Bytes that are not UTF-8 are escaped, not dropped."""
-        assert printable(b"a\xff") == "a\\xff"
+        assert key_text(b"a\xff") == "a\\xff"
 
     def test_other_types_are_not_shown(self) -> None:
         """Only the type of another argument is shown, as it may be a value."""
-        assert printable(["secret"]) == "<list>"
+        assert key_text(["secret"]) == "<list>"
 
     def test_long_keys_are_cut(self) -> None:
         """A key of ten million characters is cut to 256."""
-        text = printable("k" * 10_000_000)
+        text = key_text("k" * 10_000_000)
 
         assert len(text) == 256
         assert text.endswith("…")

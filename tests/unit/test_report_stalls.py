@@ -132,7 +132,7 @@ class TestHeadline:
 
         assert shown.texts["headline"] == WAITING
         assert shown.texts["lead"] == (
-            f"{WHY} Last reported after 60 s, at 09:01:30.000 UTC."
+            f"{WHY} Last reported after 1 min 0 s, at 09:01:30.000 UTC."
         )
         assert shown.texts["n-stalls"] == "1"
 
@@ -173,7 +173,9 @@ class TestHeadline:
         assert found.text == (
             f"The job waited in new_group 1 for {AWAITED}, and resumed"
         )
-        assert found.details == f"{WHY} It resumed after 65 s, at 09:01:35.000 UTC."
+        assert (
+            found.details == f"{WHY} It resumed after 1 min 5 s, at 09:01:35.000 UTC."
+        )
         assert not found.is_failure
 
     def test_failure_after_a_stall_that_ended(self) -> None:
@@ -244,7 +246,7 @@ class TestSection:
             "waited for": f"{AWAITED} rank 2 answered itself"
             "Remedy: look at what each awaited rank executes",
             "cause": "busy, then gone",
-            "duration": "60 sno end",
+            "duration": "1 min 0 sno end",
             "reported by": "ranks 0-1",
         }
         assert second["phase"] == "key a/1waiting: 3"

@@ -27,7 +27,7 @@ from tracedstore.tools.attach.job_state import JobState
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.status_text import status_lines
 from tracedstore.tools.attach.store_contents import StoreSnapshot
-from tracedstore.tools.terminal import Screen, duration
+from tracedstore.tools.terminal import Screen
 
 
 class Shrinking:
@@ -270,11 +270,3 @@ class TestText:
         assert (early.world_size, early.awaits_ranks) == (None, True)
         # All ranks are counted, and the last one has not set last_member yet.
         assert (late.world_size, late.awaits_ranks) == (2, False)
-
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [(-1, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")],
-    )
-    def test_durations(self, seconds: float, text: str) -> None:
-        """A duration has the two largest units."""
-        assert duration(seconds) == text

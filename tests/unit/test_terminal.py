@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console, Group
 
 from support.terminal import frames
-from tracedstore.tools.terminal import Line, Screen, escape, is_interactive
+from tracedstore.common.text import escape
+from tracedstore.tools.terminal import Line, Screen, is_interactive
 
 
 class Terminal(io.StringIO):

@@ -54,13 +54,13 @@ class TestReplay:
         ("second", "expected", "headline"),
         [
             (10.5, "www.", "the logs report no long wait"),
-            (16, "wwwA", "barrier b/0 waits for 6.0 s: missing 1 of 4: node1 (rank 3)"),
+            (16, "wwwA", "barrier b/0 waits for 6 s: missing 1 of 4: node1 (rank 3)"),
             (30, "....", "the logs report no long wait"),
-            (41, "wwAw", "stalled in new_group 1 for 9.0 s: waiting for rank 2"),
+            (41, "wwAw", "stalled in new_group 1 for 9 s: waiting for rank 2"),
             (50, "....", "the logs report no long wait"),
             (67, "ww.w", "the logs report no long wait"),
-            (71, "wwAw", "barrier b/1 waits for 6.0 s: missing 1 of 4: node1 (rank 2)"),
-            (85, "....", "first failure 5.0 s ago, rank 0 on node0: b/1: missing 1"),
+            (71, "wwAw", "barrier b/1 waits for 6 s: missing 1 of 4: node1 (rank 2)"),
+            (85, "....", "first failure 5 s ago, rank 0 on node0: b/1: missing 1"),
         ],
     )
     def test_states(

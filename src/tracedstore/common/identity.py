@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 
 if TYPE_CHECKING:
     # Processes that have not finished importing torch load this module too.
@@ -156,7 +156,7 @@ def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """
     pod = environ.get("TRACEDSTORE_POD_NAME") or socket.gethostname()
     node = environ.get("TRACEDSTORE_NODE_NAME")
-    return printable(f"{pod}@{node}" if node else pod)
+    return key_text(f"{pod}@{node}" if node else pod)
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

@@ -24,7 +24,7 @@ _VARIABLE = re.compile(
 )
 
 
-def printable(key: Any) -> str:
+def key_text(key: Any) -> str:
     """Return a key as text for a log line or a span: bounded, always encodable."""
     if isinstance(key, bytes):
         text = key[: _MAX_KEY_LENGTH + 1].decode("utf-8", "backslashreplace")
@@ -99,5 +99,5 @@ def shown(keys: Iterable[Any]) -> tuple[str, ...]:
     for key in keys:
         if len(printables) == MAX_KEYS_SHOWN:
             break
-        printables.append(printable(key))
+        printables.append(key_text(key))
     return tuple(printables)

@@ -102,12 +102,16 @@ def _range_text(bounds: tuple[int, int]) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1,4-5``, cut after `_MAX_RANGES_SHOWN` ranges."""
+def ranks_text(
+    ranks: Iterable[int], noun: str = "rank", max_ranges: int = _MAX_RANGES_SHOWN
+) -> str:
+    """Return ``rank 3`` or ``ranks 1,4-5``, cut after some ranges."""
     distinct = set(ranks)
+    if not distinct:
+        return f"no {noun}"
     ranges = _to_ranges(distinct)
-    shown = ranges[:_MAX_RANGES_SHOWN]
-    noun = "rank" if len(distinct) == 1 else "ranks"
-    text = f"{noun} {','.join(map(_range_text, shown))}"
+    shown = ranges[:max_ranges]
+    text = f"{noun if len(distinct) == 1 else f'{noun}s'} "
+    text += ",".join(map(_range_text, shown))
     rest = len(distinct) - sum(last - first + 1 for first, last in shown)
     return f"{text},... and {rest} more" if rest else text

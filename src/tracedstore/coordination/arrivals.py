@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     Ledger,
@@ -287,7 +287,7 @@ def etcd_contents(store: Any, *, missing_ok: bool = True) -> EtcdContents | None
             key = b64decode(encoded, validate=True).decode()
             items[key] = b64decode(node.value, validate=True)
         except (ValueError, TypeError):  # TypeError: no value
-            invalid.append(printable(encoded))
+            invalid.append(key_text(encoded))
     return EtcdContents(items=items, invalid_keys=tuple(invalid))
 
 

@@ -13,7 +13,7 @@ from opentelemetry.semconv.attributes import error_attributes
 
 from tracedstore import names
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import LastArrival
@@ -110,7 +110,7 @@ class BarrierTelemetry:
 
     @property
     def _shown(self) -> str:
-        return printable(self.prefix)
+        return key_text(self.prefix)
 
     @property
     def _family(self) -> str:

@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 )
 
 from tracedstore import names
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import NULL_TELEMETRY, SpanIds, Telemetry
 
@@ -192,7 +192,7 @@ class BarrierSpan:
                 parent = trace.set_span_in_context(
                     trace.NonRecordingSpan(shared), parent
                 )
-        shown = printable(self._prefix)
+        shown = key_text(self._prefix)
         self._span = self._telemetry.start_span(
             f"barrier {RECORDER.barriers.families.of(shown)}",
             attributes={

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tracedstore.common.errors import ConfigurationError
+from tracedstore.common.text import host_port
 
 DEFAULT_PORT = 2379
 _ACCEPTED = "accepted is HOST:PORT, http://HOST:PORT or https://HOST:PORT"
@@ -76,8 +77,7 @@ class Endpoint:
     secure: bool
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return host_port(self.host, self.port)
 
 
 def parse_endpoints(endpoints: str | Sequence[str], *, secure: bool) -> list[Endpoint]:

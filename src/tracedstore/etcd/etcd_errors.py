@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.text import printable
 
 _MAX_TEXT = 300
 # Codes of gRPC, which the JSON API passes on.
@@ -164,7 +165,7 @@ def answer_failure(where: str, answer: dict[str, Any], status: int) -> Failure:
     text = fields.get("message") or inner
     if not isinstance(text, str) or not text:
         text = f"HTTP status {status}"
-    message = "".join(each if each.isprintable() else " " for each in text[:_MAX_TEXT])
+    message = printable(text[:_MAX_TEXT])
     failure = _failure(where, code if isinstance(code, int) else 0, message)
     if failure is None:
         error = EtcdError(f"etcd at {where} rejects a request: {message}")

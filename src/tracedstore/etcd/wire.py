@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from tracedstore.common.signal_safety import raised_by_handler
+from tracedstore.common.text import host_port
 
 _READ_BYTES = 65_536
 _MAX_HEAD_BYTES = 65_536
@@ -110,10 +111,9 @@ class Connection:
         deadline: float,
     ) -> None:
         """Send a request; if this raises, the server has not got all of it."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
         lines = [
             f"{method} {path} HTTP/1.1",
-            f"Host: {host}:{self._port}",
+            f"Host: {host_port(self._host, self._port)}",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             *(f"{name}: {value}" for name, value in headers.items()),

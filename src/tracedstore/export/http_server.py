@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from tracedstore import names
+from tracedstore.common.text import host_port
 from tracedstore.common.threads import DaemonThread
 from tracedstore.recording.recorder import RECORDER
 
@@ -113,8 +114,7 @@ class Access:
 def base_url(host: str, port: int, *, secure: bool) -> str:
     """Return the URL at which clients reach a server, without a path."""
     name = socket.gethostname() if host in ANY_ADDRESS else host
-    shown = f"[{name}]" if ":" in name else name
-    return f"{'https' if secure else 'http'}://{shown}:{port}"
+    return f"{'https' if secure else 'http'}://{host_port(name, port)}"
 
 
 @functools.cache

@@ -7,8 +7,9 @@ one too.
 import os
 from collections.abc import Callable, Iterable, Mapping
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import plural
 from tracedstore.naming.environment import DecoderError, quoted
 from tracedstore.naming.launchers import (
     Decoder,
@@ -103,7 +104,7 @@ def name_of(decoder: Decoder, rank: int) -> str:
     try:
         # Annotated as str, but it is the user's function.
         name: object = decoder(rank)
-        return (printable(str(name)) if name is not None else "") or default_name(rank)
+        return (key_text(str(name)) if name is not None else "") or default_name(rank)
     except Exception:
         return default_name(rank)
 
@@ -136,7 +137,7 @@ def describe_missing(
     hosts = [f"{host} ({ranks_text(group)})" for host, group in groups.items()]
     parts = hosts[:max_hosts]
     if rest := len(hosts) - len(parts):
-        parts.append(f"... and {rest} more host{'s' if rest > 1 else ''}")
+        parts.append(f"... and {plural(rest, 'more host')}")
     if without_host:
         parts.append(ranks_text(without_host))
     return f"missing {missing} of {total}" + (f": {', '.join(parts)}" if parts else "")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from tracedstore.common.keys import KeyFamilies, printable
+from tracedstore.common.keys import KeyFamilies, key_text
 from tracedstore.recording.counters import BOUNDS
 
 # Calls that ended and are not counted yet, at most.
@@ -131,7 +131,7 @@ class BarrierStats:
     def _count(self) -> None:
         while self._uncounted:
             prefix, result, nanoseconds, last = self._uncounted.popleft()
-            family = self.families.of(printable(prefix))
+            family = self.families.of(key_text(prefix))
             self._durations[family, result].add(nanoseconds)
             if last:
                 self._last_arrivals[family] += 1

@@ -19,6 +19,8 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from tracedstore.common.text import escape
+
 _PLAIN_WIDTH = 80
 # Narrower terminals break the lines themselves.
 _MIN_WIDTH = 20
@@ -28,28 +30,6 @@ def is_interactive(stream: TextIO, environ: Mapping[str, str] = os.environ) -> b
     """Return whether the stream is a terminal that may be coloured and redrawn."""
     dumb = environ.get("TERM", "dumb") == "dumb"
     return stream.isatty() and not environ.get("NO_COLOR") and not dumb
-
-
-def escape(text: str) -> str:
-    r"""Replace characters that a terminal would execute or reorder.
-
-    Control characters, escape sequences, bidirectional marks and lone surrogates in
-    keys and host names become Python escapes such as ``\x1b``.
-    """
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as ``41.5 s``, ``1 min 2 s`` or ``2 h 1 min``.
-
-    A negative one is 0, because the clocks of two hosts differ.
-    """
-    seconds = max(0.0, seconds)
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)

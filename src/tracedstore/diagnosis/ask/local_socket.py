@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.common import validation
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.common.threads import DaemonThread
 from tracedstore.diagnosis.ask import socket_directory
 from tracedstore.diagnosis.ask.local_identity import LocalIdentity
@@ -273,7 +273,7 @@ def _request(line: bytes) -> tuple[str, list[str]]:
     families = fields.get("families", [])
     if type(families) is not list:
         raise ValueError("not a list of key families")
-    return fields["kind"], [printable(family) for family in families[:MAX_FAMILIES]]
+    return fields["kind"], [key_text(family) for family in families[:MAX_FAMILIES]]
 
 
 # One a process: its socket has the name of its pid.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tracedstore.common import ranges, validation
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import (
     etcd_contents,
@@ -110,7 +110,7 @@ class Question:
                 number=validation.integer(fields["number"], _MAX_NUMBER),
                 kind=fields["kind"],
                 ranks=frozenset(ranges.unfold_below(fields["ranks"], world_size)),
-                families=tuple(map(printable, fields["families"][:MAX_FAMILIES])),
+                families=tuple(map(key_text, fields["families"][:MAX_FAMILIES])),
                 asked_by=printable_text(fields["asked_by"] or "?"),
                 time=validation.seconds(fields["time"]),
             )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.naming.environment import quoted
 
@@ -45,7 +45,7 @@ class AddressDefect:
     @property
     def finding(self) -> str:
         """The value and the defect: ``MASTER_ADDR is ' a': it begins with a blank``."""
-        return f"{self.name} is {quoted(printable(self.value))}: {self.defect}"
+        return f"{self.name} is {quoted(key_text(self.value))}: {self.defect}"
 
     def __str__(self) -> str:
         return f"{self.finding}; {self.remedy}"

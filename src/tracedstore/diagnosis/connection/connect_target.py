@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
+from tracedstore.common.text import host_port
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
     check_host,
@@ -64,8 +65,7 @@ class ConnectTarget:
     @property
     def server(self) -> str:
         """host:port, or the path."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return self.path or f"{host}:{self.port_text}"
+        return self.path or host_port(self.host, self.port_text)
 
     def check_spelling(self) -> AddressDefect | None:
         """Check the address without I/O; None if it can work."""

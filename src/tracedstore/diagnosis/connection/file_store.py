@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tracedstore.common import ranges
 from tracedstore.common.identity import host_name
+from tracedstore.common.text import plural
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.connection.connection_attempt import PHASE
@@ -45,10 +46,9 @@ class FileContent:
     def describe(self) -> str:
         """Return ``/tmp/x holds 9 keys, last written at ... by uid 0``."""
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
-        noun = "key" if self.key_count == 1 else "keys"
         owner = "" if self.uid == os.getuid() else f", and belongs to uid {self.uid}"
         return (
-            f"{self.path} holds {self.key_count} {noun}, was last written at"
+            f"{self.path} holds {plural(self.key_count, 'key')}, was last written at"
             f" {written}{owner}"
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 
 _LISTEN: Final = "0A"
 _MAX_SOCKETS = 200_000
@@ -113,7 +113,7 @@ def _describe(pid: int, uid: int, proc: Path) -> PortHolder:
     with suppress(OSError):
         words = (folder / "cmdline").read_bytes().split(b"\0")[:_MAX_WORDS]
         text = b" ".join(word for word in words if word).decode("utf-8", "replace")
-        command = printable(text)[:_MAX_COMMAND]
+        command = key_text(text)[:_MAX_COMMAND]
     with suppress(OSError, ValueError, IndexError):
         # After the command in parentheses, which may have blanks.
         fields = (
@@ -126,7 +126,7 @@ def _describe(pid: int, uid: int, proc: Path) -> PortHolder:
         for entry in (folder / "environ").read_bytes().split(b"\0"):
             name, _, value = entry.decode("utf-8", "replace").partition("=")
             if name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-                variables.append((name, printable(value)))
+                variables.append((name, key_text(value)))
     return PortHolder(
         pid=pid,
         uid=uid,

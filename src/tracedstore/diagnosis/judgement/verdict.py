@@ -123,8 +123,7 @@ class Verdict:
         texts = [awaited.describe(noun) for awaited in shown]
         named = {awaited.rank for awaited in shown}
         if rest := [rank for rank in self.awaited_ranks if rank not in named]:
-            plural = "s" if len(rest) > 1 else ""
-            texts.append(f"and {noun}{plural} {ranges.fold(rest)}")
+            texts.append(f"and {ranges.ranks_text(rest, noun)}")
         return "; ".join(texts)
 
     def describe(self) -> str:

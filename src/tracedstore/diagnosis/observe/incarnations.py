@@ -284,8 +284,7 @@ def _describe_launches(
     for launch, hosts in launches.items():
         places = [
             f"{ranges.ranks_text(info.rank for info in infos)},"
-            f" pid{'s' if len(infos) > 1 else ''}"
-            f" {ranges.fold(info.pid for info in infos)} on {host}"
+            f" {ranges.ranks_text((info.pid for info in infos), 'pid')} on {host}"
             for host, infos in list(hosts.items())[:_MAX_HOSTS_SHOWN]
         ]
         more = len(hosts) - _MAX_HOSTS_SHOWN

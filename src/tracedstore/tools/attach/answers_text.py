@@ -34,8 +34,7 @@ def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
         text = f"  {examine(first.rank, first, info, '').describe()}"
         if len(members) > 1:
             others = [answer.rank for answer in members[1:]]
-            noun = "rank" if len(others) == 1 else "ranks"
-            text += f"; the same: {noun} {ranges.fold(others)}"
+            text += f"; the same: {ranges.ranks_text(others)}"
         yield Line(text, "", 4)
     if len(by_size) > _MAX_GROUPS:
         more = sum(map(len, by_size[_MAX_GROUPS:]))

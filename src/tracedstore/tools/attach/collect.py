@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tracedstore.common import keys as families
 from tracedstore.common import validation
 from tracedstore.common.ranges import MAX_RANKS
+from tracedstore.common.text import host_port
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
 from tracedstore.coordination.missing_report import MissingReport
@@ -342,9 +343,8 @@ def _worker_store_url(host: bytes, port: bytes) -> str | None:
     if not _HOST.fullmatch(host):
         return None
     name = host.decode("ascii")
-    bracketed = f"[{name}]" if ":" in name else name
     try:
-        address = f"{bracketed}:{port[:6].decode()}"
-        return f"tcp://{validation.host_and_port(address)}"
+        server = host_port(name, port[:6].decode())
+        return f"tcp://{validation.host_and_port(server)}"
     except ValueError:
         return None

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tracedstore.common.text import plural
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.export.inflight_client import Reply
@@ -47,21 +48,21 @@ class Status:
         late = [one for one in self.job.in_progress if self.is_late(one)]
         texts = []
         if stalls := self.fresh_stalls():
-            texts.append(f"{count(len(stalls), 'stall')} reported")
+            texts.append(f"{plural(len(stalls), 'stall')} reported")
         blocked = (one for one in self.blocked() if self.waited(one) >= self.after)
         if number := sum(1 for _ in blocked):
-            texts.append(f"{count(number, 'rank')} blocked")
+            texts.append(f"{plural(number, 'rank')} blocked")
         if late:
-            texts.append(f"{count(len(late), 'barrier')} not complete")
+            texts.append(f"{plural(len(late), 'barrier')} not complete")
         if absent := sum(map(self._absent_ranks, self.job.groups)):
-            texts.append(f"{count(absent, 'rank')} not registered")
+            texts.append(f"{plural(absent, 'rank')} not registered")
         for run_id, state in self.job.rendezvous.items():
             if state is None or state.closed:
                 continue
             if not state.complete:
                 texts.append(f"rendezvous {run_id} not complete")
             if silent := self.silent_nodes(state):
-                texts.append(f"{count(len(silent), 'node')} of {run_id} silent")
+                texts.append(f"{plural(len(silent), 'node')} of {run_id} silent")
         return texts
 
     def fresh_stalls(self) -> list[tuple[Verdict, Stall]]:
@@ -235,8 +236,3 @@ def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
 def no_answer_reason(reply: Reply) -> str:
     """Return why a rank has no answer."""
     return "no endpoint" if reply.state == "absent" else reply.error
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'s' if number > 1 else ''}"

@@ -39,10 +39,9 @@ def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
     """Return the lines for one group of a job."""
     groups = group_by_stacks(answers.answers, all_threads=all_threads)
     for stacks, members in groups:
-        folded = ranges.fold(answer.rank for answer in members)
-        noun = "rank" if len(members) == 1 else "ranks"
+        named = ranges.ranks_text(answer.rank for answer in members)
         where = f": {stacks[0][1][0]}" if stacks and stacks[0][1] else ""
-        yield Line(f"{noun} {folded}{where}", "bold")
+        yield Line(f"{named}{where}", "bold")
         for answer in members[:_MAX_PROCESSES_LISTED]:
             info = answers.registered.get(answer.rank)
             yield Line(f"  {examine(answer.rank, answer, info, '').describe()}", "", 4)

@@ -4,15 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import duration, plural, shorten
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.discovery import invalid_entries
 from tracedstore.naming.decoders import by_host
 from tracedstore.tools.attach.answers_text import answer_lines
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState
-from tracedstore.tools.attach.job_status import Status, count, no_answer_reason
+from tracedstore.tools.attach.job_status import Status, no_answer_reason
 from tracedstore.tools.attach.stalled_ranks import BlockedRank
 from tracedstore.tools.attach.store_contents import MAX_LEDGER_BYTES
-from tracedstore.tools.terminal import Line, duration
+from tracedstore.tools.terminal import Line
 
 if TYPE_CHECKING:
     from tracedstore.rendezvous.state import RendezvousState
@@ -104,7 +105,7 @@ def _stalled(status: Status) -> Iterator[Line]:
             text = "  none of them is blocked in this call now: it may have ended"
             yield _line(text, _WARNING)
     if rest := len(stalls[_MAX_STALLS:]):
-        yield _line(f"and {count(rest, 'more stall')}", "bold red")
+        yield _line(f"and {plural(rest, 'more stall')}", "bold red")
 
 
 def claim_lines(status: Status) -> Iterator[Line]:
@@ -114,7 +115,7 @@ def claim_lines(status: Status) -> Iterator[Line]:
         text = f"claimed, not confirmed: {doubt}. The store has the verdict:"
         yield _line(_shorten(f"{text} {verdict.describe()}"), _WARNING)
     if rest := len(claims[_MAX_STALLS:]):
-        yield _line(f"and {count(rest, 'more claim')}", _WARNING)
+        yield _line(f"and {plural(rest, 'more claim')}", _WARNING)
 
 
 def _missing(status: Status) -> Line:
@@ -139,7 +140,7 @@ def _ranks(group: Group) -> Iterator[Line]:
     for host, ranks in by_name[:_MAX_HOSTS]:
         yield _line(f"  {host}: {ranks_text(ranks)}")
     if rest := len(by_name[_MAX_HOSTS:]):
-        yield _line(f"  and {count(rest, 'more host')}")
+        yield _line(f"  and {plural(rest, 'more host')}")
     if absent := set(range(group.world_size)) - hosts.keys():
         yield _line(f"  not registered: {ranks_text(absent)}", _WARNING)
 
@@ -158,7 +159,7 @@ def _in_progress(status: Status) -> Iterator[Line]:
     if shown or job.unread_in_progress:
         yield _line("barriers in progress:", _HEADING)
     if unread := job.unread_in_progress:
-        yield _line(f"  {count(unread, 'older barrier')} not complete, not read")
+        yield _line(f"  {plural(unread, 'older barrier')} not complete, not read")
     if rest := len(job.in_progress) - len(shown):
         yield _line(f"  {rest} more, not shown")
     yield from _incomplete(status, shown)
@@ -197,7 +198,7 @@ def _over_limit(status: Status) -> Iterator[Line]:
     if number := status.job.unread_ledgers:
         limit = f"{MAX_LEDGER_BYTES >> 20} MiB"
         yield _line(
-            f"{count(number, 'barrier')} not read: the ledgers of newer ones have"
+            f"{plural(number, 'barrier')} not read: the ledgers of newer ones have"
             f" {limit} together",
             _WARNING,
         )
@@ -277,9 +278,9 @@ def _blocked(status: Status) -> Iterator[Line]:
             text += f" ({first.operation} {first.key})"
         yield _line(_shorten(f"  {text}"))
     if rest := sum(map(len, list(groups.values())[_MAX_CALLS:])):
-        yield _line(f"  and {count(rest, 'more rank')}")
+        yield _line(f"  and {plural(rest, 'more rank')}")
     if unread := status.job.unread_records:
-        text = f"  and {count(unread, 'more rank')} with records that were not read"
+        text = f"  and {plural(unread, 'more rank')} with records that were not read"
         yield _line(text, _WARNING)
 
 
@@ -292,7 +293,7 @@ def awaited_by(blocked: BlockedRank) -> str:
     for ranks, text in (("awaits", "{}"), ("members", "one of {}")):
         if folded := getattr(blocked, ranks):
             noun = "rank" if folded.isdecimal() else "ranks"
-            return text.format(f"{noun} {_shorten(folded, _MAX_RANKS_LENGTH)}")
+            return text.format(f"{noun} {shorten(folded, _MAX_RANKS_LENGTH)}")
     return "an unknown rank"
 
 
@@ -318,7 +319,7 @@ def _in_flight(status: Status) -> Iterator[Line]:
         ranks = ranks_text(info.rank for _, info in callers)
         yield _line(f"  {ranks}: {operation} {key} for {duration(longest)}")
     if rest := len(calls[_MAX_CALLS:]):
-        yield _line(f"  and {count(rest, 'more call')}")
+        yield _line(f"  and {plural(rest, 'more call')}")
     if idle:
         yield _line(f"  in no call: {ranks_text(info.rank for info in idle)}")
     yield from _unknown(unknown)
@@ -330,11 +331,11 @@ def _unknown(ranks_by_reason: Mapping[str, Sequence[RankInfo]]) -> Iterator[Line
         ranks = ranks_text(info.rank for info in infos)
         yield _line(f"  unknown: {ranks} ({reason})")
     if rest := sum(len(infos) for _, infos in reasons[_MAX_REASONS:]):
-        yield _line(f"  unknown: {count(rest, 'more rank')}")
+        yield _line(f"  unknown: {plural(rest, 'more rank')}")
 
 
-def _shorten(text: str, max_length: int = _MAX_LENGTH) -> str:
-    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+def _shorten(text: str) -> str:
+    return shorten(text, _MAX_LENGTH)
 
 
 def _last_of(total: int, shown: int) -> str:

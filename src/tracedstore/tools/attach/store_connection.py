@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import DistError, FileStore, TCPStore
 
 from tracedstore.common.errors import CommandError
+from tracedstore.common.text import host_port
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.etcd_access import count_keys, not_an_etcd
 
@@ -102,7 +103,7 @@ def _etcd(address: Address) -> Iterator[Any]:
     context = access.context() if address.secure else None
     make = partial(
         EtcdV3Store,
-        f"{_bracketed(address.host)}:{address.port}",
+        host_port(address.host, address.port),
         timeout=timedelta(seconds=_READ_TIMEOUT),
         tls=context,
         user=access.user,
@@ -140,7 +141,3 @@ def _etcd(address: Address) -> Iterator[Any]:
         ) from None
     except etcd.EtcdException:
         raise not_an_etcd(address.url) from None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

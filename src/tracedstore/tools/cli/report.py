@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 
 from tracedstore.common.errors import CommandError
+from tracedstore.common.text import number, plural
 from tracedstore.tools.report.analysis import analyse
-from tracedstore.tools.report.formatting import number, plural
 from tracedstore.tools.report.log_reader import (
     STANDARD_INPUT,
     OutputError,

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final
 
 from tracedstore.common.ranges import unfold
-from tracedstore.tools.report import formatting
+from tracedstore.common.text import timestamp
 from tracedstore.tools.report.barrier_grouping import barrier_instances
 from tracedstore.tools.report.barriers import BarrierInstance, RankReport
 from tracedstore.tools.report.event_fields import NO_RANK
@@ -150,10 +150,10 @@ class Analysis:
     def format_time(self, time: float) -> str:
         """Format a time in UTC, with the date if the logs are of more than one day."""
         first, last = (
-            formatting.timestamp(each)[:10]
+            timestamp(each)[:10]
             for each in (self.records.first_time, self.records.last_time)
         )
-        return formatting.timestamp(time)[11 if first == last else 0 :]
+        return timestamp(time)[11 if first == last else 0 :]
 
     def clock_offset(self, host: str) -> float:
         """Return by how much a clock is ahead; 0 within the tolerance or if unknown."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import clock_time, duration
 from tracedstore.tools.report.analysis import Analysis, Incident
 from tracedstore.tools.report.axes import DelayAxis, RankAxis, TimeAxis
 from tracedstore.tools.report.barriers import BarrierInstance
@@ -15,7 +17,6 @@ from tracedstore.tools.report.drawing import (
     SvgDot,
     SvgPath,
 )
-from tracedstore.tools.report.formatting import clock_time, duration, ranks
 from tracedstore.tools.report.record_types import FAILED, TIMEOUT, WAITING
 
 _HEIGHT = 320
@@ -153,5 +154,5 @@ def _crosses(
         yield SvgPath(
             "cross",
             f"M{x - 5:.1f} {y_axis.never_y - 5}l10 10m0 -10l-10 10",
-            f"{ranks(missing)} {verb} at {barrier.id.prefix}",
+            f"{ranks_text(missing)} {verb} at {barrier.id.prefix}",
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from tracedstore.common.text import clock_time, duration
 from tracedstore.tools.report.barriers import BarrierInstance
 from tracedstore.tools.report.drawing import (
     BOTTOM,
@@ -16,7 +17,6 @@ from tracedstore.tools.report.drawing import (
     SvgPath,
     label,
 )
-from tracedstore.tools.report.formatting import clock_time, duration
 
 MAX_TIME_LABELS: Final = 6
 _MAX_RANK_LABELS = 12

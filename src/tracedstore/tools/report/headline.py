@@ -5,16 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tracedstore import names
+from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import duration, enumeration, number, plural, shorten
 from tracedstore.tools.report.analysis import Analysis, Incident
 from tracedstore.tools.report.event_fields import NO_RANK
-from tracedstore.tools.report.formatting import (
-    duration,
-    enumeration,
-    number,
-    plural,
-    ranks,
-    shorten,
-)
 from tracedstore.tools.report.record_types import (
     FAILED,
     TIMEOUT,
@@ -24,7 +18,7 @@ from tracedstore.tools.report.record_types import (
 from tracedstore.tools.report.stall_merging import Stall, main_stall
 
 _MAX_RANKS = 4
-_MAX_RANKS_LENGTH = 100
+_MAX_RANGES = 12
 _MAX_HOSTS = 3
 _MAX_NAME_LENGTH = 60
 _MAX_ERROR_LENGTH = 160
@@ -223,7 +217,7 @@ def _ranks_and_hosts(analysis: Analysis, items: Sequence[int]) -> str:
         listed = enumeration(list(map(str, items)))
         text = f"rank{'s' if len(items) > 1 else ''} {listed}"
     else:
-        text = ranks(items, _MAX_RANKS_LENGTH)
+        text = ranks_text(items, max_ranges=_MAX_RANGES)
     hosts = dict.fromkeys(filter(None, map(analysis.records.missing_name, items)))
     if not hosts:
         return text

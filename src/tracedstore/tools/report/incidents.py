@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import number, plural
 from tracedstore.tools.report.analysis import Analysis, Incident
 from tracedstore.tools.report.event_fields import NO_RANK
-from tracedstore.tools.report.formatting import number, plural, ranks
 from tracedstore.tools.report.record_types import (
     COMPLETED,
     FAILED,
@@ -157,7 +158,7 @@ def _last_events(analysis: Analysis, items: Sequence[int]) -> list[LastEvents]:
 def reporters(items: Sequence[int]) -> str:
     """Format the ranks that reported an incident."""
     with_rank = [rank for rank in items if rank != NO_RANK]
-    return ranks(with_rank) if with_rank else "a process without a rank"
+    return ranks_text(with_rank) if with_rank else "a process without a rank"
 
 
 def failure_groups(analysis: Analysis) -> list[FailureGroup]:
@@ -182,7 +183,7 @@ def process_names(analysis: Analysis, processes: Sequence[LoggedProcess]) -> str
     if len(processes) == 1:
         return process_name(analysis, processes[0])
     with_rank = [each.rank for each in processes if each.rank != NO_RANK]
-    parts = [ranks(with_rank)] if with_rank else []
+    parts = [ranks_text(with_rank)] if with_rank else []
     if others := len(processes) - len(with_rank):
         parts.append(f"{number(others)} without a rank")
     return f"{plural(len(processes), 'process', 'es')}: {', '.join(parts)}"

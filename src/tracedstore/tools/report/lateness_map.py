@@ -5,6 +5,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tracedstore.common.text import clock_time, duration
 from tracedstore.tools.report.analysis import Analysis
 from tracedstore.tools.report.axes import MAX_TIME_LABELS
 from tracedstore.tools.report.drawing import (
@@ -17,7 +18,6 @@ from tracedstore.tools.report.drawing import (
     SvgPath,
     label,
 )
-from tracedstore.tools.report.formatting import clock_time, duration
 
 _MAX_COLUMNS = 200
 _MAX_ROWS = 100

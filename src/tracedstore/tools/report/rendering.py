@@ -7,7 +7,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from tracedstore.tools.report import formatting
+from tracedstore.common import text
+from tracedstore.common.ranges import ranks_text
 from tracedstore.tools.report.incidents import reporters
 
 
@@ -26,14 +27,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["plural"] = formatting.plural
+    environment.globals["plural"] = text.plural
     environment.filters.update(
-        cut=formatting.shorten,
-        duration=formatting.duration,
-        number=formatting.number,
-        ranks=formatting.ranks,
+        cut=text.shorten,
+        duration=text.signed_duration,
+        number=text.number,
+        ranks=ranks_text,
         reporters=reporters,
-        timestamp=formatting.timestamp,
+        timestamp=text.timestamp,
     )
     return environment
 
@@ -41,5 +42,5 @@ def _environment() -> Environment:
 def _finalize(value: object) -> object:
     """Make text printable. Jinja2 calls this for each value before it escapes it."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return formatting.printable(value)
+        return text.printable(value)
     return value

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from tracedstore import names
+from tracedstore.common.text import number
 from tracedstore.tools.report.analysis import Analysis, count_outcomes
-from tracedstore.tools.report.formatting import number
 from tracedstore.tools.report.record_types import (
     COMPLETED,
     FAILED,

@@ -9,8 +9,8 @@ from typing import Protocol
 from textual import on
 from textual.message import Message
 
+from tracedstore.common.text import duration
 from tracedstore.common.threads import DaemonThread
-from tracedstore.tools.terminal import duration
 from tracedstore.tools.top.app import TopApp
 from tracedstore.tools.top.fleet_grid import Name
 from tracedstore.tools.top.model import Model

@@ -3,11 +3,11 @@
 from array import array
 from collections.abc import Iterator
 
+from tracedstore.common.text import duration, plural
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.tools.attach.job_state import BarrierState
-from tracedstore.tools.attach.job_status import Status, count
+from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.status_text import problem_lines
-from tracedstore.tools.terminal import duration
 from tracedstore.tools.top.fleet_states import FleetStates
 from tracedstore.tools.top.model import (
     Barrier,
@@ -166,8 +166,8 @@ def _nothing_missing(status: Status, ranks: tuple[Rank, ...]) -> tuple[Level, st
     started = [rank for rank in ranks if rank.registered is not None]
     if len(started) < len(ranks):
         return "notable", f"{len(started)} of {len(ranks)} ranks have registered"
-    hosts = count(len({rank.host for rank in ranks}), "host")
-    return "good", f"healthy: {count(len(ranks), 'rank')} on {hosts}, none is missing"
+    hosts = plural(len({rank.host for rank in ranks}), "host")
+    return "good", f"healthy: {plural(len(ranks), 'rank')} on {hosts}, none is missing"
 
 
 def _stalled(status: Status, verdict: Verdict) -> list[str]:
@@ -196,7 +196,7 @@ def _waiting(status: Status) -> Iterator[list[str]]:
         if one.missing_report is not None:
             yield [f"{text}: {one.missing_report.describe()}"]
         else:
-            yield [f"{text}: {count(one.arrived, 'rank')} arrived"]
+            yield [f"{text}: {plural(one.arrived, 'rank')} arrived"]
     for run_id, state in status.job.rendezvous.items():
         if state is None or state.closed:
             continue

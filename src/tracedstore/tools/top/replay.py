@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import inf
 
 from tracedstore.common.ranges import unfold
+from tracedstore.common.text import duration
 from tracedstore.naming.decoders import describe_missing
 from tracedstore.tools.report.analysis import Analysis
 from tracedstore.tools.report.barriers import BarrierInstance
 from tracedstore.tools.report.event_fields import NO_RANK
 from tracedstore.tools.report.record_types import WAITING
 from tracedstore.tools.report.stall_merging import Stall
-from tracedstore.tools.terminal import duration
 from tracedstore.tools.top.model import Barrier, Level, Model, Rank, State
 
 # Ranks that are shown; those of a world size in a log may be a million.

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from tracedstore.common.text import duration
 from tracedstore.tools.report.log_reader import ReadStats
-from tracedstore.tools.terminal import duration
 from tracedstore.tools.top.app import TopApp
 from tracedstore.tools.top.model import Model
 from tracedstore.tools.top.replay import Replay

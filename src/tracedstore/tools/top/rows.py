@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from tracedstore.tools.terminal import escape
+from tracedstore.common.text import escape
 from tracedstore.tools.top.model import State
 
 # What a row or a part of it stands for: a rank, a barrier, a fold.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from tracedstore.tools.terminal import duration
+from tracedstore.common.text import duration
 from tracedstore.tools.top.fleet_grid import legend
 from tracedstore.tools.top.model import Barrier, Model, OperationRate, Rank, Rendezvous
 from tracedstore.tools.top.rows import (
@@ -24,7 +24,6 @@ VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store")
 _SILENT_AFTER = 10.0
 _LAST_BARRIERS = 8
 _NARROW = 70
-_MILLISECOND = 1e-3
 # Rows; a headline has at most a thousand characters.
 _WHOLE = 50
 
@@ -197,23 +196,19 @@ def store_rows(model: Model, width: int) -> list[Row]:
     rows += [row(), row(styled(head, "heading"))]
     for one in rates.ranks:
         text = f" {one.rank:>7}  {fit(one.host, 20)} {one.per_second:>10,.1f}"
-        text += f" {_short(one.p99):>9} {one.lost:>11,.1f}"
+        text += f" {_quantile(one.p99):>9} {one.lost:>11,.1f}"
         rows.append(row(Span(text)))
     return rows
 
 
 def _operation(one: OperationRate, chart: int) -> Row:
     text = f" {fit(one.operation, 14)} {one.per_second:>10,.1f}"
-    text += f" {_short(one.p50):>9} {_short(one.p99):>9}  "
+    text += f" {_quantile(one.p50):>9} {_quantile(one.p99):>9}  "
     return row(Span(text), Span(sparkline(one.history, chart), "chart"))
 
 
-def _short(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds < _MILLISECOND:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _quantile(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def rank_rows(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tracedstore.common.ranges import fold
-from tracedstore.tools.terminal import duration
+from tracedstore.common.text import duration
 from tracedstore.tools.top.model import Barrier, Model, Rank, State
 from tracedstore.tools.top.rows import Row, Span, fit, pad, row, shorten, styled
 
