@@ -24,7 +24,7 @@ BAD_FIELDS: list[dict[str, object]] = [
     {"world_size": "many"},
     {"metrics": "http://h:99999"},
     {"metrics": "no URL"},
-    {"answers": "no address"},
+    {"agent": "no pid"},
     {"host": "x" * 10_000},
     {"started": float("nan")},
     {"started": float("inf")},

@@ -43,7 +43,6 @@ def register(store: HashStore, pid: int, **fields: Any) -> None:
         "world_size": 2,
         "run_id": None,
         "metrics": None,
-        "answers": None,
         "started": 1.0,
         "attempt": 0,
         "start_ticks": procfs.start_ticks(pid),
