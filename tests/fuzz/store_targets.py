@@ -29,8 +29,8 @@ from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.ask.questions import Question
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe import group_stamps as stamps
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.diagnosis.observe.group_stamps import Stamp
 from tracedstore.diagnosis.observe.incarnations import Replacement
 from tracedstore.diagnosis.observe.torch_key_table import ROWS
 from tracedstore.diagnosis.observe.torch_keys import meaning
@@ -125,7 +125,7 @@ def _diagnosis(data: bytes) -> None:
         Question.from_bytes,
         ProcessAnswer.from_bytes,
         Replacement.from_bytes,
-        stamps._parse,
+        Stamp.from_bytes,
     ):
         parse(data)
 

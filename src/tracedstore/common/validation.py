@@ -49,6 +49,13 @@ def seconds(value: Any) -> float:
     return float(number)
 
 
+def any_text(value: Any) -> str:
+    """Return a value that is a text of any length, else ValueError."""
+    if type(value) is not str:
+        raise ValueError("not a text")
+    return value
+
+
 def text(value: Any, max_length: int = MAX_TEXT) -> str:
     """Return a value that is a text of bounded length, else ValueError."""
     if type(value) is not str or not 0 < len(value) <= max_length:

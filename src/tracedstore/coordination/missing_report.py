@@ -4,12 +4,12 @@ A rank that has read the arrivals publishes its report under the barrier's
 `missing_report` key, for the other ranks and for ``tracedstore status``.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from tracedstore.common import ranges, validation
+from tracedstore.common import codec, ranges, validation
+from tracedstore.common.codec import LATER, AtMost, Kind, Printable, Words, WorldSize
 from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
 
@@ -37,6 +37,30 @@ class Finding(NamedTuple):
     evidence: str = ""
 
 
+def _unfold(value: Any, _ranks: int) -> tuple[int, ...]:
+    # Of a world of any size: that of this job is what the reader takes it for.
+    return ranges.unfold_all_below(validation.any_text(value), ranges.MAX_RANKS)
+
+
+def _rank(value: str, _ranks: int) -> int:
+    return validation.digits(value.encode("utf-8", "replace"), ranges.MAX_RANKS)
+
+
+def _finding(value: Any, _ranks: int) -> Finding:
+    if type(value) is not list or len(value) != len(Finding._fields):
+        raise ValueError("not a finding")
+    cause, doing, evidence = value
+    return Finding(
+        codec.printable_text(cause), codec.words(doing), codec.words(evidence)
+    )
+
+
+_Count = Annotated[int, codec.below(_MAX_COUNT)]
+_AllRanks = Annotated[tuple[int, ...], Kind(_unfold, ranges.fold)]
+_RankKey = Annotated[int, Kind(_rank, str)]
+_Finding = Annotated[Finding, Kind(_finding, list)]
+
+
 # Finds out why ranks of a store do not arrive; omits ranks it knows nothing about.
 Examine = Callable[[Any, Sequence[int], int], Mapping[int, Finding]]
 
@@ -61,15 +85,17 @@ class MissingReport:
         traceparent: The trace that all ranks join, "" if none is published.
     """
 
-    world_size: int
-    arrived_count: int
-    unseen_ranks: tuple[int, ...]
-    unidentified_count: int
-    duplicate_ranks: tuple[int, ...]
-    names: Mapping[int, str]
-    uncounted_ranks: tuple[int, ...] = ()
-    findings: Mapping[int, Finding] = field(default_factory=dict)
-    traceparent: str = ""
+    world_size: WorldSize
+    arrived_count: _Count
+    unseen_ranks: _AllRanks
+    unidentified_count: _Count
+    duplicate_ranks: _AllRanks
+    uncounted_ranks: _AllRanks = ()
+    names: Annotated[Mapping[_RankKey, Printable], AtMost(ranges.MAX_RANKS)]
+    findings: Annotated[
+        Mapping[_RankKey, _Finding], AtMost(ranges.MAX_RANKS), LATER
+    ] = field(default_factory=dict)
+    traceparent: Annotated[Words, LATER] = ""
 
     @classmethod
     def from_arrivals(
@@ -210,59 +236,9 @@ class MissingReport:
 
     def to_bytes(self) -> bytes:
         """Encode the report for the store."""
-        return json.dumps(
-            {
-                "arrived_count": self.arrived_count,
-                "unseen_ranks": ranges.fold(self.unseen_ranks),
-                "unidentified_count": self.unidentified_count,
-                "duplicate_ranks": ranges.fold(self.duplicate_ranks),
-                "uncounted_ranks": ranges.fold(self.uncounted_ranks),
-                "names": dict(self.names),
-                "findings": dict(self.findings),
-                "traceparent": self.traceparent,
-            }
-        ).encode()
+        return codec.encode(self)
 
     @classmethod
     def from_bytes(cls, value: bytes, world_size: int) -> "MissingReport | None":
         """Decode a report; None if the value is malformed or too large."""
-        try:
-            fields = validation.load_json(value, _MAX_REPORT_BYTES)
-            return cls(
-                world_size=world_size,
-                arrived_count=validation.integer(fields["arrived_count"], _MAX_COUNT),
-                unseen_ranks=_unfold(fields["unseen_ranks"]),
-                unidentified_count=validation.integer(
-                    fields["unidentified_count"], _MAX_COUNT
-                ),
-                duplicate_ranks=_unfold(fields["duplicate_ranks"]),
-                uncounted_ranks=_unfold(fields["uncounted_ranks"]),
-                names={
-                    validation.digits(rank.encode(), ranges.MAX_RANKS): (
-                        validation.text(name)
-                    )
-                    for rank, name in fields["names"].items()
-                },
-                findings={
-                    validation.digits(rank.encode(), ranges.MAX_RANKS): Finding(
-                        validation.text(cause), _text(doing), _text(evidence)
-                    )
-                    for rank, (cause, doing, evidence) in fields.get(
-                        "findings", {}
-                    ).items()
-                },
-                traceparent=_text(fields.get("traceparent", "")),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-
-def _unfold(text: str) -> tuple[int, ...]:
-    ranks = ranges.unfold(text)
-    if ranks and ranks[-1] >= ranges.MAX_RANKS:
-        raise ValueError(f"a rank from {ranges.MAX_RANKS}")
-    return tuple(ranks)
-
-
-def _text(value: Any) -> str:
-    return validation.text(value) if value else ""
+        return codec.decode(cls, value, _MAX_REPORT_BYTES, world_size)

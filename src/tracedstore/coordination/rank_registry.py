@@ -4,17 +4,27 @@ A scheduler's roster has the host on which a rank *should* run; the registry has
 host on which it *does* run. Reading never waits for a rank that has not registered.
 """
 
-import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 from weakref import ref
 
-from tracedstore.common import procfs, validation
+from tracedstore.common import codec, procfs
+from tracedstore.common.codec import (
+    LATER,
+    HostAndPort,
+    HttpUrl,
+    Large,
+    Pid,
+    Rank,
+    Seconds,
+    Small,
+    Text,
+)
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.signal_safety import calling_thread
@@ -32,23 +42,6 @@ REGISTRY = "tracedstore/RANKS"
 _WRITE_TIMEOUT = 5.0
 # An entry has about 200 bytes; four texts of 1024 characters may be escaped in JSON.
 _MAX_ENTRY_BYTES = 64 * 1024
-_MAX_PID = 2**32
-_REQUIRED: dict[str, Callable[[Any], Any]] = {
-    "rank": partial(validation.integer, below=MAX_RANKS),
-    "host": validation.text,
-    "pid": partial(validation.integer, below=_MAX_PID),
-    "world_size": partial(validation.integer, below=MAX_RANKS + 1),
-    "started": validation.seconds,
-}
-_OPTIONAL: dict[str, Callable[[Any], Any]] = {
-    "local_rank": partial(validation.integer, below=MAX_RANKS),
-    "run_id": validation.text,
-    "metrics": validation.http_url,
-    "agent": partial(validation.integer, below=_MAX_PID),
-    "attempt": partial(validation.integer, below=MAX_RANKS),
-    "start_ticks": partial(validation.integer, below=2**63),
-    "namespace": validation.text,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +66,18 @@ class RankInfo:
             the start time it identifies the process.
     """
 
-    rank: int
-    host: str
-    pid: int
-    local_rank: int | None = None
-    world_size: int
-    run_id: str | None = None
-    metrics: str | None = None
-    agent: int | None = None
-    started: float
-    attempt: int = 0
-    start_ticks: int | None = None
-    namespace: str | None = None
+    rank: Rank
+    host: Text
+    pid: Pid
+    local_rank: Small | None = None
+    world_size: Annotated[int, codec.below(MAX_RANKS + 1)]
+    run_id: Text | None = None
+    metrics: HttpUrl | None = None
+    agent: Pid | None = None
+    started: Seconds
+    attempt: Annotated[Small, LATER] = 0
+    start_ticks: Large | None = None
+    namespace: Text | None = None
 
 
 # What this process has registered, by the handle of a store (`core.counters.handle_of`)
@@ -237,7 +230,7 @@ def _write(store: Any, info: RankInfo) -> None:
     # megabytes for three names takes longer than finding out which ranks are missing.
     # A TCPStore sends no reply to a set.
     entry = replace(info, metrics=_metrics, agent=_agent)
-    store.set(_key(info.rank), json.dumps(asdict(entry)))
+    store.set(_key(info.rank), codec.encode(entry))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,16 +355,10 @@ def parse_entry(value: bytes) -> RankInfo | None:
 
     Fields with other names are ignored: a later version may have written them.
     """
-    try:
-        entry = validation.load_json(value, _MAX_ENTRY_BYTES)
-        info = RankInfo(
-            **{name: check(entry[name]) for name, check in _REQUIRED.items()},
-            **{
-                name: check(entry[name])
-                for name, check in _OPTIONAL.items()
-                if entry.get(name) is not None
-            },
-        )
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return info if info.rank < info.world_size else None
+    info = codec.decode(RankInfo, value, _MAX_ENTRY_BYTES)
+    return info if info is not None and is_valid(info) else None
+
+
+def is_valid(info: RankInfo) -> bool:
+    """Return whether a rank is one of its world."""
+    return info.rank < info.world_size

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+from tracedstore.common.codec import printable_text
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import absent_keys, read_existing
 from tracedstore.coordination.connections import side_connection
-from tracedstore.diagnosis.judgement.verdict import printable_text
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.rendezvous.state import RendezvousState

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from tracedstore.common import validation
+from tracedstore.common import codec, validation
+from tracedstore.common.codec import AtMost, Unchecked
 from tracedstore.common.procfs import ancestors
 from tracedstore.diagnosis.ask import socket_directory
 from tracedstore.diagnosis.ask.local_identity import LocalIdentity
@@ -37,26 +38,14 @@ class LocalReply:
     """
 
     identity: LocalIdentity
-    answer: ProcessAnswer | None = None
-    workers: tuple[ProcessAnswer, ...] = ()
-    page: Any = None
+    answer: ProcessAnswer | None
+    workers: Annotated[tuple[ProcessAnswer, ...], AtMost(_MAX_WORKERS)]
+    page: Unchecked = None
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "LocalReply":
         """Decode a reply; ValueError if it is malformed or too large."""
-        try:
-            fields = validation.load_json(value, _MAX_REPLY_BYTES)
-            answer = fields["answer"]
-            return cls(
-                identity=LocalIdentity.from_fields(fields["identity"]),
-                answer=None if answer is None else ProcessAnswer.from_fields(answer),
-                workers=tuple(
-                    map(ProcessAnswer.from_fields, fields["workers"][:_MAX_WORKERS])
-                ),
-                page=fields.get("page"),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("not a reply") from error
+        return codec.from_fields(cls, validation.load_json(value, _MAX_REPLY_BYTES))
 
 
 class _Asked:

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
-from tracedstore.common import procfs, validation
+from tracedstore.common import codec, procfs
+from tracedstore.common.codec import AtMost, Large, Pid, Printable, Rank, Small, Words
 from tracedstore.common.identity import (
     ProcessIdentity,
     StoreIdentity,
@@ -16,10 +17,8 @@ from tracedstore.common.identity import (
 )
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.judgement.verdict import printable_text
 from tracedstore.recording.counters import StoreState, handle_of
 
-_MAX_PID = 2**32
 _MAX_STORES = 16
 _MAX_NAME = 1024
 
@@ -41,15 +40,15 @@ class LocalIdentity:
             compare them.
     """
 
-    rank: int | None
-    world_size: int | None
-    run_id: str | None
-    attempt: int
-    pid: int
-    start_ticks: int | None
-    master: str
+    rank: Rank | None
+    world_size: Annotated[int, codec.below(MAX_RANKS + 1)] | None
+    run_id: Printable | None
+    attempt: Small
+    pid: Pid
+    start_ticks: Large | None
+    master: Words
     registered: bool
-    stores: tuple[str, ...] = ()
+    stores: Annotated[tuple[Printable, ...], AtMost(_MAX_STORES)] = ()
 
     @classmethod
     def own(cls) -> "LocalIdentity":
@@ -99,30 +98,6 @@ class LocalIdentity:
             and self.master == other.master
         )
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: Any) -> "LocalIdentity":
-        """Return the identity with these values; ValueError if one is not valid."""
-        try:
-            return cls(
-                rank=_number(fields["rank"], MAX_RANKS),
-                world_size=_number(fields["world_size"], MAX_RANKS + 1),
-                run_id=None
-                if fields["run_id"] is None
-                else printable_text(fields["run_id"]),
-                attempt=validation.integer(fields["attempt"], MAX_RANKS),
-                pid=validation.integer(fields["pid"], _MAX_PID),
-                start_ticks=_number(fields["start_ticks"], 2**63),
-                master=printable_text(fields["master"]) if fields["master"] else "",
-                registered=fields["registered"] is True,
-                stores=tuple(map(printable_text, fields["stores"]))[:_MAX_STORES],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("not the identity of a process") from error
-
 
 def _identity(
     identity: ProcessIdentity,
@@ -158,7 +133,3 @@ def _store_name(handle: Any) -> str:
 def _store_identity(handle: Any) -> StoreIdentity:
     bottom = handle_of(bottom_of(handle))
     return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
-
-
-def _number(value: Any, below: int) -> int | None:
-    return None if value is None else validation.integer(value, below)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.common import validation
+from tracedstore.common import codec, validation
 from tracedstore.common.keys import key_text
 from tracedstore.common.threads import DaemonThread
 from tracedstore.diagnosis.ask import socket_directory
@@ -181,7 +181,7 @@ class LocalSocket:
             render = self.pages.get(kind)
             page = None if render is None else render()
             reply: dict[str, Any] = {
-                "identity": self.identity().to_fields(),
+                "identity": codec.to_fields(self.identity()),
                 "answer": None,
                 "workers": [],
                 "page": page,
@@ -203,7 +203,7 @@ class LocalSocket:
                 identity.rank, families, with_stacks=kind == "stacks"
             ).to_fields()
         return {
-            "identity": identity.to_fields(),
+            "identity": codec.to_fields(identity),
             "answer": answer,
             "workers": [worker.to_fields() for worker in self.workers()],
         }

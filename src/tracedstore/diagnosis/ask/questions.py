@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from tracedstore.common import ranges, validation
+from tracedstore.common import codec, ranges, validation
+from tracedstore.common.codec import AtMost, Kind, Seconds, Words
 from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import (
@@ -34,7 +35,6 @@ from tracedstore.diagnosis.ask.process_answer import (
     MAX_FAMILIES,
     ProcessAnswer,
 )
-from tracedstore.diagnosis.judgement.verdict import printable_text
 
 QUESTIONS: Final = "tracedstore/QUESTIONS"
 _QUESTION: Final = "tracedstore/QUESTION"
@@ -61,6 +61,13 @@ _SHORTEST_INTERVAL: Final = 1.0
 MAX_POLLING_RANKS: Final = 64
 
 
+def _unfold(value: Any, world_size: int) -> frozenset[int]:
+    return frozenset(ranges.unfold_below(validation.any_text(value), world_size))
+
+
+_Family = Annotated[str, Kind(lambda value, _: key_text(value))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A question to processes of the job.
@@ -74,24 +81,16 @@ class Question:
         time: When it was asked, in seconds since the epoch.
     """
 
-    number: int
-    kind: str = "status"
-    ranks: frozenset[int]
-    families: tuple[str, ...] = ()
-    asked_by: str = ""
-    time: float = 0.0
+    number: Annotated[int, codec.below(_MAX_NUMBER)]
+    kind: Annotated[str, codec.one_of(KINDS)] = "status"
+    ranks: Annotated[frozenset[int], Kind(_unfold, ranges.fold)]
+    families: Annotated[tuple[_Family, ...], AtMost(MAX_FAMILIES)] = ()
+    asked_by: Words = ""
+    time: Seconds = 0.0
 
     def to_bytes(self) -> bytes:
         """Encode it for the store."""
-        fields = {
-            "number": self.number,
-            "kind": self.kind,
-            "ranks": ranges.fold(self.ranks),
-            "families": list(self.families),
-            "asked_by": self.asked_by,
-            "time": self.time,
-        }
-        return json.dumps(fields).encode()
+        return codec.encode(self)
 
     @classmethod
     def from_bytes(
@@ -101,21 +100,8 @@ class Question:
 
         Ranks that the job does not have are omitted.
         """
-        try:
-            max_bytes = _MAX_QUESTION_BYTES + _BYTES_OF_RANK * world_size
-            fields = validation.load_json(value, max_bytes)
-            if fields["kind"] not in KINDS:
-                return None
-            return cls(
-                number=validation.integer(fields["number"], _MAX_NUMBER),
-                kind=fields["kind"],
-                ranks=frozenset(ranges.unfold_below(fields["ranks"], world_size)),
-                families=tuple(map(key_text, fields["families"][:MAX_FAMILIES])),
-                asked_by=printable_text(fields["asked_by"] or "?"),
-                time=validation.seconds(fields["time"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+        max_bytes = _MAX_QUESTION_BYTES + _BYTES_OF_RANK * world_size
+        return codec.decode(cls, value, max_bytes, world_size)
 
 
 def poll_interval(_world_size: int, pollers: int) -> float:
@@ -378,10 +364,10 @@ def _parsed(values: Iterable[bytes], question: Question) -> dict[int, ProcessAns
     """Decode answers; those malformed or to an earlier question are omitted."""
     answers: dict[int, ProcessAnswer] = {}
     for value in values:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError):
             fields = validation.load_json(value, _max_answer_bytes(question))
-            if fields["question"] == question.number:
-                answer = ProcessAnswer.from_fields(fields)
+            if type(fields) is dict and fields.get("question") == question.number:
+                answer = codec.from_fields(ProcessAnswer, fields)
                 answers[answer.rank] = answer
     return answers
 

@@ -1,12 +1,11 @@
 """The verdict on a hung job: whom it waits for, why, and how that is known."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Final, Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, get_args
 
-from tracedstore.common import ranges, validation
+from tracedstore.common import codec, ranges
+from tracedstore.common.codec import AtMost, Pid, Printable, Rank, Ranks, Seconds, Words
 
 Cause = Literal[
     "not_started",
@@ -49,8 +48,6 @@ _MAX_AWAITED_IN_TEXT = 8
 MAX_AWAITED: Final = 64
 _MAX_EVIDENCE = 16
 _MAX_VERDICT_BYTES = 256 * 1024
-_MAX_SENTENCE = 1024
-_MAX_PID = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +63,11 @@ class AwaitedRank:
             data.py:88 load_dataset``.
     """
 
-    rank: int
-    host: str = ""
-    pid: int | None = None
+    rank: Rank
+    host: Words = ""
+    pid: Pid | None = None
     cause: Cause = "unknown"
-    doing: str = ""
+    doing: Words = ""
 
     def describe(self, noun: str = "rank") -> str:
         """Return ``rank 2 on node4 (pid 812): alive, ...``."""
@@ -101,18 +98,18 @@ class Verdict:
         time: When it was found, in seconds since the epoch.
     """
 
-    phase: str
+    phase: Printable
     cause: Cause
-    awaited: tuple[AwaitedRank, ...] = ()
-    awaited_ranks: tuple[int, ...] = ()
-    known: str = ""
-    waiting_ranks: tuple[int, ...] = ()
-    key: str = ""
-    waited_seconds: float = 0.0
-    evidence: tuple[str, ...] = ()
-    remedy: str = ""
+    awaited: Annotated[tuple[AwaitedRank, ...], AtMost(MAX_AWAITED)] = ()
+    awaited_ranks: Ranks = ()
+    known: Words = ""
+    waiting_ranks: Ranks = ()
+    key: Words = ""
+    waited_seconds: Seconds = 0.0
+    evidence: Annotated[tuple[Words, ...], AtMost(_MAX_EVIDENCE)] = ()
+    remedy: Words = ""
     agents: bool = False
-    time: float = 0.0
+    time: Seconds = 0.0
 
     def describe_awaited(self) -> str:
         """Describe the awaited ranks in one line; what is known without any."""
@@ -152,10 +149,7 @@ class Verdict:
 
     def to_bytes(self) -> bytes:
         """Encode the verdict for the store."""
-        fields = asdict(self)
-        for name in ("awaited_ranks", "waiting_ranks"):
-            fields[name] = ranges.fold(fields[name])
-        return json.dumps(fields).encode()
+        return codec.encode(self)
 
     @classmethod
     def from_bytes(
@@ -165,62 +159,9 @@ class Verdict:
 
         So it is if it has a rank that the job has not.
         """
-        try:
-            fields = validation.load_json(value, _MAX_VERDICT_BYTES)
-            return cls(
-                phase=printable_text(fields["phase"]),
-                cause=_cause(fields["cause"]),
-                awaited=tuple(
-                    _awaited(one, world_size) for one in fields["awaited"][:MAX_AWAITED]
-                ),
-                awaited_ranks=_ranks(fields["awaited_ranks"], world_size),
-                known=_sentence(fields["known"]),
-                waiting_ranks=_ranks(fields["waiting_ranks"], world_size),
-                key=_sentence(fields["key"]),
-                waited_seconds=validation.seconds(fields["waited_seconds"]),
-                evidence=tuple(map(_sentence, fields["evidence"][:_MAX_EVIDENCE])),
-                remedy=_sentence(fields["remedy"]),
-                agents=fields["agents"] is True,
-                time=validation.seconds(fields["time"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return codec.decode(cls, value, _MAX_VERDICT_BYTES, world_size)
 
 
 def worst(causes: Iterable[Cause]) -> Cause:
     """Return the first of these causes in the order of `CAUSES`."""
     return min(causes, key=CAUSES.index, default="unknown")
-
-
-def _awaited(fields: Any, world_size: int) -> AwaitedRank:
-    pid = fields["pid"]
-    return AwaitedRank(
-        rank=validation.integer(fields["rank"], world_size),
-        host=_sentence(fields["host"]),
-        pid=None if pid is None else validation.integer(pid, _MAX_PID),
-        cause=_cause(fields["cause"]),
-        doing=_sentence(fields["doing"]),
-    )
-
-
-def _cause(value: Any) -> Cause:
-    if value not in CAUSES:
-        raise ValueError("not a cause")
-    cause: Cause = value
-    return cause
-
-
-def _sentence(value: Any) -> str:
-    return printable_text(value) if value != "" else ""
-
-
-_ranks: Callable[[Any, int], tuple[int, ...]] = ranges.unfold_all_below
-_text: Callable[[Any], str] = partial(validation.text, max_length=_MAX_SENTENCE)
-
-
-def printable_text(value: Any) -> str:
-    """Return a text without control characters; ValueError if it is no text."""
-    return "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for character in _text(value)
-    )

@@ -6,16 +6,24 @@ still counts. The rank itself knows the members of its process groups, so it tra
 keys into ranks; readers need no knowledge of keys.
 """
 
-import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
-from tracedstore.common import ranges, validation
+from tracedstore.common import codec, ranges
+from tracedstore.common.codec import (
+    AtMost,
+    Pid,
+    Printable,
+    Rank,
+    Ranks,
+    Seconds,
+    Small,
+    Words,
+)
 from tracedstore.coordination.arrivals import read_existing, read_key
 from tracedstore.diagnosis.ask.process_answer import WrittenFamily
-from tracedstore.diagnosis.judgement.verdict import printable_text
 
 # The key of a rank is this, a slash, and the rank.
 BLOCKED: Final = "tracedstore/BLOCKED"
@@ -26,7 +34,6 @@ _RANKS: Final = "tracedstore/BLOCKED_RANKS"
 _MAX_LEDGER_BYTES, _LEDGER_BYTES_OF_RANK = 64 * 1024, 64
 MAX_KEYS: Final = 16
 _MAX_RECORD_BYTES = 64 * 1024
-_MAX_PID = 2**32
 # Seconds before a wait begins in which a failed call belongs to the same stall. Ranks
 # begin at different times, and the clocks of hosts differ.
 _SAME_STALL = 60.0
@@ -57,20 +64,20 @@ class BlockedRecord:
         failed: When it failed, in seconds since the epoch; None while it lasts.
     """
 
-    rank: int
-    host: str
-    pid: int
-    attempt: int = 0
-    operation: str
-    keys: tuple[str, ...]
-    phase: str
-    protocol: str = ""
-    group: str = ""
-    awaits: tuple[int, ...] | None = None
-    members: tuple[int, ...] | None = None
-    wrote: tuple[WrittenFamily, ...] = ()
-    started: float
-    failed: float | None = None
+    rank: Rank
+    host: Printable
+    pid: Pid
+    attempt: Small = 0
+    operation: Printable
+    keys: Annotated[tuple[Printable, ...], AtMost(MAX_KEYS)]
+    phase: Printable
+    protocol: Words = ""
+    group: Words = ""
+    awaits: Ranks | None = None
+    members: Ranks | None = None
+    wrote: Annotated[tuple[WrittenFamily, ...], AtMost(MAX_KEYS)] = ()
+    started: Seconds
+    failed: Seconds | None = None
 
     def is_of_stall(self, started: float) -> bool:
         """Return whether it belongs to a stall in which a call began at this time.
@@ -81,11 +88,7 @@ class BlockedRecord:
 
     def to_bytes(self) -> bytes:
         """Encode the record for the store."""
-        fields = asdict(self)
-        for name in ("awaits", "members"):
-            if fields[name] is not None:
-                fields[name] = ranges.fold(fields[name])
-        return json.dumps(fields).encode()
+        return codec.encode(self)
 
     @classmethod
     def from_bytes(
@@ -95,26 +98,7 @@ class BlockedRecord:
 
         So it is if it has a rank that the job has not.
         """
-        try:
-            fields = validation.load_json(value, _MAX_RECORD_BYTES)
-            return cls(
-                rank=validation.integer(fields["rank"], world_size),
-                host=printable_text(fields["host"]),
-                pid=validation.integer(fields["pid"], _MAX_PID),
-                attempt=validation.integer(fields["attempt"], ranges.MAX_RANKS),
-                operation=printable_text(fields["operation"]),
-                keys=tuple(map(printable_text, fields["keys"][:MAX_KEYS])),
-                phase=printable_text(fields["phase"]),
-                protocol=_optional_text(fields["protocol"]),
-                group=_optional_text(fields["group"]),
-                awaits=_optional_ranks(fields["awaits"], world_size),
-                members=_optional_ranks(fields["members"], world_size),
-                wrote=tuple(map(WrittenFamily.from_fields, fields["wrote"][:MAX_KEYS])),
-                started=validation.seconds(fields["started"]),
-                failed=_optional_seconds(fields["failed"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return codec.decode(cls, value, _MAX_RECORD_BYTES, world_size)
 
 
 def publish_blocked(store: Any, record: BlockedRecord, *, first: bool) -> None:
@@ -162,15 +146,3 @@ def is_blocked_key(key: str) -> bool:
 def blocked_key(rank: int) -> str:
     """Return the key of a rank's record."""
     return f"{BLOCKED}/{rank}"
-
-
-def _optional_text(value: Any) -> str:
-    return printable_text(value) if value != "" else ""
-
-
-def _optional_seconds(value: Any) -> float | None:
-    return None if value is None else validation.seconds(value)
-
-
-def _optional_ranks(value: Any, world_size: int) -> tuple[int, ...] | None:
-    return None if value is None else ranges.unfold_all_below(value, world_size)

@@ -6,20 +6,20 @@ attempt or of another job. A rank that registers compares the registration that 
 with itself, and records both processes.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tracedstore import names
-from tracedstore.common import procfs, ranges, validation
+from tracedstore.common import codec, procfs, ranges
+from tracedstore.common.codec import printable_text
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_existing
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.verdict import Verdict, printable_text
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.recording.telemetry import TELEMETRY
 
 _STALE: Final = "tracedstore/STALE"
@@ -76,23 +76,18 @@ class Replacement:
 
     def to_bytes(self) -> bytes:
         """Encode the replacement for the store."""
-        return json.dumps(asdict(self)).encode()
+        return codec.encode(self)
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "Replacement | None":
         """Decode a replacement; None if the value is malformed or too large."""
-        try:
-            fields = validation.load_json(value, _MAX_ENTRY_BYTES)
-            earlier, later = (
-                rank_registry.parse_entry(json.dumps(fields[name]).encode())
-                for name in ("earlier", "later")
-            )
-            ended = fields["ended"] is True
-        except (ValueError, KeyError, TypeError, RecursionError):
+        found = codec.decode(cls, value, _MAX_ENTRY_BYTES)
+        if found is None or found.earlier.rank != found.later.rank:
             return None
-        if earlier is None or later is None or earlier.rank != later.rank:
-            return None
-        return cls(earlier=earlier, later=later, ended=ended)
+        valid = rank_registry.is_valid(found.earlier) and rank_registry.is_valid(
+            found.later
+        )
+        return found if valid else None
 
 
 def has_ended(info: RankInfo) -> bool:
