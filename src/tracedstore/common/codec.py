@@ -38,8 +38,6 @@ from tracedstore.common import ranges, text, validation
 
 T = TypeVar("T")
 
-MAX_PID: Final = 2**32
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -107,7 +105,7 @@ Rank = Annotated[int, Kind(validation.integer)]
 Ranks = Annotated[tuple[int, ...], Kind(_ranks, ranges.fold)]
 # A number of ranks, of attempts or the like.
 Small = Annotated[int, below(ranges.MAX_RANKS)]
-Pid = Annotated[int, below(MAX_PID)]
+Pid = Annotated[int, below(validation.MAX_PID)]
 Large = Annotated[int, below(2**63)]
 # Seconds since the epoch, or of a duration.
 Seconds = Annotated[float, Kind(lambda value, _: validation.seconds(value))]

@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 MAX_TEXT: Final = 1024
 # Seconds since the epoch; the year 5138.
 MAX_TIME: Final = 1e11
-_MAX_PORT: Final = 65535
+MAX_PORT: Final = 65535
+# Beyond every process id.
+MAX_PID: Final = 2**32
 
 
 def load_json(value: bytes, max_bytes: int) -> Any:
@@ -81,7 +83,7 @@ def host_and_port(value: Any) -> str:
     host, _, port = address.rpartition(":")
     if not host or any(character in host for character in "/@?#"):
         raise ValueError("not a host and a port")
-    if not digits(port.encode(), _MAX_PORT + 1):
+    if not digits(port.encode(), MAX_PORT + 1):
         raise ValueError("not a port")
     return address
 

@@ -10,8 +10,10 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from tracedstore.common import validation
+from tracedstore.common import codec
+from tracedstore.common.codec import Words
 
 _MAX_LAST_ARRIVAL_BYTES = 4096
 _MAX_RANK = 2**32
@@ -122,20 +124,13 @@ class LastArrival:
         traceparent: The trace that all ranks share.
     """
 
-    rank: int | None = None
-    traceparent: str = ""
+    rank: Annotated[int, codec.below(_MAX_RANK)] | None = None
+    traceparent: Words = ""
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "LastArrival":
         """Parse a value; both fields are empty if another program wrote it."""
-        try:
-            fields = validation.load_json(value, _MAX_LAST_ARRIVAL_BYTES)
-            rank, traceparent = fields["rank"], fields["traceparent"]
-            if rank is not None:
-                validation.integer(rank, _MAX_RANK)
-            return cls(rank, validation.text(traceparent) if traceparent else "")
-        except (ValueError, TypeError, KeyError):
-            return cls()
+        return codec.decode(cls, value, _MAX_LAST_ARRIVAL_BYTES) or cls()
 
 
 def last_arrival(rank: int | None, traceparent: str) -> str:

@@ -10,12 +10,13 @@ from prometheus_client import CollectorRegistry
 from tracedstore import names
 from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.identity import ProcessIdentity
+from tracedstore.common.validation import MAX_PORT
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.export import node_endpoint
 from tracedstore.export.http_server import Access, Server, base_url
 from tracedstore.export.pages import pages, pages_for_agent
-from tracedstore.export.settings import MAX_PORT, PREFIX, Settings
+from tracedstore.export.settings import PREFIX, Settings
 from tracedstore.recording.recorder import RECORDER
 
 

@@ -18,7 +18,6 @@ from tracedstore.recording.recorder import RECORDER
 
 # The pid of the agent, and the URL of its metrics.
 _VARIABLE: Final = "TRACEDSTORE_NODE_ENDPOINT"
-_MAX_PID: Final = 2**32
 
 # The URL of the metrics that this process serves for workers too, if it has any.
 _offered: str | None = None
@@ -71,7 +70,8 @@ def of_agent() -> NodeEndpoint | None:
     pid, _, url = os.environ.get(_VARIABLE, "").partition(" ")
     try:
         found = NodeEndpoint(
-            validation.http_url(url), validation.digits(pid.encode(), _MAX_PID)
+            validation.http_url(url),
+            validation.digits(pid.encode(), validation.MAX_PID),
         )
     except ValueError:
         return None

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from tracedstore.common.errors import ConfigurationError
+from tracedstore.common.validation import MAX_PORT
 
 PREFIX: Final = "TRACEDSTORE_"
-MAX_PORT: Final = 65535
 
 
 def _choice(*accepted: str) -> Callable[[Any], str]:

@@ -15,10 +15,10 @@ from typing import Final
 
 from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.validation import MAX_PORT
 from tracedstore.naming.environment import quoted
 
 _LOOKUP_TIMEOUT = 3.0
-_MAX_PORT: Final = 65535
 _MAX_OWN_ADDRESSES = 16
 # getfqdn() returns such a name after a reverse lookup; mostly it does not resolve.
 _REVERSE_NAMES: Final = (".ip6.arpa", ".in-addr.arpa")
@@ -91,9 +91,9 @@ def check_port(name: str, value: str, world_size: int | None) -> AddressDefect |
     except ValueError:
         defect = "it is not a number"
     else:
-        if 0 < port <= _MAX_PORT or (port == 0 and world_size == 1):
+        if 0 < port <= MAX_PORT or (port == 0 and world_size == 1):
             return None
-        defect = f"ports are 1 to {_MAX_PORT}"
+        defect = f"ports are 1 to {MAX_PORT}"
         if port == 0:
             defect = (
                 "rank 0 listens at any free port then, and the others cannot know it"

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tracedstore.common.errors import CommandError, ConfigurationError
 from tracedstore.common.parent_death import die_with_parent
+from tracedstore.common.validation import MAX_PORT
 from tracedstore.export.settings import Settings
 from tracedstore.tools.attach.token_policy import is_loopback
 from tracedstore.tools.cli.options import (
@@ -38,7 +39,6 @@ from tracedstore.tools.cli.options import (
     token_policy,
 )
 
-_MAX_PORT = 65535
 # The process id of the server, for a process that draws for a browser.
 _SERVER = "_TRACEDSTORE_TOP_SERVER"
 # What the server of --web needs itself, and what is no option.
@@ -188,7 +188,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 def _listening_address(text: str) -> tuple[str, int]:
     """Parse ``[HOST:]PORT``."""
     host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT):
+    if not (port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
         raise argparse.ArgumentTypeError(
             f"is {text!r}; accepted is [HOST:]PORT, such as 8080 or 0.0.0.0:8080"
         )
