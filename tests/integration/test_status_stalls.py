@@ -320,7 +320,7 @@ def test_thousands_of_ranks(
     assert code == 2
     assert len(out) < 8000
     assert "  rank 0: new_group 1, waiting " in out
-    assert "and 3976 more ranks" in text
+    assert "and 3,976 more ranks" in text
     assert len(document["blocked"]) == 4000
     assert document["blocked"][1]["awaits"] == "0,2-3999"
 
