@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import tracedstore
 from support.etcd import free_port
 from support.versions import TORCH
+from tracedstore.common import procfs
+from tracedstore.common.procfs import port_holder
 from tracedstore.diagnosis.connection import (
     addresses,
     connect_target,
@@ -24,7 +26,6 @@ from tracedstore.diagnosis.connection import (
 )
 from tracedstore.diagnosis.connection import connection_attempt as reach
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
-from tracedstore.diagnosis.connection.port_holder import port_holder
 from tracedstore.diagnosis.observe import gloo_addresses
 
 
@@ -163,17 +164,21 @@ class TestPortHolder:
         assert "python" in found.command
         assert "started at" in found.describe()
 
-    def test_none(self, tmp_path: Path) -> None:
+    def test_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No listener, or no proc file system."""
         assert port_holder(free_port()) is None
-        assert port_holder(1, tmp_path) is None
+        monkeypatch.setattr(procfs, "_PROC", tmp_path)
+        assert port_holder(1) is None
 
-    def test_not_readable(self, tmp_path: Path) -> None:
+    def test_not_readable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A socket without a visible process has its user."""
         (tmp_path / "net").mkdir()
         line = "0: 0100007F:0050 00000000:0000 0A 0:0 0:0 0 1234 0 77 1 0\n"
         (tmp_path / "net" / "tcp").write_text("header\nshort\n" + line)
-        found = port_holder(80, tmp_path)
+        monkeypatch.setattr(procfs, "_PROC", tmp_path)
+        found = port_holder(80)
 
         assert found is not None
         assert found.describe() == (

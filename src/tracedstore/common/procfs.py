@@ -1,15 +1,24 @@
-"""The state of processes of this host, from /proc.
+"""What /proc tells about the processes, ports and addresses of this host.
 
+Linux only, and as far as permissions allow. Where there is no /proc, nothing is known.
 A pid alone does not identify a process: pids are used again, and every pid namespace
 has its own. A process is certain by its pid, its start time and its namespace.
 """
 
 import os
 import signal
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from tracedstore.common.keys import printable
+
+IPAddress = IPv4Address | IPv6Address
 ProcState = Literal["running", "stopped", "disk_wait", "gone"]
 
 _PROC = Path("/proc")
@@ -24,6 +33,11 @@ _STATES: Final[dict[str, ProcState]] = {
 # Fields of /proc/<pid>/stat after the command, which is in parentheses.
 _STATE, _PARENT, _START_TICKS, _EXIT_STATUS = 0, 1, 19, 49
 _MAX_ENVIRON_BYTES = 1 << 20
+# The state of a socket in /proc/net/tcp.
+_LISTEN: Final = "0A"
+_MAX_SOCKETS = 200_000
+_MAX_WORDS = 4
+_MAX_COMMAND = 120
 
 
 class Stat(NamedTuple):
@@ -68,6 +82,18 @@ def own_start_ticks() -> int | None:
     return start_ticks("self")
 
 
+def start_time(pid: int | str) -> float | None:
+    """Return when a process started, in seconds since the epoch; None if unknown."""
+    ticks = start_ticks(pid)
+    if ticks is None:
+        return None
+    try:
+        uptime = float((_PROC / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def own_namespace() -> str | None:
     """Return what identifies the pid namespace of this process among all hosts.
 
@@ -110,7 +136,7 @@ def is_absent(pid: int) -> bool:
     """Return whether no process has this pid; /proc may hide those of other users."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return True
     except OSError:
         return False
@@ -172,3 +198,129 @@ def read_environ(pid: int) -> dict[str, str]:
         return {}
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, separator, value in pairs if separator}
+
+
+def read_command(pid: int) -> str:
+    """Read the first words of a process's command line; "" if it is not readable."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[:_MAX_WORDS]
+    except OSError:
+        return ""
+    text = b" ".join(word for word in words if word).decode("utf-8", "replace")
+    return printable(text)[:_MAX_COMMAND]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortHolder:
+    """A process that listens at a port.
+
+    Attributes:
+        pid: Its process id, None if it cannot be read.
+        uid: The user that owns the socket.
+        command: The first words of its command line.
+        started: When it started, in seconds since the epoch; None if unknown.
+        stopped: It is stopped by a signal.
+        environ: The variables that it was started with, as far as they are readable.
+    """
+
+    pid: int | None
+    uid: int
+    command: str = ""
+    started: float | None = None
+    stopped: bool = False
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def describe(self) -> str:
+        """Return ``pid 812 (python train.py, started at 09:12:00)``."""
+        if self.pid is None:
+            return f"a process of uid {self.uid}, whose pid is not readable here"
+        words = [self.command] if self.command else []
+        if self.started is not None:
+            local = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+            words.append(f"started at {local}")
+        if self.uid != os.getuid():
+            words.append(f"uid {self.uid}")
+        if self.stopped:
+            words.append("stopped by a signal")
+        return f"pid {self.pid}" + (f" ({', '.join(words)})" if words else "")
+
+    def is_rank(self, rank: int, port: int) -> bool:
+        """Return whether it was started as this rank, with this MASTER_PORT."""
+        started_as = self.environ.get("RANK"), self.environ.get("MASTER_PORT")
+        return started_as == (str(rank), str(port))
+
+
+def port_holder(port: int) -> PortHolder | None:
+    """Return the process that listens at a TCP port; None if there is none.
+
+    The sockets of other users' processes are visible, but not the process.
+    """
+    owners = dict(_listening(port))
+    if not owners:
+        return None
+    uid = next(iter(owners.values()))
+    pid = _process_with({f"socket:[{inode}]" for inode in owners})
+    if pid is None:
+        return PortHolder(pid=None, uid=uid)
+    stat = read_stat(pid)
+    return PortHolder(
+        pid=pid,
+        uid=uid,
+        command=read_command(pid),
+        started=start_time(pid),
+        stopped=stat is not None and _STATES.get(stat.letter) == "stopped",
+        environ=read_environ(pid),
+    )
+
+
+def _listening(port: int) -> Iterator[tuple[str, int]]:
+    """Yield inode and uid of the sockets that listen at a port."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), (_PROC / "net" / table).open() as lines:
+            for number, line in enumerate(lines):
+                if number > _MAX_SOCKETS:
+                    break
+                fields = line.split()
+                with suppress(ValueError, IndexError):
+                    local = int(fields[1].rpartition(":")[2], 16)
+                    # 0 for a socket that is being closed.
+                    if local == port and fields[3] == _LISTEN and fields[9] != "0":
+                        yield fields[9], int(fields[7])
+
+
+def _process_with(links: set[str]) -> int | None:
+    """Return the process that has an open file of these; the latest, if several do."""
+    pids: list[int] = []
+    with suppress(OSError):
+        names = (entry.name for entry in _PROC.iterdir())
+        pids = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+    for pid in pids:
+        with suppress(OSError):
+            folder = f"{_PROC}/{pid}/fd"
+            for descriptor in os.listdir(folder):  # noqa: PTH208 - thousands of them
+                with suppress(OSError):
+                    if os.readlink(f"{folder}/{descriptor}") in links:  # noqa: PTH115
+                        return pid
+    return None
+
+
+def interface_addresses() -> list[IPAddress]:
+    """Return the IP addresses of this machine."""
+    found: list[IPAddress] = []
+    with suppress(OSError, ValueError):
+        lines = (_PROC / "net/fib_trie").read_text().splitlines()
+        for before, line in pairwise(lines):
+            if "/32 host LOCAL" in line:
+                found.append(ip_address(before.rpartition("-- ")[2].strip()))
+    with suppress(OSError, ValueError):
+        lines = (_PROC / "net/if_inet6").read_text().splitlines()
+        found += [IPv6Address(bytes.fromhex(line.partition(" ")[0])) for line in lines]
+    return list(dict.fromkeys(found))
+
+
+def max_backlog() -> str:
+    """Return net.core.somaxconn of this host."""
+    try:
+        return (_PROC / "sys/net/core/somaxconn").read_text().strip()
+    except OSError:
+        return "unknown"

@@ -7,13 +7,13 @@ connection does not succeed, and are bounded in time.
 import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 from tracedstore.common.keys import key_text
+from tracedstore.common import procfs
+from tracedstore.common.keys import printable
+from tracedstore.common.procfs import IPAddress
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.validation import MAX_PORT
 from tracedstore.naming.environment import quoted
@@ -22,8 +22,6 @@ _LOOKUP_TIMEOUT = 3.0
 _MAX_OWN_ADDRESSES = 16
 # getfqdn() returns such a name after a reverse lookup; mostly it does not resolve.
 _REVERSE_NAMES: Final = (".ip6.arpa", ".in-addr.arpa")
-
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +180,11 @@ def check_served_here(
 
 def own_addresses() -> list[str]:
     """List the IP addresses of this machine, loopback and link-local ones excluded."""
-    found: list[str] = []
-    with suppress(OSError):
-        lines = Path("/proc/net/fib_trie").read_text().splitlines()
-        for before, line in pairwise(lines):
-            if "/32 host LOCAL" in line:
-                found.append(before.rpartition("-- ")[2].strip())
-    with suppress(OSError):
-        found += [
-            str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
-            for line in Path("/proc/net/if_inet6").read_text().splitlines()
-        ]
-    usable = []
-    for text in dict.fromkeys(found):
-        with suppress(ValueError):
-            address = ipaddress.ip_address(text)
-            if not (address.is_loopback or address.is_link_local):
-                usable.append(text)
-    return usable
+    return [
+        str(address)
+        for address in procfs.interface_addresses()
+        if not (address.is_loopback or address.is_link_local)
+    ]
 
 
 def describe_own() -> str:

@@ -9,19 +9,18 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from tracedstore.common import procfs
+from tracedstore.common.procfs import IPAddress
 from tracedstore.diagnosis.connection import error_causes, tcpstore_probe
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
-    IPAddress,
     check_lookup,
     check_served_here,
     is_local,
 )
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
-from tracedstore.diagnosis.connection.port_holder import port_holder
 from tracedstore.diagnosis.judgement.verdict import (
     REMEDIES,
     AwaitedRank,
@@ -110,7 +109,7 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
             result = ANSWERED  # nothing is known to be wrong
     holder = ""
     if result in (SILENT, FOREIGN) and all(map(is_local, addresses)):
-        found = port_holder(target.port)
+        found = procfs.port_holder(target.port)
         holder = "" if found is None else found.describe()
     return Reach(
         result=result,
@@ -164,7 +163,9 @@ def verdict(
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
     sentence = _SENTENCES.get(
         reach.result, "connecting to {server} fails from {here}"
-    ).format(server=target.server, here=socket.gethostname(), somaxconn=_somaxconn())
+    ).format(
+        server=target.server, here=socket.gethostname(), somaxconn=procfs.max_backlog()
+    )
     evidence = [sentence]
     if shown != target.host:
         evidence.insert(0, f"{target.host_name} {target.host!r} resolves to {shown}")
@@ -239,7 +240,7 @@ def from_defect(
 
 def port_in_use(target: ConnectTarget) -> Verdict:
     """Return who holds the port that this process should serve at."""
-    found = port_holder(target.port)
+    found = procfs.port_holder(target.port)
     here = socket.gethostname()
     who = "a process that is not visible here" if found is None else found.describe()
     rank = target.rank or 0
@@ -270,10 +271,3 @@ def port_in_use(target: ConnectTarget) -> Verdict:
         agents=target.agents,
         time=time.time(),
     )
-
-
-def _somaxconn() -> str:
-    try:
-        return Path("/proc/sys/net/core/somaxconn").read_text().strip()
-    except OSError:
-        return "unknown"

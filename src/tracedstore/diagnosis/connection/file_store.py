@@ -7,11 +7,11 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tracedstore.common import ranges
+from tracedstore.common import procfs
 from tracedstore.common.identity import host_name
 from tracedstore.common.text import plural
 from tracedstore.coordination import rank_registry
@@ -116,7 +116,7 @@ def check_earlier_run(path: str, rank: int | None) -> Verdict | None:
     ended = [info for info in content.ranks.values() if _has_ended(info)]
     alive = len(content.ranks) - len(ended)
     if (alive and (own is None or not _has_ended(own))) or (
-        not content.ranks and content.written >= _process_start() - 1
+        not content.ranks and content.written >= (procfs.start_time("self") or 0.0) - 1
     ):
         # Other ranks of this job, which may be untraced.
         return None
@@ -157,23 +157,6 @@ def _has_ended(info: RankInfo) -> bool:
     """Return whether the process of an entry has ended, as far as this host knows."""
     if not _is_here(info):
         return False
-    with suppress(PermissionError):
-        try:
-            os.kill(info.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return True
-    # The process id may belong to a later process by now.
-    started = _process_start(info.pid)
-    return started > info.started + 1
-
-
-def _process_start(pid: int | None = None) -> float:
-    """Return when a process started, in seconds since the epoch; 0 if unknown."""
-    with suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{'self' if pid is None else pid}/stat").read_text(
-            errors="replace"
-        )
-        ticks = int(text.rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    # A later process may have the process id by now.
+    started = procfs.start_time(info.pid) or 0.0
+    return procfs.is_absent(info.pid) or started > info.started + 1
