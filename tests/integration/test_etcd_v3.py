@@ -359,7 +359,7 @@ class TestErrors:
         """Nothing listens at the address: an error at once."""
         store = EtcdV3Store(f"127.0.0.1:{free_port()}", "errors")
 
-        with pytest.raises(EtcdUnreachableError, match="refused; no server listens"):
+        with pytest.raises(EtcdUnreachableError, match="nothing listens there"):
             store.set("k", "v")
 
     def test_unknown_host(self) -> None:

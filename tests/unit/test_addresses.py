@@ -27,6 +27,7 @@ from tracedstore.diagnosis.connection import (
 from tracedstore.diagnosis.connection import connection_attempt as reach
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 from tracedstore.diagnosis.observe import gloo_addresses
+from tracedstore.recording import connection_failures
 
 
 class TestSpelling:
@@ -307,7 +308,7 @@ class TestReach:
             found = reach.examine(target)
         verdict = reach.verdict(target, found, 3)
 
-        assert found.result == reach.FOREIGN
+        assert found.result == connection_failures.FOREIGN
         assert verdict is not None
         assert verdict.cause == "server_unreachable"
         assert verdict.awaited_ranks == ()

@@ -11,7 +11,6 @@
 Each text is one sentence with the server and the remedy. No text has a value.
 """
 
-import socket
 import ssl
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,12 @@ from torch.distributed import DistStoreError
 
 from tracedstore.common.errors import TracedStoreError
 from tracedstore.common.text import printable
+from tracedstore.recording.connection_failures import (
+    CONNECTION_LOST,
+    classify,
+    describe,
+    failure_of,
+)
 
 _MAX_TEXT = 300
 # Codes of gRPC, which the JSON API passes on.
@@ -103,17 +108,12 @@ def connection_failure(
         return Failure(error=_certificate_error(where, error), cause=error)
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return _tls_failure(where, error, sent=sent)
-    if isinstance(error, socket.gaierror):
-        host = where.rpartition(":")[0]
-        text = f"the host name {host!r} cannot be resolved"
-    elif isinstance(error, ConnectionRefusedError):
-        text = "the connection was refused; no server listens there"
-    elif isinstance(error, TimeoutError):
-        text = "it does not answer in time"
-    elif isinstance(error, (ssl.SSLEOFError, ConnectionResetError)):
-        text = "the connection was closed" + hint
+    closed = isinstance(error, ssl.SSLEOFError)
+    cause = CONNECTION_LOST if closed else classify(error)
+    if cause == CONNECTION_LOST:
+        text = failure_of(cause).brief + hint
     else:
-        text = error.strerror or str(error) or type(error).__name__
+        text = describe(error, where.rpartition(":")[0])
     message = f"etcd at {where} cannot be reached: {text[:_MAX_TEXT]}"
     return Failure(
         error=EtcdUnreachableError(message), sent=sent, transient=True, cause=error

@@ -21,7 +21,7 @@ _MAX_BODY_BYTES = 256 * 1024 * 1024
 _KEEPALIVE = (10, 5, 3)
 
 
-class ProtocolError(OSError):
+class NotHttpError(OSError):
     """The server does not speak HTTP."""
 
 
@@ -171,7 +171,7 @@ class Connection:
                 del rest[: end + 1]
                 yield line
             if len(rest) > _MAX_BODY_BYTES:
-                raise ProtocolError("the server sends an endless line")
+                raise NotHttpError("the server sends an endless line")
         if rest:
             yield bytes(rest)
 
@@ -180,7 +180,7 @@ class Connection:
         for chunk in self._chunks(deadline):
             body += chunk
             if len(body) > _MAX_BODY_BYTES:
-                raise ProtocolError("the answer is too long")
+                raise NotHttpError("the answer is too long")
         return bytes(body)
 
     def _chunks(self, deadline: float) -> Iterator[bytes]:
@@ -195,7 +195,7 @@ class Connection:
         first = self._line(deadline)
         version, _, rest = first.partition(b" ")
         if not version.startswith(b"HTTP/1."):
-            raise ProtocolError("the server does not speak HTTP")
+            raise NotHttpError("the server does not speak HTTP")
         status = self._number(rest[:3])
         length, chunked, keep = None, False, version == b"HTTP/1.1"
         for line in self._header_lines(deadline):
@@ -214,7 +214,7 @@ class Connection:
         while line := self._line(deadline):
             read += len(line)
             if read > _MAX_HEAD_BYTES:
-                raise ProtocolError("the headers of the answer are too long")
+                raise NotHttpError("the headers of the answer are too long")
             yield line
 
     @staticmethod
@@ -224,13 +224,13 @@ class Connection:
         except ValueError:
             number = -1
         if not 0 <= number <= _MAX_BODY_BYTES:
-            raise ProtocolError("the server does not speak HTTP")
+            raise NotHttpError("the server does not speak HTTP")
         return number
 
     def _line(self, deadline: float) -> bytes:
         while (end := self._buffer.find(b"\r\n")) < 0:
             if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise ProtocolError("the server does not speak HTTP")
+                raise NotHttpError("the server does not speak HTTP")
             self._buffer += self._receive(deadline)
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 2]

@@ -8,50 +8,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tracedstore.common.errors import error_message
-from tracedstore.diagnosis.connection.error_causes import (
-    ADDRESS_IN_USE,
+from tracedstore.recording.connection_failures import (
     CLOSED,
     CONNECTION_LOST,
     CORRUPT_STATE,
-    FOREIGN,
-    NAME_RESOLUTION,
     NO_ANSWER,
     NO_ROOM,
     NOT_WRITTEN,
     RANK_0_REPLACED,
-    REFUSED,
-    TLS,
     TOO_FEW_NODES,
     UNKNOWN,
-    UNREACHABLE,
     V2_API_OFF,
     classify,
+    failure_of,
     probe_endpoint,
 )
 
 _MAX_CAUSES = 8
 
 _REMEDIES = {
-    NAME_RESOLUTION: "the host name of the endpoint cannot be resolved here",
-    REFUSED: "nothing listens at the endpoint: the server is not started, or has ended",
-    UNREACHABLE: "there is no route to the endpoint from here",
-    NO_ANSWER: (
-        "the endpoint does not answer: a firewall drops the packets, or another program"
-        " listens there"
-    ),
-    CONNECTION_LOST: (
-        "the connection broke: the server was stopped or restarted, or it is an etcd"
-        " that requires TLS (protocol=https in --rdzv-conf)"
-    ),
-    FOREIGN: (
-        "another program answers at the endpoint, not a TCPStore: correct host and"
-        " port, or use another port"
-    ),
-    ADDRESS_IN_USE: "another program on this machine uses the port of the endpoint",
-    TLS: (
-        "the TLS handshake failed: check protocol, ca_cert, ssl_cert and ssl_cert_key"
-        " in --rdzv-conf, and the dates of the certificates"
-    ),
     V2_API_OFF: (
         "this etcd answers, but has no v2 API, which torch's etcd backend needs: start"
         " it with --enable-v2 (etcd 3.4 and 3.5 have that, 3.6 does not), or use"
@@ -84,7 +59,7 @@ class Diagnosis:
     """The cause of a failure.
 
     Attributes:
-        cause: One of the constants above.
+        cause: A cause of `core.connection_failures`.
         causes: The chain of exceptions as text, from the raised one to the root.
     """
 
@@ -94,7 +69,7 @@ class Diagnosis:
     @property
     def remedy(self) -> str:
         """What the cause means and what to check; "" if it is unknown."""
-        return _REMEDIES.get(self.cause, "")
+        return _REMEDIES.get(self.cause) or failure_of(self.cause).at_endpoint
 
 
 def diagnose(

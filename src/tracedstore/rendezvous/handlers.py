@@ -22,10 +22,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     create_handler,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from tracedstore import barrier_patch, names
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import start_bounded_thread
+from tracedstore.diagnosis.connection.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
 from tracedstore.recording.barrier_stats import Result
 from tracedstore.recording.recorder import RECORDER
@@ -37,11 +39,6 @@ from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.master_address import check_master_address
 from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
-from tracedstore.rendezvous.rendezvous_endpoint import (
-    connecting_attempt,
-    host_and_port,
-    seconds_of,
-)
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
     emit_failure,
@@ -71,15 +68,15 @@ def create(
     if not _guarded(_is_configured):
         untraced: RendezvousHandler = create_untraced(params, create_backend)
         return untraced
-    where = host_and_port(params, default_port)
+    where = _host_and_port(params, default_port)
     # From --rdzv-conf, where torch admits any parameter.
-    warn_after = seconds_of(params, "warn_after", _WARN_AFTER)
+    warn_after = _seconds_of(params, "warn_after", _WARN_AFTER)
     started = RECORDER.ticks()
     watch = Watch(
         names.RENDEZVOUS,
         lambda: _report_connecting(params, where, started),
         # Before torch gives up.
-        min(warn_after, seconds_of(params, "read_timeout", _READ_TIMEOUT) / 2),
+        min(warn_after, _seconds_of(params, "read_timeout", _READ_TIMEOUT) / 2),
     )
     if warn_after > 0:
         _guarded(WATCHER.add, watch)
@@ -112,7 +109,7 @@ def _report_connecting(
     params: RendezvousParameters, where: tuple[str, int] | None, started: int
 ) -> None:
     if RECORDER.on:
-        emit_waiting(connecting_attempt(params, where, started))
+        emit_waiting(_connecting_attempt(params, where, started))
 
 
 def _report_unconnected(
@@ -121,7 +118,7 @@ def _report_unconnected(
     where: tuple[str, int] | None,
     started: int,
 ) -> None:
-    emit_failure(error, connecting_attempt(params, where, started))
+    emit_failure(error, _connecting_attempt(params, where, started))
 
 
 @final
@@ -396,3 +393,64 @@ def _own_node(handler: Any) -> Node | None:
             "events of a rendezvous do not name their own node",
         )
     return None
+
+
+def _host_hint(params: RendezvousParameters, where: tuple[str, int] | None) -> str:
+    """Return why this agent does not serve the endpoint; "" if it should.
+
+    The c10d store is served by the agent whose machine has the name or an address of
+    the endpoint. If no agent has, all of them wait for one that does not exist.
+    """
+    is_c10d = params.backend.removeprefix("traced-") == "c10d"
+    if not is_c10d or where is None:
+        return ""
+    # Private to torch, and only the hint needs it.
+    from torch.distributed.elastic.rendezvous.utils import (  # noqa: PLC0415
+        _matches_machine_hostname,
+    )
+
+    host = where[0]
+    if params.get_as_bool("is_host", _matches_machine_hostname(host)):
+        return ""
+    chosen = "is_host is false in --rdzv-conf"
+    if params.get("is_host") is None:
+        chosen = f"no name or address of it matches {host!r}"
+    return (
+        f"this agent does not serve the endpoint, because {chosen} ({describe_own()});"
+        " if it should, pass --rdzv-conf is_host=1, or use one of these as the endpoint"
+    )
+
+
+def _host_and_port(params: RendezvousParameters, port: int) -> tuple[str, int] | None:
+    """Return host and port of an endpoint; None for a path."""
+    if str(params.get("store_type", "tcp")).strip().lower() == "file":
+        return None
+    with suppress(ValueError):  # torch raises for it
+        return parse_rendezvous_endpoint(params.endpoint, default_port=port)
+    return None
+
+
+def _seconds_of(params: RendezvousParameters, name: str, default: float) -> float:
+    """Return a parameter in seconds."""
+    with suppress(TypeError, ValueError):
+        return float(params.get(name))
+    return default
+
+
+def _connecting_attempt(
+    params: RendezvousParameters, where: tuple[str, int] | None, started: int
+) -> JoinAttempt:
+    """Return the attempt of an agent that has no backend yet."""
+    waited = (RECORDER.ticks() - started) / 1e9
+    hint = RECORDER.failures.guarded(names.RENDEZVOUS, _host_hint, params, where)
+    return JoinAttempt(
+        backend=params.backend.removeprefix("traced-"),
+        run_id=params.run_id,
+        endpoint=params.endpoint,
+        during="create_backend",
+        waited_seconds=waited,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        where=where,
+        hint=hint or "",
+    )

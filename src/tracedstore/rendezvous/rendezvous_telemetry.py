@@ -1,15 +1,18 @@
 """Events and exception texts of a rendezvous: which nodes joined, and why it failed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
-from tracedstore.diagnosis.connection.error_causes import (
+from tracedstore.diagnosis.judgement.verdict import Cause
+from tracedstore.naming.agent_hosts import hosts_never_joined
+from tracedstore.recording.connection_failures import (
     CLOSED,
     CONNECTION_LOST,
     FOREIGN,
@@ -24,15 +27,13 @@ from tracedstore.diagnosis.connection.error_causes import (
     UNREACHABLE,
     probe_endpoint,
 )
-from tracedstore.diagnosis.judgement.verdict import Cause
-from tracedstore.naming.agent_hosts import hosts_never_joined
 from tracedstore.recording.telemetry import TELEMETRY
-from tracedstore.rendezvous import rendezvous_evidence as findings
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.state import Attendance, Node
 
 _MAX_NODES_LISTED = 1024
+_MAX_NODES_IN_TEXT = 16
 _NOT_CONNECTED = frozenset(
     {CONNECTION_LOST, FOREIGN, NAME_RESOLUTION, REFUSED, NO_ANSWER, UNREACHABLE}
 )
@@ -132,8 +133,8 @@ def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
     message = f"{_title(attempt)} failed after {attempt.waited_seconds:.1f} s"
     closed_seconds = None
     if diagnosis.cause == CLOSED and attendance.closed_at_first:
-        closed_seconds = findings.closed_before(attendance, attempt.written_seconds_ago)
-        message += f": {findings.describe_closed(attempt.run_id, closed_seconds)}"
+        closed_seconds = _closed_before(attendance, attempt.written_seconds_ago)
+        message += f": {_describe_closed(attempt.run_id, closed_seconds)}"
     elif diagnosis.remedy:
         message += f": {diagnosis.remedy}"
     if attempt.hint and diagnosis.cause in _NOT_CONNECTED:
@@ -214,9 +215,9 @@ def _attendance(attempt: JoinAttempt) -> tuple[dict[str, Any], str]:
     if others := [each for each in missing if each.node not in left]:
         text += f"; waiting for {_named_missing(others)}"
     if left_over:
-        text += f"; {findings.describe_left_over(left_over, attempt.run_id)}"
+        text += f"; {_describe_left_over(left_over, attempt.run_id)}"
     if skewed:
-        text += f"; {findings.describe_skew(skewed)}"
+        text += f"; {_describe_skew(skewed)}"
     return fields, text
 
 
@@ -334,7 +335,7 @@ def _named(nodes: Sequence[Node], silent: Sequence[float | None]) -> str:
         f"{node}" if seconds is None else f"{node}, last heartbeat {seconds:.1f} s ago"
         for node, seconds in zip(nodes, silent, strict=True)
     ]
-    return findings.name_nodes(named)
+    return _name_nodes(named)
 
 
 def _named_missing(missing: Sequence[MissingNode]) -> str:
@@ -344,7 +345,7 @@ def _named_missing(missing: Sequence[MissingNode]) -> str:
         if each.node or each.host
     ]
     unknown = len(missing) - len(named)
-    texts = [findings.name_nodes(named)] if named else []
+    texts = [_name_nodes(named)] if named else []
     if unknown:
         noun = "node that has" if unknown == 1 else "nodes that have"
         texts.append(f"{unknown} {noun} not joined yet")
@@ -353,3 +354,66 @@ def _named_missing(missing: Sequence[MissingNode]) -> str:
 
 def _addresses(nodes: Sequence[Node]) -> list[Any]:
     return [node.addr for node in nodes[:_MAX_NODES_LISTED]]
+
+
+def _closed_before(
+    attendance: Attendance, written_seconds_ago: Callable[[], float | None]
+) -> float | None:
+    """Return the seconds since the last sign of life of a closed rendezvous.
+
+    That is the last write, where the backend knows it, else the newest heartbeat. None
+    if neither is known. The caller has checked that it was closed at first sight.
+    """
+    seconds = None
+    try:
+        seconds = written_seconds_ago()
+    except Exception:
+        seconds = None
+    if seconds is not None or attendance.first is None:
+        return seconds
+    newest = max(attendance.first.heartbeats.values(), default=None)
+    return None if newest is None else round(max(0.0, time.time() - newest), 3)
+
+
+def _describe_closed(run_id: str, seconds: float | None) -> str:
+    """Describe a rendezvous that was closed before this node came."""
+    since = ""
+    if seconds is not None:
+        moment = datetime.fromtimestamp(time.time() - seconds, UTC)
+        since = f", {seconds:.0f} s ago (at {moment:%Y-%m-%dT%H:%M:%SZ})"
+    return (
+        f"run id '{run_id}' has a rendezvous that was closed before this node"
+        f" came{since}: by an earlier run with this run id, or by a node of this run"
+        " that ended or gave up; use a new --rdzv-id"
+    )
+
+
+def _describe_left_over(nodes: Sequence[Node], run_id: str) -> str:
+    """Describe nodes that were there before this one and are silent since."""
+    verb = "was" if len(nodes) == 1 else "were"
+    return (
+        f"{_name_nodes(list(map(str, nodes)))} {verb} there before this node and sent"
+        f" no heartbeat since: left over from an earlier run with run id '{run_id}', or"
+        " ended; use a new --rdzv-id for each run"
+    )
+
+
+def _describe_skew(skews: Mapping[Node, float]) -> str:
+    """Describe nodes whose clocks differ from the clock of this node."""
+    named = [
+        f"the clock of {node} is at least {abs(skew):.1f} s"
+        f" {'ahead of' if skew > 0 else 'behind'} the clock of this node"
+        for node, skew in skews.items()
+    ]
+    return (
+        f"{_name_nodes(named)}: torch removes nodes whose heartbeats look old;"
+        " synchronise the clocks"
+    )
+
+
+def _name_nodes(named: Sequence[str]) -> str:
+    """Join the texts of nodes; of many, the first and how many there are."""
+    more = len(named) - _MAX_NODES_IN_TEXT
+    if more > 0:
+        named = [*named[:_MAX_NODES_IN_TEXT], f"and {more} more"]
+    return "; ".join(named)

@@ -20,12 +20,13 @@ from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.diagnosis.ask.claims import Claim, claim
 from tracedstore.diagnosis.connection import connection_attempt as reach
-from tracedstore.diagnosis.connection import error_causes, file_store
+from tracedstore.diagnosis.connection import file_store
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 from tracedstore.diagnosis.connection.serving import ServerSide
 from tracedstore.diagnosis.judgement import stalled
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import incarnations
+from tracedstore.recording import connection_failures
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
 
@@ -139,8 +140,8 @@ class ConnectingPhase:
         # Nothing to withdraw: the server ended with the constructor.
         if not isinstance(error, Exception):
             return
-        cause = error_causes.classify(error)
-        if cause == error_causes.ADDRESS_IN_USE:
+        cause = connection_failures.classify(error)
+        if cause == connection_failures.ADDRESS_IN_USE:
             verdict = run_with_timeout(
                 _END_TIMEOUT, partial(reach.port_in_use, self._target)
             )
@@ -182,8 +183,8 @@ class ConnectingPhase:
             cause: What torch's exception says. It often has a text for all causes:
                 "the client socket has timed out".
         """
-        if cause in ("", error_causes.NO_ANSWER):
-            cause = error_causes.UNKNOWN
+        if cause in ("", connection_failures.NO_ANSWER):
+            cause = connection_failures.UNKNOWN
         try:
             reached = run_with_timeout(
                 _END_TIMEOUT, partial(reach.examine, self._target)
@@ -191,7 +192,7 @@ class ConnectingPhase:
         except TimeoutError:
             return reach.Reach(result=cause)
         if reached.result == reach.HUNG_UP:
-            return replace(reached, result=error_causes.CONNECTION_LOST)
+            return replace(reached, result=connection_failures.CONNECTION_LOST)
         return replace(reached, result=cause) if reached.answered else reached
 
     def _check_address(self) -> Verdict | None:

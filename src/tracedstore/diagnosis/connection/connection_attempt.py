@@ -13,7 +13,7 @@ from typing import Final
 
 from tracedstore.common import procfs
 from tracedstore.common.procfs import IPAddress
-from tracedstore.diagnosis.connection import error_causes, tcpstore_probe
+from tracedstore.diagnosis.connection import tcpstore_probe
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
     check_lookup,
@@ -27,6 +27,7 @@ from tracedstore.diagnosis.judgement.verdict import (
     Cause,
     Verdict,
 )
+from tracedstore.recording import connection_failures
 
 # Seconds for one connection, and for the server's answer to one request.
 _STEP_TIMEOUT = 1.5
@@ -37,30 +38,8 @@ ANSWERED: Final = "answered"
 # The server closed or reset the connection: it may be the TCPStore of a torch with
 # another protocol, unless torch fails as well.
 HUNG_UP: Final = "hung_up"
-# What a listening socket without a TCPStore behind it does.
-SILENT: Final = "silent"
-FOREIGN: Final = error_causes.FOREIGN
-
-_SENTENCES: Final = {
-    error_causes.REFUSED: "{server} refuses connections: no process listens there",
-    error_causes.NO_ANSWER: "connecting to {server} times out: packets are dropped on"
-    " the way, or the host is down",
-    error_causes.UNREACHABLE: "there is no route to {server} from {here}",
-    error_causes.CONNECTION_LOST: "{server} resets connections: its backlog is full"
-    " (net.core.somaxconn is {somaxconn} here), or its process has just ended",
-    SILENT: "{server} accepts connections and does not answer: its process is stopped,"
-    " or it is no store",
-    FOREIGN: "{server} answers, but not as a TCPStore: another program listens there",
-}
-_REMEDIES: Final = {
-    error_causes.REFUSED: "start rank 0, and check that it runs at this address",
-    error_causes.NO_ANSWER: "open this port between the hosts, or correct the address",
-    error_causes.UNREACHABLE: "check the network, or correct the address",
-    error_causes.CONNECTION_LOST: "raise net.core.somaxconn on the serving host, or"
-    " read the log of rank 0",
-    SILENT: "resume or end the process that holds the port, or use another port",
-    FOREIGN: "use another port",
-}
+# Who holds the port matters then.
+_NO_STORE: Final = (connection_failures.SILENT, connection_failures.FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +47,7 @@ class Reach:
     """The result of one attempt to connect.
 
     Attributes:
-        result: ANSWERED, HUNG_UP, SILENT, FOREIGN, or a constant of `error_causes`.
+        result: ANSWERED, HUNG_UP, or a cause of `connection_failures`.
         addresses: What the host resolves to.
         defect: Why the address cannot work, if that is the case.
         holder: The process of this host that listens at the port, "" if unknown.
@@ -91,12 +70,12 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     """Resolve, connect and ask, in bounded time."""
     defect = target.check_spelling()
     if defect is not None:
-        return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
+        return Reach(result=connection_failures.NAME_RESOLUTION, defect=defect)
     published = target.agents or "TORCHELASTIC_RUN_ID" in environ
     addresses, defect = check_lookup(target.host_name, target.host, published=published)
     if defect is not None:
-        return Reach(result=error_causes.NAME_RESOLUTION, defect=defect)
-    result, joined = error_causes.UNKNOWN, None
+        return Reach(result=connection_failures.NAME_RESOLUTION, defect=defect)
+    result, joined = connection_failures.UNKNOWN, None
     for address in addresses[:_MAX_ADDRESSES_TRIED]:
         # Port 0 is any free port: which one is not known yet.
         if target.port:
@@ -108,7 +87,7 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
         if not target.port and defect is None:
             result = ANSWERED  # nothing is known to be wrong
     holder = ""
-    if result in (SILENT, FOREIGN) and all(map(is_local, addresses)):
+    if result in _NO_STORE and all(map(is_local, addresses)):
         found = procfs.port_holder(target.port)
         holder = "" if found is None else found.describe()
     return Reach(
@@ -130,18 +109,18 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
     try:
         connection = socket.create_connection((host, port), _STEP_TIMEOUT)
     except OSError as error:
-        return error_causes.classify(error) or error_causes.UNKNOWN, None
+        return connection_failures.classify(error) or connection_failures.UNKNOWN, None
     with connection:
         try:
             is_tcpstore = tcpstore_probe.probe(connection)
         except TimeoutError:
-            return SILENT, None
+            return connection_failures.SILENT, None
         except OSError:
-            return error_causes.CONNECTION_LOST, None
+            return connection_failures.CONNECTION_LOST, None
         if is_tcpstore is None:
             return HUNG_UP, None
         if not is_tcpstore:
-            return FOREIGN, None
+            return connection_failures.FOREIGN, None
         joined = None
         # A torch with another protocol may not answer this: its server is there.
         with suppress(OSError):
@@ -161,9 +140,8 @@ def verdict(
     if reach.answered:
         return _agents_absent(target, reach, waited_seconds)
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
-    sentence = _SENTENCES.get(
-        reach.result, "connecting to {server} fails from {here}"
-    ).format(
+    failure = connection_failures.failure_of(reach.result)
+    sentence = failure.finding.format(
         server=target.server, here=socket.gethostname(), somaxconn=procfs.max_backlog()
     )
     evidence = [sentence]
@@ -172,9 +150,9 @@ def verdict(
     if reach.holder:
         evidence.append(f"the port is held by {reach.holder}")
     evidence.append(f"torch has tried for {waited_seconds:.0f} s")
-    refused = reach.result == error_causes.REFUSED
+    refused = reach.result == connection_failures.REFUSED
     cause: Cause = "server_unreachable"
-    remedy = _REMEDIES.get(reach.result, REMEDIES[cause])
+    remedy = failure.remedy or REMEDIES[cause]
     known = sentence
     awaited: tuple[AwaitedRank, ...] = ()
     if target.agent_store and refused:

@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tracedstore.common.errors import CommandError
 from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.recording import connection_failures
 from tracedstore.tools.attach.child_process import (
     ChildTimeoutError,
     Heartbeat,
@@ -220,18 +221,9 @@ class Address:
             connection = socket.create_connection(
                 (self.host, self.port), timeout=_CONNECT_TIMEOUT
             )
-        except socket.gaierror:
-            raise CommandError(
-                f"{message} the host name {self.host!r} cannot be resolved"
-            ) from None
-        except ConnectionRefusedError:
-            raise CommandError(
-                f"{message} nothing listens there; is the job still running?"
-            ) from None
         except (OSError, UnicodeError) as error:
-            raise CommandError(
-                f"{message} {getattr(error, 'strerror', None) or error}"
-            ) from None
+            reason = connection_failures.describe(error, self.host)
+            raise CommandError(f"{message} {reason}") from None
         # The parent process times out a server that does not answer.
         connection.settimeout(None)
         return connection
