@@ -95,6 +95,8 @@ class TestParse:
             ("round", "seven"),
             ("participants", [1, 2]),
             ("participants", {"a": 0}),
+            ("participants", {1: 0}),
+            ("participants", {dynamic._RendezvousState(): 0}),
             ("wait_list", {1}),
             ("last_heartbeats", {dynamic._NodeDesc("a", 1, 0): "now"}),
         ],

@@ -112,9 +112,7 @@ def _checked(value: Any, kind: type[T]) -> T:
 def _node(parsed: Any, nodes: dict[Any, Node]) -> Node:
     """Return a node; `nodes` has those of the same state that were made already."""
     if parsed not in nodes:
-        if _checked(parsed, state_pickle.Instance).class_name != "_NodeDesc":
-            raise TypeError("not a node")
-        attributes = parsed.attributes
+        attributes = _checked(parsed, state_pickle.NodeInstance).attributes
         nodes[parsed] = Node(
             _checked(attributes["addr"], str),
             _checked(attributes["pid"], int),
