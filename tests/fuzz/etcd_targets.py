@@ -13,14 +13,13 @@ from fuzz.target import Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import JSON
 from tracedstore.etcd import EtcdError, EtcdUnreachableError
 from tracedstore.etcd.endpoints import Endpoint
-from tracedstore.etcd.etcd_errors import RequestFailed
+from tracedstore.etcd.etcd_errors import RequestFailed, WatchEnded
 from tracedstore.etcd.gateway import Gateway
+from tracedstore.etcd.http_pool import Connection
 from tracedstore.etcd.messages import Message, text
 from tracedstore.etcd.namespace import Namespace
 from tracedstore.etcd.swap import swap
-from tracedstore.etcd.transport import WatchEnded
 from tracedstore.etcd.waiting import _next_puts
-from tracedstore.etcd.wire import Connection
 from tracedstore.rendezvous.etcd_v3 import EtcdV3RendezvousBackend
 
 _ENDPOINT = Endpoint("h", 1, secure=False)

@@ -24,10 +24,9 @@ from support.tools import tool
 from tracedstore.common.errors import ConfigurationError, error_type
 from tracedstore.etcd import EtcdError, EtcdUnreachableError, EtcdV3Store
 from tracedstore.etcd.endpoints import parse_endpoints
-from tracedstore.etcd.etcd_errors import EtcdLeaseError
+from tracedstore.etcd.etcd_errors import EtcdLeaseError, WatchEnded
 from tracedstore.etcd.gateway import Gateway
 from tracedstore.etcd.layout import key_range, prefix_of, split
-from tracedstore.etcd.transport import WatchEnded
 from tracedstore.etcd.waiting import _next_puts
 from tracedstore.rendezvous.etcd_v3 import EtcdV3RendezvousBackend
 

@@ -32,9 +32,9 @@ from tracedstore.etcd import (
     Tls,
     gateway,
 )
-from tracedstore.etcd.content import number_in
 from tracedstore.etcd.endpoints import parse_endpoints
 from tracedstore.etcd.etcd_errors import EtcdCompactedError, connection_failure
+from tracedstore.etcd.layout import number_in
 from tracedstore.etcd.messages import text
 from tracedstore.etcd.namespace import Namespace
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tracedstore.etcd import EtcdOutcomeUnknownError, EtcdUnreachableError
-from tracedstore.etcd.content import Content
-from tracedstore.etcd.layout import key_range, prefix_of
+from tracedstore.etcd.gateway import Gateway
+from tracedstore.etcd.layout import Content, key_range, prefix_of
 from tracedstore.etcd.messages import Message, text
 from tracedstore.etcd.namespace import Namespace
 from tracedstore.etcd.swap import Swap, swap
@@ -42,7 +42,7 @@ def failed(value: bytes, modified: int) -> Message:
 SUCCEEDED = {"header": {"revision": "20"}, "succeeded": True}
 
 
-class Script:
+class Script(Gateway):
     """A transport that answers as it was told."""
 
     def __init__(self, *answers: Message | Exception, history: Any = None) -> None:

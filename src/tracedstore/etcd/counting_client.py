@@ -11,7 +11,7 @@ from typing import Any
 
 import etcd
 
-from tracedstore.etcd.attempt_counts import AttemptCounter, AttemptCounts
+from tracedstore.etcd.request_counts import AttemptCounter, AttemptCounts
 from tracedstore.recording.operation import Attempts
 
 _REQUESTS = frozenset(

@@ -66,6 +66,10 @@ class EtcdLeaseError(EtcdError):
     """The lease has expired or was revoked."""
 
 
+class WatchEnded(Exception):  # noqa: N818 - an ordinary end, never a caller's exception
+    """A watch ended without a definite error: the caller reads, and watches again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A failed attempt of one request.

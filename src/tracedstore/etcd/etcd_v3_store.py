@@ -9,16 +9,20 @@ from typing import TypeAlias, TypeVar
 from torch.distributed import QueueEmptyError, Store
 
 from tracedstore.common.errors import ConfigurationError
-from tracedstore.etcd.answers import KeyValue
-from tracedstore.etcd.content import content_of, number_in, wrapped
 from tracedstore.etcd.endpoints import Tls, parse_endpoints
 from tracedstore.etcd.etcd_errors import EtcdOutcomeUnknownError
 from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import KeyRange, split, to_bytes
-from tracedstore.etcd.messages import MAX_OPERATIONS, Range
+from tracedstore.etcd.layout import (
+    KeyRange,
+    content_of,
+    number_in,
+    split,
+    to_bytes,
+    wrapped,
+)
+from tracedstore.etcd.messages import MAX_OPERATIONS, KeyValue, Range
 from tracedstore.etcd.namespace import Namespace, deadline_of_call
 from tracedstore.etcd.swap import Swap, swap
-from tracedstore.etcd.transport import Transport
 from tracedstore.etcd.waiting import Deadline
 from tracedstore.etcd.waiting import block as block_until
 from tracedstore.recording.counters import Probe
@@ -126,7 +130,7 @@ class EtcdV3Store(Store):
         self._clones.clear()
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> Gateway:
         """The connection to etcd, which others may share."""
         return self._gateway
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.etcd import answers
+from tracedstore.etcd import messages
 from tracedstore.etcd.endpoints import Endpoint, Rotation
 from tracedstore.etcd.etcd_errors import (
     EtcdDeniedError,
@@ -21,14 +21,13 @@ from tracedstore.etcd.etcd_errors import (
     EtcdOutcomeUnknownError,
     Failure,
     RequestFailed,
+    WatchEnded,
     answer_failure,
     proxy_failure,
 )
+from tracedstore.etcd.http_pool import Connection, Pool
 from tracedstore.etcd.messages import Message
-from tracedstore.etcd.pool import Pool
-from tracedstore.etcd.traffic import Traffic
-from tracedstore.etcd.transport import WatchEnded
-from tracedstore.etcd.wire import Connection
+from tracedstore.etcd.request_counts import Traffic
 from tracedstore.recording.etcd_stats import RequestResult
 from tracedstore.recording.recorder import RECORDER
 
@@ -88,7 +87,18 @@ class Gateway:
         *,
         repeatable: bool,
     ) -> Message:
-        """Make one request; see `Transport.call`."""
+        """Make one request, and repeat it where that is safe.
+
+        Args:
+            method: The method, for example ``kv/range``.
+            request: The message.
+            deadline: When to give up, by ``time.monotonic()``.
+            repeatable: A second application of the request does no harm.
+
+        Raises:
+            EtcdOutcomeUnknownError: The answer was lost, and it is not repeatable.
+            EtcdError: Any other failure.
+        """
         body = json.dumps(request, separators=(",", ":")).encode()
         renewed, tries = False, 0
         while True:
@@ -119,7 +129,13 @@ class Gateway:
     def watch(
         self, request: Mapping[str, Any], deadline: float
     ) -> Iterator[Iterator[Message]]:
-        """Open a watch; see `Transport.watch`."""
+        """Open a watch; iterate over its messages.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+            WatchEnded: The connection or the leader was lost.
+            EtcdError: Any other failure.
+        """
         endpoint, started, token = self._rotation.current, RECORDER.ticks(), ""
         body = json.dumps({"create_request": request}).encode()
         result, received = _FAILED, 0
@@ -239,9 +255,9 @@ class Gateway:
     def _parsed(self, endpoint: Endpoint, status: int, answer: bytes) -> Message:
         """Return the message in an answer."""
         try:
-            message = answers.load(answer)
+            message = messages.load(answer)
             if status == _OK:
-                answers.check(message)
+                messages.check(message)
         except ValueError:
             raise RequestFailed(self._not_the_api(endpoint, status, answer)) from None
         self._pool.reached = True
@@ -313,7 +329,7 @@ class Gateway:
         limit = time.monotonic() + _VERSION_SECONDS
         try:
             _, answer = self._pool.exchange(endpoint, "GET", "/version", b"", {}, limit)
-            found = _VERSION.fullmatch(str(answers.load(answer).get("etcdserver")))
+            found = _VERSION.fullmatch(str(messages.load(answer).get("etcdserver")))
         except (RequestFailed, ValueError):
             found = None
         if found is None:

@@ -5,30 +5,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from tracedstore.etcd.answers import (
-    count,
-    key_values,
-    responses,
-    revision,
-)
-from tracedstore.etcd.content import Content, content_of, number_in, wrapped
 from tracedstore.etcd.etcd_errors import (
     EtcdCompactedError,
     EtcdError,
     EtcdOutcomeUnknownError,
 )
-from tracedstore.etcd.layout import KeyRange, key_range, prefix_of
+from tracedstore.etcd.gateway import Gateway
+from tracedstore.etcd.layout import (
+    Content,
+    KeyRange,
+    content_of,
+    key_range,
+    number_in,
+    prefix_of,
+    wrapped,
+)
 from tracedstore.etcd.messages import (
     MAX_OPERATIONS,
     Message,
     compare,
+    count,
     delete,
+    key_values,
     put,
     range_of,
     read,
+    responses,
+    revision,
     text,
 )
-from tracedstore.etcd.transport import Transport
 
 T = TypeVar("T")
 
@@ -47,7 +52,7 @@ class Namespace:
         transport: The connection to etcd.
     """
 
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, name: str, transport: Gateway) -> None:
         self.name = name
         self.prefix = prefix_of(name)
         self.transport = transport

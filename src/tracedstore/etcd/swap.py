@@ -8,17 +8,21 @@ the value since the read shows whether the lost one had been applied.
 from enum import Enum, auto
 
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.etcd.answers import (
+from tracedstore.etcd.etcd_errors import EtcdError, EtcdOutcomeUnknownError, WatchEnded
+from tracedstore.etcd.gateway import Gateway
+from tracedstore.etcd.layout import Content, content_of
+from tracedstore.etcd.messages import (
     KeyValue,
+    Message,
+    delete,
     events,
     key_values,
+    put,
+    range_of,
+    read,
     responses,
     revision,
 )
-from tracedstore.etcd.content import Content, content_of
-from tracedstore.etcd.etcd_errors import EtcdError, EtcdOutcomeUnknownError
-from tracedstore.etcd.messages import Message, delete, put, range_of, read
-from tracedstore.etcd.transport import Transport, WatchEnded
 
 _MAX_ATTEMPTS = 20
 
@@ -39,7 +43,7 @@ class Swap(Enum):
 
 
 def swap(
-    transport: Transport, old: Content, new: bytes, deadline: float
+    transport: Gateway, old: Content, new: bytes, deadline: float
 ) -> tuple[Swap, Content]:
     """Replace the content of a key, unless it has changed.
 
@@ -80,7 +84,7 @@ def swap(
 
 
 def _send(
-    transport: Transport, request: Message, deadline: float
+    transport: Gateway, request: Message, deadline: float
 ) -> tuple[Message, EtcdOutcomeUnknownError | None]:
     """Send a transaction until it is answered; return whether an answer was lost."""
     lost: EtcdOutcomeUnknownError | None = None
@@ -98,7 +102,7 @@ def _send(
 
 
 def _first_change(
-    transport: Transport, old: Content, deadline: float
+    transport: Gateway, old: Content, deadline: float
 ) -> tuple[bool, KeyValue] | None:
     """Return the first change of a value since it was read; None if it is forgotten."""
     request = range_of(old.keys.value, start_revision=str(old.revision + 1))

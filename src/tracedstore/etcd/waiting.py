@@ -14,12 +14,11 @@ from torch.distributed import DistStoreError
 
 from tracedstore.common.keys import shown
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.etcd.answers import KeyValue, events
-from tracedstore.etcd.etcd_errors import EtcdUnreachableError
+from tracedstore.etcd.etcd_errors import EtcdUnreachableError, WatchEnded
+from tracedstore.etcd.gateway import Gateway
 from tracedstore.etcd.layout import KeyRange
-from tracedstore.etcd.messages import Range, range_of
-from tracedstore.etcd.traffic import Traffic
-from tracedstore.etcd.transport import Transport, WatchEnded
+from tracedstore.etcd.messages import KeyValue, Range, events, range_of
+from tracedstore.etcd.request_counts import Traffic
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class Deadline:
 
 
 def block(
-    transport: Transport,
+    transport: Gateway,
     traffic: Traffic,
     deadline: Deadline,
     read: Callable[[float], tuple[T | None, Range, int]],
@@ -105,7 +104,7 @@ def block(
 
 
 def _next_puts(
-    transport: Transport, keys: Range, revision: int, until: float
+    transport: Gateway, keys: Range, revision: int, until: float
 ) -> list[KeyValue]:
     """Return the keys of the next write in a range.
 

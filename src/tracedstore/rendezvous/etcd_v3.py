@@ -16,10 +16,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from tracedstore.common.password_file import read_password
 from tracedstore.etcd import EtcdError, EtcdLeaseError, EtcdV3Store, Tls
-from tracedstore.etcd.answers import KeyValue, key_values, responses, revision
+from tracedstore.etcd.gateway import Gateway
 from tracedstore.etcd.layout import rendezvous_key
-from tracedstore.etcd.messages import Message, compare, range_of, read, text
-from tracedstore.etcd.transport import Transport
+from tracedstore.etcd.messages import (
+    KeyValue,
+    Message,
+    compare,
+    key_values,
+    range_of,
+    read,
+    responses,
+    revision,
+    text,
+)
 
 # Seconds, as torch's etcd-v2 backend has them.
 _STATE_TTL = 7200
@@ -41,7 +50,7 @@ class EtcdV3RendezvousBackend(RendezvousBackend):
     """
 
     def __init__(
-        self, transport: Transport, namespace: str, timeout: float = _READ_TIMEOUT
+        self, transport: Gateway, namespace: str, timeout: float = _READ_TIMEOUT
     ) -> None:
         self._transport = transport
         self._key = rendezvous_key(namespace)

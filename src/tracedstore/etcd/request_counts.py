@@ -1,12 +1,57 @@
-"""Counts the requests of one etcd v3 client, by the thread that makes them."""
+"""Counts the requests inside one Store call, by the thread that makes it."""
 
-from tracedstore.etcd.attempt_counts import AttemptCounter
+from dataclasses import dataclass, field
+from threading import get_ident
+
 from tracedstore.recording.etcd_stats import Recovery, RequestResult
-from tracedstore.recording.operation import EtcdRequest
+from tracedstore.recording.operation import Attempts, EtcdRequest
 from tracedstore.recording.recorder import RECORDER
 
 # Requests of one call that its span shows.
 _MAX_REQUESTS_SHOWN = 16
+
+
+@dataclass(slots=True)
+class AttemptCounts:
+    """The counts of a call that lasts; see `Attempts`."""
+
+    requests: int = 0
+    swaps_won: int = 0
+    swaps_lost: int = 0
+    watch_timeouts: int = 0
+    recoveries: int = 0
+    shown: list[EtcdRequest] = field(default_factory=list)
+
+
+class AttemptCounter:
+    """Counts what a thread does between `start` and `stop`.
+
+    What a thread does without a traced call is not counted: a rendezvous backend may
+    share the client.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, AttemptCounts] = {}
+
+    def start(self) -> None:
+        """Start to count for this thread."""
+        self._counts[get_ident()] = AttemptCounts()
+
+    def stop(self) -> Attempts:
+        """Stop counting for this thread, and return the counts."""
+        counts = self._counts.pop(get_ident())
+        return Attempts(
+            requests=counts.requests,
+            swaps_won=counts.swaps_won,
+            swaps_lost=counts.swaps_lost,
+            watch_timeouts=counts.watch_timeouts,
+            recoveries=counts.recoveries,
+            shown=tuple(counts.shown),
+        )
+
+    def current(self) -> AttemptCounts | None:
+        """Return the counts of this thread's call; None without one."""
+        return self._counts.get(get_ident())
 
 
 class Traffic(AttemptCounter):
