@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tracedstore
 from support.etcd import free_port
 from support.versions import TORCH
-from tracedstore.common import procfs
+from tracedstore.common import connection_failures, procfs
 from tracedstore.common.procfs import port_holder
 from tracedstore.diagnosis.connection import (
     addresses,
@@ -27,7 +27,6 @@ from tracedstore.diagnosis.connection import (
 from tracedstore.diagnosis.connection import connection_attempt as reach
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 from tracedstore.diagnosis.observe import gloo_addresses
-from tracedstore.recording import connection_failures
 
 
 class TestSpelling:

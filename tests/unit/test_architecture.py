@@ -15,7 +15,6 @@ ROOT = Path(tracedstore.__file__).parent
 # The subpackages and top-level modules that each one may import.
 ALLOWED_IMPORTS = {
     "names": set[str](),
-    "common": set[str](),
     "otel_names": {"names"},
     "common": {"names"},
     "recording": {"names", "common"},

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 
 IPAddress = IPv4Address | IPv6Address
 ProcState = Literal["running", "stopped", "disk_wait", "gone"]
@@ -207,7 +207,7 @@ def read_command(pid: int) -> str:
     except OSError:
         return ""
     text = b" ".join(word for word in words if word).decode("utf-8", "replace")
-    return printable(text)[:_MAX_COMMAND]
+    return key_text(text)[:_MAX_COMMAND]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from weakref import ref
 from tracedstore.common import codec, procfs
 from tracedstore.common.codec import (
     LATER,
-    HostAndPort,
     HttpUrl,
     Large,
     Pid,

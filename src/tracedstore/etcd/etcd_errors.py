@@ -17,14 +17,14 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from tracedstore.common.errors import TracedStoreError
-from tracedstore.common.text import printable
-from tracedstore.recording.connection_failures import (
+from tracedstore.common.connection_failures import (
     CONNECTION_LOST,
     classify,
     describe,
     failure_of,
 )
+from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.text import printable
 
 _MAX_TEXT = 300
 # Codes of gRPC, which the JSON API passes on.

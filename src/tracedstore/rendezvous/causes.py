@@ -7,8 +7,7 @@ the inner exception that matters, and has the remedy for it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tracedstore.common.errors import error_message
-from tracedstore.recording.connection_failures import (
+from tracedstore.common.connection_failures import (
     CLOSED,
     CONNECTION_LOST,
     CORRUPT_STATE,
@@ -23,6 +22,7 @@ from tracedstore.recording.connection_failures import (
     failure_of,
     probe_endpoint,
 )
+from tracedstore.common.errors import error_message
 
 _MAX_CAUSES = 8
 
@@ -59,7 +59,7 @@ class Diagnosis:
     """The cause of a failure.
 
     Attributes:
-        cause: A cause of `core.connection_failures`.
+        cause: A cause of `common/connection_failures`.
         causes: The chain of exceptions as text, from the raised one to the root.
     """
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
-from tracedstore.common.errors import TIMEOUT, error_message, error_type
-from tracedstore.diagnosis.judgement.verdict import Cause
-from tracedstore.naming.agent_hosts import hosts_never_joined
-from tracedstore.recording.connection_failures import (
+from tracedstore.common.connection_failures import (
     CLOSED,
     CONNECTION_LOST,
     FOREIGN,
@@ -27,6 +24,9 @@ from tracedstore.recording.connection_failures import (
     UNREACHABLE,
     probe_endpoint,
 )
+from tracedstore.common.errors import TIMEOUT, error_message, error_type
+from tracedstore.diagnosis.judgement.verdict import Cause
+from tracedstore.naming.agent_hosts import hosts_never_joined
 from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tracedstore.common.keys import key_text
 from tracedstore.common import procfs
-from tracedstore.common.keys import printable
+from tracedstore.common.keys import key_text
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.validation import MAX_PORT

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from tracedstore import names
+from tracedstore.common import connection_failures
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.diagnosis.ask.claims import Claim, claim
@@ -26,7 +27,6 @@ from tracedstore.diagnosis.connection.serving import ServerSide
 from tracedstore.diagnosis.judgement import stalled
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import incarnations
-from tracedstore.recording import connection_failures
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tracedstore.common import procfs
+from tracedstore.common import connection_failures, procfs
 from tracedstore.common.procfs import IPAddress
 from tracedstore.diagnosis.connection import tcpstore_probe
 from tracedstore.diagnosis.connection.addresses import (
@@ -27,7 +27,6 @@ from tracedstore.diagnosis.judgement.verdict import (
     Cause,
     Verdict,
 )
-from tracedstore.recording import connection_failures
 
 # Seconds for one connection, and for the server's answer to one request.
 _STEP_TIMEOUT = 1.5

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracedstore.common import ranges
-from tracedstore.common import procfs
+from tracedstore.common import procfs, ranges
 from tracedstore.common.identity import host_name
 from tracedstore.common.text import plural
 from tracedstore.coordination import rank_registry

@@ -6,13 +6,13 @@ import time
 from functools import partial
 from typing import Final
 
+from tracedstore.common import connection_failures
+from tracedstore.common.connection_failures import probe_endpoint
 from tracedstore.common.errors import error_message, error_type
 from tracedstore.common.keys import shown
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.diagnosis.judgement.verdict import REMEDIES, Cause, Verdict
 from tracedstore.diagnosis.observe.torch_keys import meaning
-from tracedstore.recording import connection_failures
-from tracedstore.recording.connection_failures import probe_endpoint
 from tracedstore.recording.counters import Call
 
 # Seconds for connecting once, name lookup included, and for which the result is used:

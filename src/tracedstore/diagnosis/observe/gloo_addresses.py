@@ -15,13 +15,9 @@ from typing import Any
 
 from tracedstore.common import ranges
 from tracedstore.common.codec import printable_text
-from tracedstore.coordination.arrivals import find_absent
-from tracedstore.diagnosis.connection.addresses import IPAddress
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.common.procfs import IPAddress
 from tracedstore.coordination.arrivals import find_absent
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict, printable_text
-from tracedstore.naming import ranges
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 _MAX_HOST_NAME = 256
 _MAX_VALUE = 1024 * 1024

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from tracedstore.common import connection_failures
 from tracedstore.common.errors import CommandError
 from tracedstore.diagnosis.connection import tcpstore_probe
-from tracedstore.recording import connection_failures
 from tracedstore.tools.attach.child_process import (
     ChildTimeoutError,
     Heartbeat,

@@ -16,9 +16,7 @@ from tracedstore.common.errors import CommandError
 from tracedstore.coordination.arrivals import etcd_contents, list_keys
 from tracedstore.coordination.protocol import is_ledger_key
 from tracedstore.etcd.layout import rendezvous_key
-from tracedstore.etcd.messages import range_of
 from tracedstore.etcd.messages import key_values, range_of
-from tracedstore.tools.attach.known_keys import find_known_keys
 
 # Keys per multi_get request.
 _BATCH_SIZE = 1024
