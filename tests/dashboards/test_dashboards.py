@@ -19,7 +19,6 @@ from support.dashboards import (
     FILES,
     FOLDER,
     RULES,
-    Query,
     filled,
     load,
     panels,
@@ -44,10 +43,6 @@ RECORDED = {
 }
 
 PROMQL = list(queries("prometheus"))
-every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-every_promql = pytest.mark.parametrize(
-    "query", PROMQL, ids=lambda query: f"{query.panel} {query.target['refId']}"
-)
 
 
 def metric_of(name: str) -> names.Metric | None:
@@ -62,7 +57,7 @@ def check(folder: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, folder / "generate.py", "--check"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 
@@ -90,15 +85,14 @@ class TestGenerated:
             f"not up to date: {edited.name}; run `make dashboards`\n"
         )
 
-    @pytest.mark.parametrize(
-        "module", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name
-    )
-    def test_generator_imports_metric_names(self, module: Path) -> None:
+    def test_generator_imports_metric_names(self, subtests: pytest.Subtests) -> None:
         """The generator takes metric names from names.py, and modules stay small."""
-        text = module.read_text("utf-8")
+        for module in sorted(FOLDER.rglob("*.py")):
+            with subtests.test(module=module.name):
+                text = module.read_text("utf-8")
 
-        assert "tracedstore_" not in text
-        assert len(text.splitlines()) <= 400
+                assert "tracedstore_" not in text
+                assert len(text.splitlines()) <= 400
 
     def test_every_metric_is_shown(self) -> None:
         """A panel queries every metric."""
@@ -108,141 +102,168 @@ class TestGenerated:
             assert metric.name in text, metric.name
 
 
-@every_file
 class TestDashboard:
     """Rules for every dashboard."""
 
-    def test_can_be_provisioned(self, path: Path) -> None:
+    def test_can_be_provisioned(self, subtests: pytest.Subtests) -> None:
         """A dashboard has a uid, no id, and is read-only in Grafana."""
-        dashboard = load(path)
+        for path in FILES:
+            with subtests.test(dashboard=path.stem):
+                dashboard = load(path)
 
-        assert dashboard["uid"] == path.stem
-        assert dashboard.get("id") is None
-        assert dashboard["editable"] is False
-        assert dashboard["title"]
-        assert dashboard["description"]
-        ids = [panel["id"] for panel in dashboard["panels"]]
-        assert len(ids) == len(set(ids))
+                assert dashboard["uid"] == path.stem
+                assert dashboard.get("id") is None
+                assert dashboard["editable"] is False
+                assert dashboard["title"]
+                assert dashboard["description"]
+                ids = [panel["id"] for panel in dashboard["panels"]]
+                assert len(ids) == len(set(ids))
 
-    def test_sources_are_variables(self, path: Path) -> None:
+    def test_sources_are_variables(self, subtests: pytest.Subtests) -> None:
         """There is one data source variable per kind, with its conventional name."""
-        sources = {
-            variable["name"]: variable["query"]
-            for variable in load(path)["templating"]["list"]
-            if variable["type"] == "datasource"
-        }
+        for path in FILES:
+            with subtests.test(dashboard=path.stem):
+                sources = {
+                    variable["name"]: variable["query"]
+                    for variable in load(path)["templating"]["list"]
+                    if variable["type"] == "datasource"
+                }
 
-        assert sources == {
-            "prometheus_datasource": "prometheus",
-            "loki_datasource": "loki",
-            "tempo_datasource": "tempo",
-        }
+                assert sources == {
+                    "prometheus_datasource": "prometheus",
+                    "loki_datasource": "loki",
+                    "tempo_datasource": "tempo",
+                }
 
-    def test_variables(self, path: Path) -> None:
+    def test_variables(self, subtests: pytest.Subtests) -> None:
         """Run, host and rank are multi-value variables with an "All" option."""
-        variables: dict[str, dict[str, Any]] = {
-            variable["name"]: variable
-            for variable in load(path)["templating"]["list"]
-            if variable["type"] == "query"
-        }
+        for path in FILES:
+            with subtests.test(dashboard=path.stem):
+                variables: dict[str, dict[str, Any]] = {
+                    variable["name"]: variable
+                    for variable in load(path)["templating"]["list"]
+                    if variable["type"] == "query"
+                }
 
-        assert {"job", "instance", "run_id", "host", "rank"} < set(variables)
-        for name, variable in variables.items():
-            assert (variable["multi"], variable["includeAll"]) == (True, True), name
-            assert variable["refresh"] == 2, (
-                name
-            )  # refreshed when the time range changes
-            assert variable["label"], name
-            assert re.fullmatch(r"\$\{\w+_datasource\}", variable["datasource"]["uid"])
-            # An agent has no rank, and a process may have no run id. "All" must match
-            # them too.
-            optional = name in ("run_id", "host", "rank")
-            assert variable["allValue"] == (".*" if optional else ".+"), name
+                assert {"job", "instance", "run_id", "host", "rank"} < set(variables)
+                for name, variable in variables.items():
+                    assert (variable["multi"], variable["includeAll"]) == (
+                        True,
+                        True,
+                    ), name
+                    assert variable["refresh"] == 2, (
+                        name
+                    )  # refreshed when the time range changes
+                    assert variable["label"], name
+                    assert re.fullmatch(
+                        r"\$\{\w+_datasource\}", variable["datasource"]["uid"]
+                    )
+                    # An agent has no rank, and a process may have no run id.
+                    # "All" must match them too.
+                    optional = name in ("run_id", "host", "rank")
+                    assert variable["allValue"] == (".*" if optional else ".+"), name
 
-    def test_panels(self, path: Path) -> None:
+    def test_panels(self, subtests: pytest.Subtests) -> None:
         """Each panel has a title, a description, a unit and queries."""
-        for panel in panels(load(path)):
-            title = panel["title"]
-            assert title
-            assert len(panel["description"]) > 20, title
-            assert panel["fieldConfig"]["defaults"]["unit"], title
-            assert panel["targets"], title
-            kind = panel["datasource"]["type"]
-            uid = f"${{{kind}_datasource}}"
-            for owner in (panel, *panel["targets"]):
-                assert owner["datasource"] == {"type": kind, "uid": uid}, title
-            refs = [target["refId"] for target in panel["targets"]]
-            assert len(set(refs)) == len(refs), title
-            assert all(refs), title
+        for path in FILES:
+            with subtests.test(dashboard=path.stem):
+                for panel in panels(load(path)):
+                    title = panel["title"]
+                    assert title
+                    assert len(panel["description"]) > 20, title
+                    assert panel["fieldConfig"]["defaults"]["unit"], title
+                    assert panel["targets"], title
+                    kind = panel["datasource"]["type"]
+                    uid = f"${{{kind}_datasource}}"
+                    for owner in (panel, *panel["targets"]):
+                        assert owner["datasource"] == {"type": kind, "uid": uid}, title
+                    refs = [target["refId"] for target in panel["targets"]]
+                    assert len(set(refs)) == len(refs), title
+                    assert all(refs), title
 
-    def test_layout(self, path: Path) -> None:
+    def test_layout(self, subtests: pytest.Subtests) -> None:
         """No panel overlaps another or exceeds the grid."""
-        taken: set[tuple[int, int]] = set()
-        for panel in load(path)["panels"]:
-            area = panel["gridPos"]
-            assert area["x"] + area["w"] <= 24, panel["title"]
-            cells = {
-                (x, y)
-                for x in range(area["x"], area["x"] + area["w"])
-                for y in range(area["y"], area["y"] + area["h"])
-            }
-            assert not cells & taken, panel["title"]
-            taken |= cells
+        for path in FILES:
+            with subtests.test(dashboard=path.stem):
+                taken: set[tuple[int, int]] = set()
+                for panel in load(path)["panels"]:
+                    area = panel["gridPos"]
+                    assert area["x"] + area["w"] <= 24, panel["title"]
+                    cells = {
+                        (x, y)
+                        for x in range(area["x"], area["x"] + area["w"])
+                        for y in range(area["y"], area["y"] + area["h"])
+                    }
+                    assert not cells & taken, panel["title"]
+                    taken |= cells
 
 
-@every_promql
 class TestPromql:
     """Rules for every PromQL query."""
 
-    def test_parses(self, query: Query) -> None:
+    def test_parses(self, subtests: pytest.Subtests) -> None:
         """The query parses, with valid types."""
-        promql_parser.parse(filled(query.text))
+        for query in PROMQL:
+            with subtests.test(query=f"{query.panel} {query.target['refId']}"):
+                promql_parser.parse(filled(query.text))
 
-    def test_metrics_and_labels_exist(self, query: Query) -> None:
+    def test_metrics_and_labels_exist(self, subtests: pytest.Subtests) -> None:
         """The query selects exported metrics and their labels only."""
-        selectors = SELECTOR.findall(query.text)
-        assert selectors
-        known: set[str] = set()
-        for name, matchers in selectors:
-            metric = metric_of(name)
-            known_name = name in PROMETHEUS_METRICS or name in RECORDED
-            assert metric is not None or known_name, f"{query}: {name}"
-            labels = LABELS[metric.name] if metric else RECORDED.get(name)
-            labels = TARGET_LABELS if labels is None else labels
-            known |= labels
-            assert set(re.findall(r"(\w+)(?:=~|!~|!=|=)", matchers)) <= labels, query
-        for grouping in re.findall(r"(?:by|on) \(([^)]*)\)", query.text):
-            assert set(grouping.split(", ")) <= known, query
+        for query in PROMQL:
+            with subtests.test(query=f"{query.panel} {query.target['refId']}"):
+                selectors = SELECTOR.findall(query.text)
+                assert selectors
+                known: set[str] = set()
+                for name, matchers in selectors:
+                    metric = metric_of(name)
+                    known_name = name in PROMETHEUS_METRICS or name in RECORDED
+                    assert metric is not None or known_name, f"{query}: {name}"
+                    labels = LABELS[metric.name] if metric else RECORDED.get(name)
+                    labels = TARGET_LABELS if labels is None else labels
+                    known |= labels
+                    assert (
+                        set(re.findall(r"(\w+)(?:=~|!~|!=|=)", matchers)) <= labels
+                    ), query
+                for grouping in re.findall(r"(?:by|on) \(([^)]*)\)", query.text):
+                    assert set(grouping.split(", ")) <= known, query
 
-    def test_selectors_use_variables(self, query: Query) -> None:
+    def test_selectors_use_variables(self, subtests: pytest.Subtests) -> None:
         """Every selector uses the variables whose labels its series have."""
-        of_others = {
-            names.BARRIER_RANK_MISSING.name: "missing_",
-            names.JOB_RANK_AWAITED.name: "awaited_",
-        }
-        for name, matchers in SELECTOR.findall(query.text):
-            prefix = of_others.get(name, "")
-            for label in ("job", "run_id"):
-                assert f'{label}=~"${label}"' in matchers, query
-            if name in RECORDED:
-                continue
-            assert 'instance=~"$instance"' in matchers, query
-            for label in ("host", "rank"):
-                assert f'{prefix}{label}=~"${label}"' in matchers, query
+        for query in PROMQL:
+            with subtests.test(query=f"{query.panel} {query.target['refId']}"):
+                of_others = {
+                    names.BARRIER_RANK_MISSING.name: "missing_",
+                    names.JOB_RANK_AWAITED.name: "awaited_",
+                }
+                for name, matchers in SELECTOR.findall(query.text):
+                    prefix = of_others.get(name, "")
+                    for label in ("job", "run_id"):
+                        assert f'{label}=~"${label}"' in matchers, query
+                    if name in RECORDED:
+                        continue
+                    assert 'instance=~"$instance"' in matchers, query
+                    for label in ("host", "rank"):
+                        assert f'{prefix}{label}=~"${label}"' in matchers, query
 
-    def test_counters_are_rates(self, query: Query) -> None:
+    def test_counters_are_rates(self, subtests: pytest.Subtests) -> None:
         """Counters are inside rate() or increase() over $__rate_interval.
 
         Exceptions: two panels show the raw count, because their series appear with
         their first value, and "Last arrivals by rank" covers the whole time range.
         """
-        for match in re.finditer(r"\w+(?:_total|_bucket|_count|_sum)\{", query.text):
-            before = query.text[: match.start()]
-            if query.panel not in ("Parts that failed", "Events dropped"):
-                assert before.endswith(("rate(", "increase(")), query
-        windows = set(re.findall(r"\[([^]]*)\]", query.text))
-        whole_range = {"$__range"} if query.panel == "Last arrivals by rank" else set()
-        assert windows <= {"$__rate_interval", *whole_range}, query
+        for query in PROMQL:
+            with subtests.test(query=f"{query.panel} {query.target['refId']}"):
+                for match in re.finditer(
+                    r"\w+(?:_total|_bucket|_count|_sum)\{", query.text
+                ):
+                    before = query.text[: match.start()]
+                    if query.panel not in ("Parts that failed", "Events dropped"):
+                        assert before.endswith(("rate(", "increase(")), query
+                windows = set(re.findall(r"\[([^]]*)\]", query.text))
+                whole_range = (
+                    {"$__range"} if query.panel == "Last arrivals by rank" else set()
+                )
+                assert windows <= {"$__rate_interval", *whole_range}, query
 
 
 class TestStalledJob:
@@ -375,21 +396,22 @@ def test_exemplar_queries() -> None:
     assert all("_bucket{" in query.text for query in with_exemplars)
 
 
-@pytest.mark.parametrize("page", ["dashboards.md", "runbook.md"])
-def test_titles_in_docs_exist(page: str) -> None:
+def test_titles_in_docs_exist(subtests: pytest.Subtests) -> None:
     """Every dashboard or panel title in italics in the docs exists."""
-    text = (ROOT / "docs" / page).read_text("utf-8")
-    mentioned = re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", text)
-    dashboards = [load(path) for path in FILES]
-    titles = {
-        *(dashboard["title"] for dashboard in dashboards),
-        *(panel["title"] for each in dashboards for panel in panels(each)),
-        *(
-            variable["label"]
-            for each in dashboards
-            for variable in each["templating"]["list"]
-        ),
-    }
+    for page in ("dashboards.md", "runbook.md"):
+        with subtests.test(page=page):
+            text = (ROOT / "docs" / page).read_text("utf-8")
+            mentioned = re.findall(r"(?<!\*)\*([A-Z][^*\n]+)\*(?!\*)", text)
+            dashboards = [load(path) for path in FILES]
+            titles = {
+                *(dashboard["title"] for dashboard in dashboards),
+                *(panel["title"] for each in dashboards for panel in panels(each)),
+                *(
+                    variable["label"]
+                    for each in dashboards
+                    for variable in each["templating"]["list"]
+                ),
+            }
 
-    assert mentioned
-    assert set(mentioned) <= titles
+            assert mentioned
+            assert set(mentioned) <= titles

@@ -106,85 +106,104 @@ class TestPromtool:
         assert completed.stdout.strip() == receiver, completed.stderr
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 class TestAlert:
     """Rules for every alert on metrics."""
 
-    def test_has_cases(self, alert: dict[str, Any]) -> None:
+    def test_has_cases(self, subtests: pytest.Subtests) -> None:
         """Every alert has a case that fires it and a case that does not."""
-        own_cases = [case for case in cases() if case["alertname"] == alert["alert"]]
+        for alert in ALERTS:
+            with subtests.test(alert=alert["alert"]):
+                own_cases = [
+                    case for case in cases() if case["alertname"] == alert["alert"]
+                ]
 
-        assert any(case["exp_alerts"] for case in own_cases)
-        assert any(not case["exp_alerts"] for case in own_cases)
+                assert any(case["exp_alerts"] for case in own_cases)
+                assert any(not case["exp_alerts"] for case in own_cases)
 
-    def test_metrics_exist(self, alert: dict[str, Any]) -> None:
+    def test_metrics_exist(self, subtests: pytest.Subtests) -> None:
         """The expression and the description query existing metrics only."""
-        recorded = {rule["record"] for rule in rules(RULES) if "record" in rule}
-        known = {metric.name for metric in names.METRICS}
-        text = alert["expr"] + alert["annotations"]["description"]
-        for record in sorted(recorded, key=len, reverse=True):
-            text = text.replace(record, "")
-        metrics = re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text)
+        for alert in ALERTS:
+            with subtests.test(alert=alert["alert"]):
+                recorded = {rule["record"] for rule in rules(RULES) if "record" in rule}
+                known = {metric.name for metric in names.METRICS}
+                text = alert["expr"] + alert["annotations"]["description"]
+                for record in sorted(recorded, key=len, reverse=True):
+                    text = text.replace(record, "")
+                metrics = re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text)
 
-        assert metrics or "up{" in text or any(r in alert["expr"] for r in recorded)
-        for name in metrics:
-            assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
+                assert (
+                    metrics
+                    or "up{" in text
+                    or any(r in alert["expr"] for r in recorded)
+                )
+                for name in metrics:
+                    assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
 
-    def test_one_alert_per_run(self, alert: dict[str, Any]) -> None:
+    def test_one_alert_per_run(self, subtests: pytest.Subtests) -> None:
         """The expression aggregates by run, not by instance."""
-        assert "instance" not in alert["expr"]
-        assert re.search(r"by \(job, run_id|job_run_id\w*:", alert["expr"])
+        for alert in ALERTS:
+            with subtests.test(alert=alert["alert"]):
+                assert "instance" not in alert["expr"]
+                assert re.search(r"by \(job, run_id|job_run_id\w*:", alert["expr"])
 
 
 RECORDS = [rule for rule in rules(RULES) if "record" in rule]
 
 
-@pytest.mark.parametrize("rule", RECORDS, ids=lambda rule: rule["record"])
 class TestRecord:
     """Rules for every recording rule."""
 
-    def test_level(self, rule: dict[str, Any]) -> None:
+    def test_level(self, subtests: pytest.Subtests) -> None:
         """The level is what the series keep of their labels: never rank or host."""
-        level = rule["record"].split(":")[0]
-        grouped = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        for rule in RECORDS:
+            with subtests.test(rule=rule["record"]):
+                level = rule["record"].split(":")[0]
+                grouped = re.findall(r"by \(([^)]*)\)", rule["expr"])
 
-        assert level.startswith("job_run_id")
-        assert not {"rank", "host", "instance"} & {*re.findall("[a-z]+", level)}
-        assert grouped
-        assert level.startswith(tuple(by.replace(", ", "_") for by in grouped))
+                assert level.startswith("job_run_id")
+                assert not {"rank", "host", "instance"} & {*re.findall("[a-z]+", level)}
+                assert grouped
+                assert level.startswith(tuple(by.replace(", ", "_") for by in grouped))
 
-    def test_metrics_exist(self, rule: dict[str, Any]) -> None:
+    def test_metrics_exist(self, subtests: pytest.Subtests) -> None:
         """The expression reads existing metrics, or other recording rules."""
-        known = {metric.name for metric in names.METRICS}
-        text = rule["expr"]
-        for record in sorted((r["record"] for r in RECORDS), key=len, reverse=True):
-            text = text.replace(record, "")
+        for rule in RECORDS:
+            with subtests.test(rule=rule["record"]):
+                known = {metric.name for metric in names.METRICS}
+                text = rule["expr"]
+                for record in sorted(
+                    (r["record"] for r in RECORDS), key=len, reverse=True
+                ):
+                    text = text.replace(record, "")
 
-        for name in re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text):
-            assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
+                for name in re.findall(r"\btracedstore_[a-z_]*[a-z]\b", text):
+                    assert re.sub(r"_(bucket|count|sum)$", "", name) in known, name
 
-    def test_has_a_case(self, rule: dict[str, Any]) -> None:
+    def test_has_a_case(self, subtests: pytest.Subtests) -> None:
         """A case reads it, or an alert that has cases."""
-        read = CASES.read_text("utf-8") + "".join(a["expr"] for a in ALERTS)
+        for rule in RECORDS:
+            with subtests.test(rule=rule["record"]):
+                read = CASES.read_text("utf-8") + "".join(a["expr"] for a in ALERTS)
 
-        assert rule["record"] in read
+                assert rule["record"] in read
 
 
-@pytest.mark.parametrize(
-    "alert", ALERTS + LOKI_ALERTS, ids=lambda alert: alert["alert"]
-)
-def test_annotations(alert: dict[str, Any]) -> None:
+def test_annotations(subtests: pytest.Subtests) -> None:
     """Every alert has a summary, a description, a severity and a runbook section."""
-    annotations = alert["annotations"]
-    page, _, anchor = annotations["runbook_url"].partition("#")
-    sections = re.findall(r"^## (\w+)", RUNBOOK.read_text("utf-8"), re.MULTILINE)
+    for alert in ALERTS + LOKI_ALERTS:
+        with subtests.test(alert=alert["alert"]):
+            annotations = alert["annotations"]
+            page, _, anchor = annotations["runbook_url"].partition("#")
+            sections = re.findall(
+                r"^## (\w+)", RUNBOOK.read_text("utf-8"), re.MULTILINE
+            )
 
-    assert annotations["summary"].endswith(".")
-    assert "{{" not in annotations["summary"]
-    assert "{{ $labels.run_id }}" in annotations["description"]
-    assert alert["labels"]["severity"] in ("critical", "warning", "info")
-    assert ROOT / page == RUNBOOK
-    assert anchor in {section.lower() for section in sections}
+            assert annotations["summary"].endswith(".")
+            assert "{{" not in annotations["summary"]
+            assert "{{ $labels.run_id }}" in annotations["description"]
+            assert alert["labels"]["severity"] in ("critical", "warning", "info")
+            assert ROOT / page == RUNBOOK
+            assert anchor in {section.lower() for section in sections}
 
 
 def test_runbook_sections() -> None:
@@ -214,14 +233,15 @@ class TestCauses:
         assert sections == list(CAUSES)
         assert linked == [(cause, cause) for cause in CAUSES]
 
-    @pytest.mark.parametrize("cause", CAUSES)
-    def test_content(self, cause: str) -> None:
+    def test_content(self, subtests: pytest.Subtests) -> None:
         """A section has what the cause means, what to check and what to do."""
-        _, _, rest = self.SECTION.partition(f"### Cause: {cause}\n")
-        section = rest.partition("\n### ")[0]
+        for cause in CAUSES:
+            with subtests.test(cause=cause):
+                _, _, rest = self.SECTION.partition(f"### Cause: {cause}\n")
+                section = rest.partition("\n### ")[0]
 
-        parts = re.findall(r"^\*\*(\w+)\*\*: \S", section, re.MULTILINE)
-        assert parts == ["Meaning", "Check", "Do"]
+                parts = re.findall(r"^\*\*(\w+)\*\*: \S", section, re.MULTILINE)
+                assert parts == ["Meaning", "Check", "Do"]
 
     @pytest.mark.parametrize("path", [RULES, LOKI_RULES], ids=lambda path: path.stem)
     def test_alert_has_the_cause(self, path: Path) -> None:
