@@ -134,7 +134,7 @@ def events(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, An
     lines: list[str] = []
 
     def read() -> list[dict[str, Any]]:
-        assert setup._event_writer.flush(20)
+        assert setup._event_writer.flush(60)
         lines.extend(capsys.readouterr().err.splitlines())
         return [json.loads(line) for line in lines if line.startswith("{")]
 

@@ -208,7 +208,7 @@ class TestHeldByCpp:
             waiting = in_background(partial(store.wait, ["go"], MINUTE))
             (call,) = wait_until(RECORDER.counters.calls)
             client.set("go", "")
-            waiting.result(20)
+            waiting.result(60)
         state = call.state
 
         del store, waiting
@@ -228,7 +228,7 @@ class TestHeldByCpp:
         (shown,) = wait_until(tracedstore.in_flight)
         ((handle, ranks),) = rank_registry.registrations()
         above.set("go", "")
-        waiting.result(20)
+        waiting.result(60)
         tracedstore.barrier(above.underlying_store, 1, "b", 5, rank=0)
 
         assert shown.key == "p/go"
@@ -267,7 +267,7 @@ class TestHeldByCpp:
             lambda: [e for e in events() if e["event"] == "job.stalled"]
         )
         other.set(kind, "")
-        waiting.result(20)
+        waiting.result(60)
 
         assert (stall["phase"], stall["awaited_ranks"]) == (f"key p/{kind}", [1])
         wait_until(lambda: read_blocked(bare_store(above), 2) == {})

@@ -18,7 +18,7 @@ from tracedstore import wrap
 
 # FileStore rounds a timeout up to seconds. A call that is still blocked after this
 # many seconds has lost its timeout.
-DEADLINE_SECONDS = 15.0
+DEADLINE_SECONDS = 120.0
 HOUR = timedelta(hours=1)
 
 

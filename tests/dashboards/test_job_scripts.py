@@ -31,7 +31,7 @@ def probe(*urls: str) -> int:
     return subprocess.run(
         [sys.executable, JOB / "probe.py", *urls],
         capture_output=True,
-        timeout=30,
+        timeout=240,
         check=False,
     ).returncode
 
@@ -52,7 +52,7 @@ def test_pager_and_probe(pager: tuple[Program, str]) -> None:
         ],
     }
 
-    with urllib.request.urlopen(url, json.dumps(page).encode(), timeout=10):
+    with urllib.request.urlopen(url, json.dumps(page).encode(), timeout=60):
         pass
 
     assert program.log().splitlines() == [

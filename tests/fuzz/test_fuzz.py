@@ -84,7 +84,7 @@ def test_repeat(tmp_path: Path) -> None:
         cwd=_ROOT / "tests",
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 

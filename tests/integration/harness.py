@@ -23,13 +23,21 @@ from support.processes import kill_tree
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T | None], timeout: float = 15.0) -> T:
+# Seconds. A bound that only a hang reaches: a process that takes seconds on a quiet
+# machine takes a minute beside others.
+HANG = 240.0
+
+
+def wait_until(condition: Callable[[], T | None], timeout: float = HANG) -> T:
     """Poll a condition until it returns a true value, and return that."""
     deadline = time.monotonic() + timeout
+    pause = 0.005
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"condition not met after {timeout} s")
-        time.sleep(0.005)
+        time.sleep(pause)
+        # What is not there soon is polled less often: a condition may be expensive.
+        pause = min(1.2 * pause, 0.1)
     return value
 
 
@@ -54,7 +62,7 @@ def in_threads(count: int, work: Callable[[int], T]) -> list["Future[T]"]:
     start = threading.Barrier(count)
 
     def run(number: int) -> T:
-        start.wait(15)
+        start.wait(60)
         return work(number)
 
     with ThreadPoolExecutor(count) as pool:
@@ -107,7 +115,7 @@ def report(**fields: Any) -> None:
     sys.stdout.flush()
 
 
-def forked(work: Callable[[], Any], timeout: float = 15.0) -> Any:
+def forked(work: Callable[[], Any], timeout: float = HANG) -> Any:
     """Call a function in a forked child, and return its result."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -169,7 +177,7 @@ class Running:
             start_new_session=True,
         )
 
-    def exit_status(self, timeout: float = 30.0) -> int:
+    def exit_status(self, timeout: float = HANG) -> int:
         """Wait until the command ends, and return its exit status."""
         return self._process.wait(timeout)
 

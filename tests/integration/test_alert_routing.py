@@ -40,7 +40,7 @@ def send(alertmanager: Alertmanager, *alerts: dict[str, Any]) -> None:
         json.dumps([{"labels": labels} for labels in alerts]).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=10):
+    with urllib.request.urlopen(request, timeout=60):
         pass
 
 

@@ -52,15 +52,15 @@ class TestAllArrive:
 
     def test_all_arrive(self, barrier: FleetBarrier) -> None:
         """The barrier completes for all ranks."""
-        barrier.start(0, 1, 2, 3, timeout=20)
+        barrier.start(0, 1, 2, 3, timeout=60)
 
         barrier.assert_completed(0, 1, 2, 3)
 
     def test_late_rank(self, barrier: FleetBarrier) -> None:
         """The other ranks wait for a late one."""
-        barrier.start(0, 1, 3, timeout=20)
+        barrier.start(0, 1, 3, timeout=60)
         barrier.wait_for_arrivals(3)
-        barrier.start(2, timeout=20)
+        barrier.start(2, timeout=60)
 
         barrier.assert_completed(0, 1, 2, 3)
 
@@ -111,7 +111,7 @@ class TestMissingRanks:
 
     def test_warning(self, barrier: FleetBarrier) -> None:
         """Waiting ranks report the missing ones long before the timeout."""
-        barrier.start(0, 1, 3, timeout=20, warn_after=0.2)
+        barrier.start(0, 1, 3, timeout=60, warn_after=0.2)
         # The first warning may be earlier than the last of the three arrivals.
         wait_until(
             lambda: [
@@ -120,7 +120,7 @@ class TestMissingRanks:
                 if event["missing_ranks"] == [2]
             ]
         )
-        barrier.start(2, timeout=20)
+        barrier.start(2, timeout=60)
 
         barrier.assert_completed(0, 1, 2, 3)
         assert not barrier.events("barrier.timeout")
@@ -131,9 +131,9 @@ class TestReusedPrefix:
 
     def test_stale(self, barrier: FleetBarrier) -> None:
         """A second barrier completes at once, as torch's does, and emits an event."""
-        barrier.start(0, 1, world_size=2, timeout=20)
+        barrier.start(0, 1, world_size=2, timeout=60)
         barrier.assert_completed(0, 1)
-        barrier.start(0, world_size=2, timeout=20)
+        barrier.start(0, world_size=2, timeout=60)
 
         barrier.assert_completed(0)
         (event,) = barrier.events("barrier.stale_key")
@@ -163,8 +163,8 @@ class TestMixedRanks:
     def test_complete(self, barrier: FleetBarrier, plain: list[int]) -> None:
         """The barrier completes for every mixture."""
         traced = [rank for rank in range(4) if rank not in plain]
-        barrier.start(*plain, flavour="torch", timeout=20)
-        barrier.start(*traced, timeout=20)
+        barrier.start(*plain, flavour="torch", timeout=60)
+        barrier.start(*traced, timeout=60)
 
         barrier.assert_completed(0, 1, 2, 3)
 
@@ -231,9 +231,9 @@ class TestTraces:
 
     def test_completed(self, barrier: FleetBarrier, exported: "Exported") -> None:
         """The last rank's span is the root, and the others are its children."""
-        barrier.start(0, 1, 3, timeout=20, spans=exported.path)
+        barrier.start(0, 1, 3, timeout=60, spans=exported.path)
         barrier.wait_for_arrivals(3)
-        barrier.start(2, timeout=20, spans=exported.path)
+        barrier.start(2, timeout=60, spans=exported.path)
 
         barrier.assert_completed(0, 1, 2, 3)
         root, *others = exported.spans(4, root=2)
@@ -300,10 +300,10 @@ class TestTraces:
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
         """Its span is lost; the other spans are in one trace with a root."""
-        barrier.start(0, 1, 2, timeout=20, spans=exported.path)
+        barrier.start(0, 1, 2, timeout=60, spans=exported.path)
         barrier.wait_for_arrivals(3)
         barrier.kill(0)
-        barrier.start(3, timeout=20, spans=exported.path)
+        barrier.start(3, timeout=60, spans=exported.path)
 
         barrier.assert_completed(1, 2, 3)
         root, *others = exported.spans(3, root=3)
@@ -315,7 +315,7 @@ class TestTraces:
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
         """Torch's rank has no span, and the others share a trace all the same."""
-        barrier.start(0, timeout=20, world_size=3, flavour="torch")
+        barrier.start(0, timeout=60, world_size=3, flavour="torch")
         barrier.wait_for_arrivals(1)
         options: dict[str, Any] = {
             "timeout": 20,

@@ -1,12 +1,11 @@
 """The store's server ends while ranks, real processes, wait at a barrier."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import etcd
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
@@ -15,14 +14,14 @@ import tracedstore
 from integration.children.fleet import connect
 from integration.conftest import StartChild
 from integration.fleets import Fleet, FleetBarrier
-from integration.harness import Child
+from integration.harness import Child, in_background, wait_until
 from support.etcd import EtcdServer
 from support.events import check
 
 pytestmark = pytest.mark.processes
 
 # Longer than any test, so that no barrier times out.
-TIMEOUT = 50.0
+TIMEOUT = 300.0
 # The exception of each kind of store, and its error_type in events.
 ERRORS = {
     "tcp": ("DistNetworkError", "torch.distributed.DistNetworkError"),
@@ -112,16 +111,14 @@ class TestKilledAtTimeout:
                     raise
 
         port = tcp_server.next_report()["port"]
-        store_timeout = timedelta(seconds=20)
+        store_timeout = timedelta(hours=1)
         store = TCPStore(
             "127.0.0.1", port, None, is_master=False, timeout=store_timeout
         )
 
-        started = time.monotonic()
         with pytest.raises(tracedstore.BarrierTimeout) as raised:
             tracedstore.barrier(store, 3, "b", 0.5, rank=1)
 
-        assert time.monotonic() - started < 10
         assert raised.value.missing_ranks == ()
         assert "the missing ranks could not be determined" in str(raised.value)
 
@@ -130,20 +127,25 @@ class TestPaused:
     """The server is stopped with SIGSTOP and does not respond."""
 
     def test_verdict_is_bounded(self, tmp_path: Path) -> None:
-        """The barrier times out within 5 s of its timeout, without names."""
+        """The barrier times out, though a call would never return, without names."""
         server = EtcdServer(tmp_path)
         server.start()
         try:
-            store = tracedstore.wrap(EtcdStore(server.client(), "/paused"))
-            pause = threading.Timer(0.5, server.pause)
-            pause.start()
-            started = time.monotonic()
+            # So long would a call without a bound take.
+            client = etcd.Client(host="127.0.0.1", port=server.port, read_timeout=2000)
+            store = tracedstore.wrap(EtcdStore(client, "/paused"))
+            other = EtcdStore(server.client(), "/paused")
+
+            def pause() -> None:
+                wait_until(lambda: other.check(["b/num_members"]))
+                server.pause()
+
+            paused = in_background(pause)
             with pytest.raises(tracedstore.BarrierTimeout) as raised:
                 tracedstore.barrier(store, 2, "b", 3, rank=0)
-            took = time.monotonic() - started
+            paused.result(60)
         finally:
             server.resume()
             server.stop()
 
         assert raised.value.missing_ranks == ()
-        assert took < 3 + 5 + 4  # the timeout, the bound, and a busy machine

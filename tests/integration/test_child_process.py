@@ -74,14 +74,12 @@ def test_timeout(made_progress: bool) -> None:
     def work(heartbeat: Heartbeat) -> None:
         if made_progress:
             heartbeat()
-        sleep_with_gil(100)
+        sleep_with_gil(1000)
 
-    began = time.monotonic()
     with pytest.raises(ChildTimeoutError) as raised:
         run_in_child(1.0, work, 1.0)
 
     assert raised.value.made_progress == made_progress
-    assert time.monotonic() - began < 15
 
 
 def test_heartbeat_extends_the_timeout() -> None:

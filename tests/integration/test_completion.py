@@ -129,7 +129,7 @@ def test_fish(folder: Path, path: str) -> None:
             env={"PATH": path, "HOME": str(folder), "TERM": "dumb"},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 

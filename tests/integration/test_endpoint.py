@@ -52,7 +52,7 @@ class Endpoint:
 
     def get(self, path: str, **headers: str) -> tuple[int, str, bytes]:
         """Request a page, and return status, content type and body."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(client):
             client.request("GET", path, headers=headers)
             response = client.getresponse()
@@ -124,7 +124,7 @@ class TestPages:
             blocked = pool.submit(block)
             status = wait_until(lambda: self._stalled(endpoint))
             tracedstore.barrier(store, 2, "step/7", 20, rank=1)
-            blocked.result(10)
+            blocked.result(60)
 
         # The watcher may be in a call too, in which it reads the missing ranks.
         (call,) = [c for c in status["in_flight"] if c["operation"] == "wait"]
@@ -418,7 +418,7 @@ class TestTLS:
         if client is not None:
             context.load_cert_chain(client.certificate, client.key)
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", endpoint.port, timeout=20, context=context
+            "127.0.0.1", endpoint.port, timeout=60, context=context
         )
         with closing(connection):
             connection.request("GET", "/metrics")
@@ -505,7 +505,7 @@ class TestAbuse:
             try:
                 wait_until(served.alive)
                 for client in clients:
-                    client.result(20)
+                    client.result(60)
             finally:
                 stopped.set()
 
@@ -599,17 +599,17 @@ class TestAbuse:
 
         def hang() -> None:
             entered.set()
-            release.wait(20)
+            release.wait(60)
 
         store.before("check", hang)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(endpoint.get, "/sd")
-            assert entered.wait(10)
+            assert entered.wait(60)
 
             assert endpoint.get("/sd")[0] == 503
             assert endpoint.get("/metrics")[0] == 200
             release.set()
-            assert first.result(10)[0] == 200
+            assert first.result(60)[0] == 200
 
     def test_store_does_not_respond(
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
@@ -635,7 +635,7 @@ class TestAbuse:
 
 
 def _wait(event: threading.Event) -> None:
-    event.wait(20)
+    event.wait(60)
 
 
 def _request_threads() -> list[threading.Thread]:

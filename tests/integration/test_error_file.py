@@ -35,7 +35,7 @@ class TestErrorFile:
             },
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 

@@ -144,7 +144,7 @@ class TestRequests:
 
         make_store().set("k", "v")
 
-        assert value.result(15) == b"v"
+        assert value.result(60) == b"v"
         (span,) = wait_until(lambda: attributes(spans, "get"))
         assert span[names.ETCD_REQUESTS] >= 1
         assert span[names.ETCD_WATCH_TIMEOUTS] == 0
@@ -198,7 +198,7 @@ class TestKilled:
         wait_until(lambda: any(c.waited_seconds > 0.3 for c in tracedstore.in_flight()))
 
         own_server.kill()
-        raised = [type(call.exception(15)) for call in (bare_call, traced_call)]
+        raised = [type(call.exception(60)) for call in (bare_call, traced_call)]
         for later_call in LATER_CALLS.values():
             for store in (bare, traced):
                 with pytest.raises(etcd.EtcdException) as error:

@@ -82,7 +82,7 @@ class TestAddress:
         shown = capsys.readouterr().out
         tracedstore.barrier(make(), 3, "step/1", 40, rank=2)
         for call in arriving:
-            call.result(30)
+            call.result(60)
 
         assert "step/1" in shown
         assert "2 of 3" in shown

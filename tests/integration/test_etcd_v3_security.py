@@ -335,7 +335,7 @@ def test_documented_steps(
     *certificates, start, users, use = documented_steps(port)
 
     def run(commands: str) -> None:
-        subprocess.run(["bash", "-ec", commands], check=True, timeout=60)
+        subprocess.run(["bash", "-ec", commands], check=True, timeout=240)
 
     run("".join(certificates))
     server = subprocess.Popen(
@@ -348,7 +348,7 @@ def test_documented_steps(
         ]
     )
     try:
-        wait_until(lambda: accepts(port), 30)
+        wait_until(lambda: accepts(port))
         run(users)
         Path("password").write_text(SECRET)
         tls = Tls(ca_cert="ca.pem", cert="client.pem", key="client-key.pem")
@@ -366,7 +366,7 @@ def test_documented_steps(
         )
     finally:
         server.kill()
-        server.wait(30)
+        server.wait(240)
 
 
 def accepts(port: int) -> bool:

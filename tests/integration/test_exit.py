@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,12 @@ tracedstore.barrier(traced, 2, "b", 0.3, rank=0, warn_after=0.3, trace_timeout=0
 """
 
 SPANS = """
-import os, time
 import torch.distributed as dist, tracedstore
 tracedstore.configure(tracing=True, log_format="off", spans="all")
 store = tracedstore.wrap(dist.HashStore())
 for number in range(100):
     store.set(f"key/{number}", "value")
-print(time.time(), flush=True)
+print("at the end", flush=True)
 """
 
 # Each server is the last rank to arrive, and ends at once.
@@ -122,12 +120,11 @@ def silent_collector() -> Iterator[str]:
 class TestAbort:
     """No thread of ours returns from a Store call while Python finalizes."""
 
-    @pytest.mark.timeout(120)
     def test_warning_at_the_timeout(self) -> None:
         """The process ends with its exception, not with SIGABRT."""
         children = [start(WARNING_AT_THE_TIMEOUT) for _ in range(6)]
         for child in children:
-            _, errors = child.communicate(timeout=100)
+            _, errors = child.communicate(timeout=240)
 
             assert child.returncode == 1, errors
             assert "BarrierTimeout" in errors
@@ -144,20 +141,20 @@ class TestCollector:
         child = start(
             SPANS,
             OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
+            # So long would an exit without a bound take.
+            OTEL_EXPORTER_OTLP_TIMEOUT="1000",
             TRACEDSTORE_EXIT_TIMEOUT="1",
         )
-        output, errors = child.communicate(timeout=50)
-        ended = time.time()
+        output, errors = child.communicate(timeout=240)
 
         assert child.returncode == 0, errors
-        # One second, and what Python and a busy machine need to end a process.
-        assert ended - float(output) < 15
+        assert output == "at the end\n"
 
     @on_both_cores
     def test_barrier_at_the_end(self, core: str) -> None:
         """The span of a barrier that completes just before the end is exported."""
         child = start(BARRIER_AT_THE_END, TRACEDSTORE_CORE=core)
-        output, errors = child.communicate(timeout=50)
+        output, errors = child.communicate(timeout=240)
 
         assert "barrier b\n" in output, errors
         assert child.returncode == 0
@@ -166,11 +163,10 @@ class TestCollector:
 class TestServer:
     """A process that serves the store and ends."""
 
-    @pytest.mark.timeout(120)
     def test_last_rank_serves_the_store(self) -> None:
         """The last rank returns from the barrier when the others are released."""
         child = start(SERVER_ENDS_AT_ONCE)
-        output, errors = child.communicate(timeout=100)
+        output, errors = child.communicate(timeout=240)
 
         assert (output, child.returncode) == ("20\n", 0), errors
 
@@ -179,7 +175,6 @@ class TestCallsOfCpp:
     """Threads that Python does not know are in Store calls when the process ends."""
 
     @on_both_cores
-    @pytest.mark.timeout(120)
     def test_exit_status_is_kept(self, core: str) -> None:
         """The process ends, though the calls would last for minutes more."""
         child = start(
@@ -189,6 +184,6 @@ class TestCallsOfCpp:
             TRACEDSTORE_CORE=core,
             TRACEDSTORE_EXIT_TIMEOUT="0.2",
         )
-        output, errors = child.communicate(timeout=100)
+        output, errors = child.communicate(timeout=240)
 
         assert output == "[7, 7, 7]\n", errors

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 
 def inject(results: Path, faults: int) -> subprocess.CompletedProcess[str]:

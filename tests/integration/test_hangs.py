@@ -24,7 +24,6 @@ TYPES = {"DistStoreError", "DistNetworkError", "RuntimeError", "LookupError"}
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.etcd,
-    pytest.mark.timeout(180),
 ]
 
 
@@ -41,7 +40,7 @@ def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=240,
         check=False,
     )
     assert results.exists(), run.stdout + run.stderr

@@ -112,7 +112,7 @@ def run(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     after = os.times()

@@ -500,7 +500,7 @@ class TestHostilePeers:
             [sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 
@@ -550,7 +550,8 @@ class TestHostilePeers:
             pause(child.pid)
 
         began = time.monotonic()
-        replies = local_processes(1.0)
+        replies = local_processes(4.0)
 
         assert list(replies.values()) == [None] * 3
-        assert time.monotonic() - began < 10
+        # One after the other would take 12 s.
+        assert time.monotonic() - began < 12

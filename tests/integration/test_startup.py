@@ -31,7 +31,7 @@ def run(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 

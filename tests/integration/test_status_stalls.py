@@ -486,7 +486,6 @@ class TestHostile:
         assert max(map(len, out.splitlines())) <= 80
         assert len(out) < 20_000
 
-    @pytest.mark.timeout(60)
     def test_too_many_awaited_ranks(
         self, tcp_job: tuple[Store, str], capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -22,7 +22,7 @@ def store(request: pytest.FixtureRequest) -> dist.TCPStore:
 def test_tcpstore(store: dist.TCPStore) -> None:
     """A TCPStore answers, and has no key that it had not before."""
     before = store.num_keys()
-    with socket.create_connection(("127.0.0.1", store.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", store.port), timeout=60) as connection:
         assert tcpstore_probe.probe(connection)
 
     assert store.num_keys() == before
@@ -38,7 +38,7 @@ def test_request_is_that_of_torch() -> None:
             request = connection.recv(len(tcpstore_probe._REQUEST), socket.MSG_WAITALL)
         # The client retries, fails, and times out.
         server.shutdown(socket.SHUT_RDWR)
-    client.join(30)
+    client.join(60)
 
     assert request[:6] == tcpstore_probe._REQUEST[:6]
     assert len(request) == len(tcpstore_probe._REQUEST)
@@ -96,4 +96,4 @@ def test_unknown_answer() -> None:
 
         Address(f"tcp://127.0.0.1:{server.getsockname()[1]}").check_reachable()
 
-        thread.join(30)
+        thread.join(60)

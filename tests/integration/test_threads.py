@@ -193,7 +193,7 @@ class TestExactCounts:
 
         counting = in_background(lambda: results(in_threads(8, add)))
         wait_until(scrape)
-        counting.result(15)
+        counting.result(60)
 
         assert counts == sorted(counts)
         assert operation_count(registry, "hash_store", "add") == 40_000

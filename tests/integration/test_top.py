@@ -308,7 +308,7 @@ class TestTerminal:
             ],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 
@@ -324,7 +324,7 @@ class TestTerminal:
             "raise ModuleNotFoundError(name='textual')"
         )
         with top("--store", url_of(store), PYTHONPATH=str(tmp_path)) as screen:
-            assert screen.process.wait(40) == 1
+            assert screen.process.wait(240) == 1
             screen.read()
 
         assert screen.output == (

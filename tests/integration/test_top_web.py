@@ -60,7 +60,6 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(150)
 def test_hung_torchrun(start_command: StartCommand, tmp_path: Path) -> None:
     """The culprit is on the screen, in a terminal and in a browser."""
     (tmp_path / "train.py").write_text(JOB)
@@ -99,7 +98,7 @@ def test_hung_torchrun(start_command: StartCommand, tmp_path: Path) -> None:
         assert len(tab) >= 2
 
     # The tab is closed, and its processes have ended.
-    wait_until(lambda: not any(map(runs, tab)), 30)
+    wait_until(lambda: not any(map(runs, tab)))
     os.kill(server.pid, signal.SIGTERM)
     assert server.exit_status() == 143
 
@@ -125,7 +124,7 @@ def check_browser(browser: Browser, downloads: Path) -> None:
     browser.screenshot(ROOT / "test-results/top.png")
     browser.press("e")
     browser.wait_for("to the browser")
-    (archive,) = wait_until(lambda: [*downloads.glob("*.zip")], 20)
+    (archive,) = wait_until(lambda: [*downloads.glob("*.zip")])
     with zipfile.ZipFile(archive) as saved:
         text, svg = (
             saved.read(name).decode() for name in sorted(saved.namelist(), reverse=True)
@@ -285,7 +284,7 @@ class TestTabs:
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                     await client.ws_connect(path)
                 assert refused.value.status == 503
-                assert len(tabs()) == web.MAX_TABS
+                await until(lambda: len(tabs()) == web.MAX_TABS)
                 # Lost without a word, as when a machine loses its network.
                 opened[0]._conn.transport.abort()  # type: ignore[union-attr]
                 while True:
@@ -293,9 +292,9 @@ class TestTabs:
                         if answer.status == 200:
                             break
                     await asyncio.sleep(0.01)
-                assert len(tabs()) == web.MAX_TABS - 1
+                await until(lambda: len(tabs()) == web.MAX_TABS - 1)
 
-        asyncio.run(asyncio.wait_for(scenario(), 40))
+        asyncio.run(asyncio.wait_for(scenario(), 240))
 
     def test_process_that_does_not_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is killed, when its tab is closed and when the server ends."""
@@ -303,12 +302,14 @@ class TestTabs:
 
         async def scenario() -> None:
             async with serving(DEAF) as (client, path):
+                # A websocket is open before its process runs.
                 async with client.ws_connect(path):
-                    assert tabs()
+                    await until(lambda: bool(tabs()))
                 await until(lambda: not tabs())
                 await client.ws_connect(path)
+                await until(lambda: bool(tabs()))
 
-        asyncio.run(asyncio.wait_for(scenario(), 40))
+        asyncio.run(asyncio.wait_for(scenario(), 240))
 
     def test_process_that_ends(self) -> None:
         """Its tab is closed."""
@@ -318,7 +319,7 @@ class TestTabs:
                 message = await tab.receive()
                 assert message.type == aiohttp.WSMsgType.CLOSE
 
-        asyncio.run(asyncio.wait_for(scenario(), 40))
+        asyncio.run(asyncio.wait_for(scenario(), 240))
 
     @pytest.mark.parametrize(
         "message",
@@ -335,4 +336,4 @@ class TestTabs:
                 async with client.get("/") as answer:
                     assert answer.status == 200
 
-        asyncio.run(asyncio.wait_for(scenario(), 40))
+        asyncio.run(asyncio.wait_for(scenario(), 240))

@@ -16,7 +16,7 @@ from support.versions import (
 )
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.processes
 
 # The name of the split group of children/store_keys.py.
 SPLIT = "5" * 40

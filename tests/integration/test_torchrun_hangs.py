@@ -20,7 +20,7 @@ from support.rendezvous import new_run_id
 from support.torchrun import Agent
 from support.versions import SERVES_LATER_ROUNDS, TORCH
 
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 
 class TestReplacedNode:
@@ -57,7 +57,7 @@ class TestReplacedNode:
             )
             for addr in ("127.0.0.1", "127.0.0.2", "127.0.0.3")
         ]
-        wait_until(lambda: all("started 0" in agent.out() for agent in agents), 90)
+        wait_until(lambda: all("started 0" in agent.out() for agent in agents))
 
         # Agents have ranks in the order of their addresses.
         agents[0].kill()
@@ -72,11 +72,11 @@ class TestReplacedNode:
     def test_address_of_an_earlier_round(self, agents: list[Agent]) -> None:
         """An agent that keeps the MASTER_ADDR of the dead node reports both."""
         last = agents[2]
-        found = wait_until(lambda: last.events("store.stale_keys"), 60)
+        found = wait_until(lambda: last.events("store.stale_keys"))
         check(found[0])
         (before,) = re.findall(r"started 0 (\S+ \d+)", last.out())
         (after,) = wait_until(
-            lambda: re.findall(r"started 1 (\S+ \d+)", agents[1].out()), 60
+            lambda: re.findall(r"started 1 (\S+ \d+)", agents[1].out())
         )
         assert before.startswith("127.0.0.1 ")
         assert after.startswith("127.0.0.2 ")
@@ -93,7 +93,7 @@ class TestReplacedNode:
     )
     def test_no_server(self, agents: list[Agent]) -> None:
         """The agent that becomes rank 0 fails, and reports why and what helps."""
-        (failed,) = wait_until(lambda: agents[1].events("rendezvous.failed"), 60)
+        (failed,) = wait_until(lambda: agents[1].events("rendezvous.failed"))
 
         check(failed)
         assert failed["cause"] == "rank_0_replaced"
@@ -119,15 +119,15 @@ class TestTwoJobs:
         )
         options = ["--nnodes", "1", "--nproc-per-node", "1", str(script)]
         first = start_agent("traced-c10d", endpoint, first_id, *options, str(end))
-        wait_until(lambda: "started" in first.out(), 60)
+        wait_until(lambda: "started" in first.out())
         other = start_agent("traced-c10d", endpoint, other_id, *options, "never")
         same = start_agent(
             *("traced-c10d", endpoint, first_id, "--rdzv-conf", "warn_after=1"),
             *(*options, "never"),
         )
 
-        (shared,) = wait_until(lambda: other.events("store.stale_keys"), 60)
-        waiting = wait_until(lambda: same.events("rendezvous.waiting"), 60)
+        (shared,) = wait_until(lambda: other.events("store.stale_keys"))
+        waiting = wait_until(lambda: same.events("rendezvous.waiting"))
         end.touch()
 
         check(shared)
@@ -167,13 +167,13 @@ class TestKilledAgent:
             )
             for addr in ("127.0.0.1", "127.0.0.2")
         )
-        wait_until(lambda: "started" in survivor.out(), 60)
-        started = wait_until(lambda: re.search(r"started (\d+)", killed.out()), 60)
+        wait_until(lambda: "started" in survivor.out())
+        started = wait_until(lambda: re.search(r"started (\d+)", killed.out()))
         assert survivor.events("rendezvous.waiting") == []
         os.kill(killed.pid, signal.SIGKILL)  # and not its worker
 
         try:
-            (event,) = wait_until(lambda: survivor.events("rendezvous.waiting"), 60)
+            (event,) = wait_until(lambda: survivor.events("rendezvous.waiting"))
         finally:
             os.kill(int(started[1]), signal.SIGKILL)
 
@@ -257,7 +257,7 @@ class TestClockSkew:
             # After the first one, several heartbeats have come.
             return both[1:] if abs(skew) < 5 else [e for e in both if e["skewed"]]
 
-        event = wait_until(warned, 60)[0]
+        event = wait_until(warned)[0]
         check(event)
         if abs(skew) < 5:
             assert (event["skewed"], event["left_over"]) == ([], [])
@@ -309,7 +309,7 @@ class TestEarlierRun:
             "etcd-v2", endpoint, run_id, "--local-addr", "127.0.0.1", *options
         )
         key = f"/torch/elastic/rendezvous/{run_id}"
-        wait_until(lambda: key in etcd_keys(etcd_server), 60)
+        wait_until(lambda: key in etcd_keys(etcd_server))
         killed.kill()
 
         agent = start_agent(
@@ -322,14 +322,14 @@ class TestEarlierRun:
             events = agent.events("rendezvous.waiting")
             return [event for event in events if event["left_over"]]
 
-        event = wait_until(reported, 60)[0]
+        event = wait_until(reported)[0]
         check(event)
         assert event["left_over"] == ["127.0.0.1"]
         left_over = f"127.0.0.1 (pid {killed.pid}) was there before this node and sent"
         assert left_over in event["message"]
         assert f"earlier run with run id '{run_id}'" in event["message"]
         assert (event["complete"], event["skewed"]) == (True, [])
-        stalled = wait_until(lambda: agent.events("job.stalled"), 60)[0]
+        stalled = wait_until(lambda: agent.events("job.stalled"))[0]
         assert stalled["awaited"].startswith(
             f"agent 0 on 127.0.0.1 (pid {killed.pid}): "
         )

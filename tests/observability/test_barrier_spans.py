@@ -4,7 +4,6 @@ import itertools
 import socket
 import string
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -51,7 +50,7 @@ def barrier(store: Any, rank: int, world_size: int = 2, **options: Any) -> None:
 
 def barrier_spans(spans: InMemorySpanExporter) -> list[ReadableSpan]:
     """Return the spans of barriers, sorted by rank."""
-    assert setup._deferred.flush(20)
+    assert setup._deferred.flush(60)
     matches = [
         span for span in spans.get_finished_spans() if span.name.startswith("barrier")
     ]
@@ -282,7 +281,7 @@ class TestContent:
             while not warnings:
                 warnings = [e for e in events() if e["event"] == "barrier.waiting"]
             barrier(traced, 1)
-            first.result(10)
+            first.result(60)
 
         first_span, last_span = barrier_spans(spans)
         (link,) = first_span.links
@@ -324,14 +323,10 @@ class TestNoSpans:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_HangingExporter(release)))
         tracedstore.configure(registry=registry, tracer_provider=provider)
-        started = time.monotonic()
         with pytest.raises(tracedstore.BarrierTimeout):
             barrier(dist.HashStore(), 0, barrier_timeout=0.1)
-        elapsed = time.monotonic() - started
-        release.set()
+        release.set()  # the exporter would hang until then
         provider.shutdown()
-
-        assert elapsed < 10  # the exporter would take 30
 
 
 class _OtherProvider(trace.TracerProvider):
@@ -357,7 +352,7 @@ class _HangingExporter(SpanExporter):
         self._release = release
 
     def export(self, spans: Sequence[ReadableSpan]) -> Any:
-        self._release.wait(30)
+        self._release.wait()
 
     def shutdown(self) -> None:
         pass
@@ -377,7 +372,7 @@ def test_wall_clock_set_back(
         wait_until(lambda: store.check(["step/7/num_members"]))
         clock.set_back(3600)
         barrier(store, 1)
-        first.result(10)
+        first.result(60)
 
     for span in barrier_spans(spans):
         assert span.start_time is not None

@@ -116,7 +116,7 @@ def relay(etcd_server: EtcdServer) -> Iterator[tuple[int, list[bytes]]]:
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
     yield listener.getsockname()[1], seen
-    thread.join(10)
+    thread.join(60)
     listener.close()
 
 

@@ -78,7 +78,7 @@ class TestRecord:
         )
         store = FlakyStore(HashStore())
         fail(store, tracedstore.wrap(store), times=3)
-        assert RECORD_WRITER.flush(20)
+        assert RECORD_WRITER.flush(60)
 
         (event,) = events()
         (found,) = exported.get_finished_logs()
@@ -113,7 +113,7 @@ class TestRecord:
             "round": None,
         }
         TELEMETRY.emit(names.RENDEZVOUS_WAITING, **fields)
-        assert RECORD_WRITER.flush(20)
+        assert RECORD_WRITER.flush(60)
 
         (found,) = exported.get_finished_logs()
         attributes = dict(found.log_record.attributes or {})
@@ -155,7 +155,7 @@ class TestBrokenProvider:
         tracedstore.configure(registry=registry, logger_provider=broken)
         store = FlakyStore(HashStore())
         fail(store, tracedstore.wrap(store))
-        assert RECORD_WRITER.flush(20)
+        assert RECORD_WRITER.flush(60)
 
         found = [event["event"] for event in events()]
         assert found == ["store.operation.failed", "telemetry.disabled"]
@@ -174,7 +174,7 @@ class TestBrokenProvider:
         class Blocking(LogRecordExporter):
             def export(self, batch: Sequence[ReadableLogRecord]) -> Any:
                 blocked.set()
-                released.wait(30)
+                released.wait(60)
                 return LogRecordExportResult.SUCCESS
 
             def shutdown(self) -> None:
@@ -190,7 +190,7 @@ class TestBrokenProvider:
         try:
             for url in ("first", "second", "third"):
                 TELEMETRY.emit(names.TELEMETRY_SERVING, url=url)
-                assert blocked.wait(20)
+                assert blocked.wait(60)
 
             found = events()
         finally:

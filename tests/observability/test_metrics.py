@@ -41,7 +41,7 @@ def check_with_promtool(exposition: bytes) -> str:
         [promtool, "check", "metrics"],
         input=exposition,
         capture_output=True,
-        timeout=30,
+        timeout=240,
         check=False,
     )
     return done.stdout.decode() + done.stderr.decode()

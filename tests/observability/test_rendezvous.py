@@ -75,7 +75,7 @@ class TestWrites:
             accepted = conflicts = 0
             current: Any = backend.get_state()
             # All writers have the same token, with which only one write succeeds.
-            all_have_read.wait(15)
+            all_have_read.wait(60)
             while accepted < WRITES_EACH:
                 state, token, *_ = current
                 count = int(state.split(b" ")[0])
@@ -288,7 +288,7 @@ class TestInFlight:
         flaky, release = FlakyStore(), threading.Event()
 
         def wait() -> None:
-            assert release.wait(15)
+            assert release.wait(60)
 
         backend = TracedRendezvousBackend(C10dRendezvousBackend(flaky, "run"))
         for method in ("get", "compare_set"):
@@ -303,5 +303,5 @@ class TestInFlight:
         assert (blocked.operation, blocked.store) == (call, "rendezvous_c10d")
         assert value(registry, names.IN_FLIGHT, "rendezvous_c10d", call) == 1
         release.set()
-        done.result(15)
+        done.result(60)
         assert tracedstore.in_flight() == []

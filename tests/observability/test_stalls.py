@@ -55,7 +55,7 @@ def test_signals_of_a_stall(
 
     count = wait_until(lambda: values(registry, names.JOB_AWAITED.name))
     awaited = values(registry, names.JOB_RANK_AWAITED.name)
-    error = waiting.exception(30)
+    error = waiting.exception(60)
     ended = wait_until(lambda: not values(registry, names.JOB_AWAITED.name))
 
     # Its own key does not exist either, but the rank is blocked.

@@ -227,7 +227,6 @@ class TestManyKeys:
 
     # A store in Python: there is one base for it.
     @pytest.mark.parametrize("core", ["python"], indirect=True)
-    @pytest.mark.timeout(120)
     def test_bounded(self, registry: CollectorRegistry) -> None:
         """Exposition and memory do not grow from 1,000 keys to 100,000."""
         tracedstore.configure(

@@ -78,13 +78,13 @@ NOT_RUN = {
 BIN = Path(sys.executable).parent
 
 # Seconds. These tests start up to ten processes each, while other workers run tests.
-_TIMEOUT = 120
+_TIMEOUT = 240
 SMALL_JOB = (
     "--ranks 2 --simulated-ranks 16 --capacity 0.01 --idle 1 --barrier-timeout 1"
     " --hang 1"
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(_TIMEOUT + 30)]
+pytestmark = pytest.mark.processes
 
 
 def blocks(page: Path) -> list[str]:
@@ -141,7 +141,7 @@ def run(command: str, folder: Path, timeout: float = _TIMEOUT) -> tuple[int, str
 def fetch(url: str) -> str:
     """Return the body of a response, and "" if no server answers."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return str(response.read().decode())
     except OSError:
         return ""
@@ -161,25 +161,29 @@ def test_all_commands_are_run() -> None:
 class TestInline:
     """The argument parser accepts commands in running text and in ``--help``."""
 
-    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-    def test_in_pages(self, page: Path) -> None:
+    def test_in_pages(self, subtests: pytest.Subtests) -> None:
         """Commands with options or arguments in the text of a page."""
-        for line in re.findall(
-            r"`(tracedstore [a-z-]+ [^`]+)`", page.read_text("utf-8")
-        ):
-            self._parse(line)
+        for page in PAGES:
+            with subtests.test(page=page.name):
+                for line in re.findall(
+                    r"`(tracedstore [a-z-]+ [^`]+)`", page.read_text("utf-8")
+                ):
+                    self._parse(line)
 
-    @pytest.mark.parametrize("command", COMMANDS)
-    def test_in_help(self, command: str) -> None:
+    def test_in_help(self, subtests: pytest.Subtests) -> None:
         """The examples of a command's help."""
-        module = import_module(f"tracedstore.tools.cli.{command.replace('-', '_')}")
-        text = str(module.__doc__)
-        lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", text, re.MULTILINE)
+        for command in COMMANDS:
+            with subtests.test(command=command):
+                module = import_module(
+                    f"tracedstore.tools.cli.{command.replace('-', '_')}"
+                )
+                text = str(module.__doc__)
+                lines = re.findall(r"^  (.*?)(?: {4}\(.*\))?$", text, re.MULTILINE)
 
-        assert lines
-        for line in lines:
-            (command_line,) = re.findall(r"tracedstore [^'|)]*", line)
-            self._parse(command_line)
+                assert lines
+                for line in lines:
+                    (command_line,) = re.findall(r"tracedstore [^'|)]*", line)
+                    self._parse(command_line)
 
     @staticmethod
     def _parse(line: str) -> None:
@@ -381,10 +385,10 @@ class TestTracedstore:
         with running(f"exec {command.replace('8080', '0')}", tmp_path) as server:
             assert server.stdout is not None
             (url,) = re.findall("serving on (http.*) until", server.stdout.readline())
-            with urllib.request.urlopen(url, timeout=20) as page:
+            with urllib.request.urlopen(url, timeout=60) as page:
                 assert b"tracedstore top tcp://" in page.read()
             server.send_signal(signal.SIGINT)
-            _, err = server.communicate(timeout=20)
+            _, err = server.communicate(timeout=240)
 
         assert (server.returncode, err) == (130, "")
 
@@ -404,7 +408,7 @@ class TestTracedstore:
         with running(f"exec {command}", tmp_path) as watcher:
             wait_until(targets.exists, _TIMEOUT)
             watcher.send_signal(signal.SIGINT)
-            _, err = watcher.communicate(timeout=20)
+            _, err = watcher.communicate(timeout=240)
 
         assert (watcher.returncode, err) == (130, "")
         assert json.loads(targets.read_text("utf-8")) == []

@@ -63,7 +63,7 @@ class TestWheel:
             env={**os.environ, "PYTHONPATH": str(installed)},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 
@@ -119,7 +119,7 @@ assert "etcd" not in sys.modules
             [sys.executable, "-W", "ignore", "-c", script],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

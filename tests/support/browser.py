@@ -42,7 +42,7 @@ for descriptor, one in enumerate(given, 3):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 # Seconds for one answer of the browser, and for a text on the screen.
-_ANSWER_TIMEOUT, _SCREEN_TIMEOUT = 30.0, 40.0
+_ANSWER_TIMEOUT, _SCREEN_TIMEOUT = 240.0, 240.0
 
 
 class Browser:
@@ -104,7 +104,7 @@ class Browser:
         os.close(self._out)
         os.close(self._in)
         try:
-            self._process.wait(10)
+            self._process.wait(240)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -160,7 +160,7 @@ class EtcdServer:
                 return probe.connect_ex(("127.0.0.1", self.port)) == 0
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.port}/health", timeout=1
+                f"http://127.0.0.1:{self.port}/health", timeout=60
             ) as response:
                 return b"true" in response.read()
         except (OSError, urllib.error.URLError):
@@ -194,7 +194,7 @@ class EtcdServer:
             json.dumps(request).encode(),
             {"Authorization": token} if token else {},
         )
-        with urllib.request.urlopen(made, timeout=10) as response:
+        with urllib.request.urlopen(made, timeout=60) as response:
             return json.load(response)
 
     def client(self) -> etcd.Client:
@@ -205,7 +205,7 @@ class EtcdServer:
         """Send SIGKILL and wait for the exit."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(240)
 
     stop = kill
 

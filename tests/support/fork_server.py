@@ -89,7 +89,7 @@ class ForkServer:
     def stop(self) -> None:
         """End the server, but not the processes that it started."""
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._server.wait(60)
+        self._server.wait(240)
 
     def _read(self) -> None:
         """Read what the server reports: new processes, and the status of ended ones."""

@@ -67,7 +67,7 @@ class OTLPReceiver:
         """The endpoint."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 100) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
         """Wait until what was received fulfils a condition."""
         with self._changed:
             assert self._changed.wait_for(condition, timeout), "nothing more came"
@@ -76,7 +76,7 @@ class OTLPReceiver:
         """End the server."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _take(self, path: str, request: Any) -> bool:
         with self._changed:

@@ -90,7 +90,7 @@ def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
             ],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=True,
         )
     finally:

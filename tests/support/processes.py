@@ -36,7 +36,7 @@ def running(
             # torchrun's workers are in other sessions; torchrun ends them.
             os.killpg(process.pid, signal.SIGTERM)
             try:
-                process.communicate(timeout=20)
+                process.communicate(timeout=240)
             except subprocess.TimeoutExpired:
                 kill_tree(process.pid)
                 process.communicate()

@@ -61,7 +61,7 @@ class Terminal:
             self.read()
             return text in self.output
 
-        wait_until(found, 40)
+        wait_until(found)
 
     def read(self) -> None:
         """Read what was written."""
@@ -77,7 +77,7 @@ class Terminal:
 
     def end(self) -> int:
         """Return the exit code; the terminal has to be as it was."""
-        code = self.process.wait(20)
+        code = self.process.wait(240)
         self.read()
         assert termios.tcgetattr(self._theirs) == self._settings
         # The main screen, and the cursor.

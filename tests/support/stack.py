@@ -25,7 +25,7 @@ from support.tools import ROOT, tool
 def get(url: str, **params: Any) -> Any:
     """Send a GET request and return the JSON of the response."""
     query = f"?{urllib.parse.urlencode(params)}" if params else ""
-    with urllib.request.urlopen(url + query, timeout=10) as response:
+    with urllib.request.urlopen(url + query, timeout=60) as response:
         return json.load(response)
 
 
@@ -74,7 +74,7 @@ class Program:
         """Kill the program and its descendants."""
         if self._process.poll() is None:
             kill_tree(self._process.pid)
-        self._process.wait(10)
+        self._process.wait(240)
 
 
 class Server(Program):
@@ -91,7 +91,7 @@ class Server(Program):
         """Return whether the server answers on /-/ready; fail if it has exited."""
         self.check()
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=60):
                 return True
         except OSError:
             return False
@@ -202,7 +202,7 @@ class Webhook(Listener):
                     return page
             return None
 
-        return wait_until(matching_page, timeout=20)
+        return wait_until(matching_page)
 
 
 class OtlpReceiver(Listener):

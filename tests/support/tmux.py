@@ -10,7 +10,7 @@ from uuid import uuid4
 from support.tools import tool
 
 # Seconds for a text on the screen.
-_TIMEOUT = 60.0
+_TIMEOUT = 240.0
 
 
 class Tmux:
@@ -38,7 +38,7 @@ class Tmux:
             env=self._environ,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=240,
             check=True,
         )
         return done.stdout

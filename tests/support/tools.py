@@ -28,7 +28,7 @@ def run(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 
@@ -50,7 +50,7 @@ def query_errors(queries: list[tuple[str, str]]) -> list[str]:
         cwd=grammars,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=True,
     )
     errors: list[str] = json.loads(done.stdout)

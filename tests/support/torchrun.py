@@ -55,7 +55,7 @@ class Agent:
             )
         self.pid = self._process.pid
 
-    def exit_status(self, timeout: float = 100.0) -> int:
+    def exit_status(self, timeout: float = 240.0) -> int:
         """Wait until the agent exits and return its exit status."""
         try:
             return self._process.wait(timeout)
@@ -106,4 +106,4 @@ class Agent:
         """Send SIGKILL to the agent and its workers."""
         if self._process.poll() is None:
             kill_tree(self.pid)
-            self._process.wait(10)
+            self._process.wait(240)

@@ -15,7 +15,7 @@ def build_wheel(source: Path, folder: Path) -> zipfile.ZipFile:
             str(source),
         ],
         check=True,
-        timeout=50,
+        timeout=240,
     )
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)

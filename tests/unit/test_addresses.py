@@ -288,7 +288,7 @@ def serving(answer: Callable[[socket.socket], object]) -> Iterator[int]:
         served = pool.submit(serve)
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)  # ends an accept without a connection
-        served.result(10)
+        served.result(60)
 
 
 class TestReach:

@@ -197,7 +197,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", "-c", _NO_EXTRA + script],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 

@@ -287,8 +287,8 @@ class TestEvents:
         with structlog.testing.capture_logs() as captured:
             structlog.configure(processors=structlog.get_config()["processors"])
             run_barrier(store, 0, 1, world_size=2, barrier_timeout=20)
-            assert setup._deferred.flush(20)
-            assert setup._event_writer.flush(20)
+            assert setup._deferred.flush(60)
+            assert setup._event_writer.flush(60)
 
         completed = [e for e in captured if e["event"] == "barrier.completed"]
         assert sorted(event["arrival_order"] for event in completed) == [1, 2]
@@ -362,7 +362,7 @@ class TestMetrics:
 
         def decoder(rank: int) -> str:
             reading.set()
-            assert completed.wait(20)
+            assert completed.wait(60)
             return f"h{rank}"
 
         def first() -> None:
@@ -373,9 +373,9 @@ class TestMetrics:
 
         thread = threading.Thread(target=first)
         thread.start()
-        assert reading.wait(20)
+        assert reading.wait(60)
         tracedstore.barrier(store, 2, "b", 20, 1)
-        thread.join(20)
+        thread.join(60)
         WATCHER.stop_if_idle(20)
 
         for name in ("missing_ranks", "arrived_ranks"):
@@ -453,7 +453,7 @@ class TestLifetime:
 
         def decoder(rank: int) -> str:
             reading.set()
-            assert freed.wait(20)
+            assert freed.wait(60)
             return f"h{rank}"
 
         def call() -> None:
@@ -462,9 +462,9 @@ class TestLifetime:
             )
 
         waiting = in_background(call)
-        assert reading.wait(20)
+        assert reading.wait(60)
         tracedstore.barrier(other, 2, "b", 20, 1)
-        waiting.result(20)
+        waiting.result(60)
         close_connection(stores.pop())
         listening = is_listening(port)
         freed.set()

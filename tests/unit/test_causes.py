@@ -133,7 +133,7 @@ class TestForeign:
             yield server.getsockname()[1]
             # Closing alone does not end accept().
             server.shutdown(socket.SHUT_RDWR)
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
     def test_tcpstore(self, answering: int) -> None:

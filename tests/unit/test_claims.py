@@ -91,7 +91,7 @@ def test_second_process(folder: Path) -> None:
     assert claimed is not None
     command = [sys.executable, "-c", CLAIM, str(folder)]
     other = subprocess.run(
-        command, input="", capture_output=True, text=True, timeout=50, check=True
+        command, input="", capture_output=True, text=True, timeout=240, check=True
     )
     claimed.close()
 
@@ -106,7 +106,7 @@ def test_kept_until_the_end(folder: Path) -> None:
         input="",
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=True,
     )
 

@@ -106,7 +106,7 @@ def test_light_imports(arguments: list[str]) -> None:
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 
@@ -179,7 +179,7 @@ class TestStandardOutput:
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 

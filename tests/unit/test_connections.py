@@ -43,7 +43,7 @@ class TestSideConnection:
             assert connection is not store
             assert connection.check(["existing"])
             connection.set("later", "x")
-        waiter.join(20)
+        waiter.join(60)
 
         assert not waiter.is_alive()
         assert len(store_module._kept_alive) == kept

@@ -284,7 +284,10 @@ class TestParentDeath:
             "print(1)\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, timeout=30, check=False
+            [sys.executable, "-c", script],
+            capture_output=True,
+            timeout=240,
+            check=False,
         )
 
         assert (done.returncode, done.stdout) == (1, b""), done.stderr

@@ -320,7 +320,7 @@ class TestFailover:
         store.close()
 
         with pytest.raises(EtcdError, match="closed"):
-            call.result(10)
+            call.result(60)
         for request in server.requests:
             assert "Grpc-Metadata-hasleader: true" in request
 
@@ -361,7 +361,7 @@ class TestClose:
         assert len(server.requests) == 2
         store.close()
         with pytest.raises(EtcdError, match="closed"):
-            call.result(10)
+            call.result(60)
 
     @pytest.mark.parametrize("tls", [None, ssl.create_default_context()])
     def test_while_connecting(self, tls: ssl.SSLContext | None) -> None:
@@ -389,7 +389,7 @@ class TestClose:
             store.close()
 
             with pytest.raises(EtcdError, match="closed"):
-                call.result(5)
+                call.result(60)
             for each in others:
                 each.close()
 

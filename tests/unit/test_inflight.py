@@ -52,7 +52,7 @@ class Blocked:
 
         def block() -> None:
             entered.set()
-            assert release.wait(20)
+            assert release.wait(60)
 
         self.flaky.set("unused", "")
         for key in keys:
@@ -60,12 +60,12 @@ class Blocked:
         self.flaky.before("wait", block)
         thread = threading.Thread(target=self.store.wait, args=(list(keys),), name=name)
         thread.start()
-        assert entered.wait(20)
+        assert entered.wait(60)
         try:
             yield
         finally:
             release.set()
-            thread.join(20)
+            thread.join(60)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ class TestStallReporter:
         watch = Watch("inflight", stalls.report, after=0)
         with blocked.call("key"):
             WATCHER.add(watch)
-            assert emitted.wait(20)
+            assert emitted.wait(60)
             WATCHER.remove(watch)
             WATCHER.stop_if_idle(20)
 

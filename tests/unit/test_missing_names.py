@@ -61,7 +61,7 @@ def run_without(names: str, script: str) -> str:
         [sys.executable, "-W", "ignore", "-c", removal + script],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ class TestStore:
         with side_connection(stores[0]) as connection:
             assert connection.check(["k"])
             connection.set("go", "")
-        waiting.result(30)
+        waiting.result(60)
 
 
 class TestClone:
@@ -159,7 +159,7 @@ class TestClone:
             assert connection is not store
             connection.set("go", "")
 
-        waiting.result(30)
+        waiting.result(60)
 
     def test_early_warning(self, tmp_path: Path, events: Events) -> None:
         """A barrier warns while it waits."""

@@ -65,7 +65,7 @@ def test_causes(
     store = HashStore()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     register(store, 1, ended)
-    ended.wait(60)
+    ended.wait(240)
     for rank in (2, 3, 4):
         register(store, rank, process)
     publish(store, 1, ended.pid, attempt=1)
@@ -109,7 +109,7 @@ def test_rank_that_ended_because_its_call_failed(seconds: float, cause: str) -> 
         start_ticks=procfs.start_ticks(ended.pid),
     )
     store.set("tracedstore/RANKS/1", json.dumps(asdict(info)))
-    ended.wait(60)
+    ended.wait(240)
     publish(store, 1, ended.pid, attempt=0, failed=time.time() - seconds)
 
     found = find_causes(store, (1,), WORLD_SIZE)

@@ -113,7 +113,6 @@ class TestRefusals:
         assert [path for path in directory.rglob("*") if path.is_file()] == []
 
     # The child process imports torch, which takes long on a busy machine.
-    @pytest.mark.timeout(300)
     def test_build_that_does_not_work(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -185,7 +184,7 @@ def run(script: str, directory: Path, core: str) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=True,
     )
     return done.stdout
@@ -332,7 +331,6 @@ class TestVerification:
         assert reason.startswith(f"{path} belongs to the user 12345, and not to this")
         assert "run `tracedstore build-native` as this user or root" in reason
 
-    @pytest.mark.timeout(60)
     def test_pipe(self, build_in: Path) -> None:
         """A pipe is not waited for."""
         build_in.unlink()

@@ -85,20 +85,18 @@ def run(script: str, folder: Path) -> list[str]:
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": source},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
-@pytest.mark.timeout(120)
 def test_first_stores_of_threads(tmp_path: Path) -> None:
     """Every call is counted once, for the kind of its store."""
     assert run(THREADS, tmp_path) == ["hash_store 12", "file_store 20"]
 
 
-@pytest.mark.timeout(120)
 def test_signal_handler(tmp_path: Path) -> None:
     """A handler that wraps a store while the base is loaded waits for that."""
     lines = run(SIGNAL, tmp_path)

@@ -114,7 +114,7 @@ class TestNamespaces:
             [*unshare, sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 
@@ -135,7 +135,7 @@ class TestNamespaces:
             ["unshare", "--uts", sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 

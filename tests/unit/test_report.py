@@ -930,7 +930,7 @@ class TestCommand:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=False,
         )
 
@@ -1039,7 +1039,7 @@ class TestCommand:
                 assert process.stderr is not None
                 message = process.stderr.readline()
                 process.send_signal(signal.SIGINT)
-                rest = process.communicate(timeout=20)
+                rest = process.communicate(timeout=240)
 
             assert message == (
                 f"tracedstore: waiting for {name}, which has no data yet\n"
@@ -1097,7 +1097,7 @@ class TestCommand:
             [sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=240,
             check=True,
         )
 

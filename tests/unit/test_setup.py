@@ -28,7 +28,7 @@ def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCE, **environ},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 
@@ -211,7 +211,6 @@ class TestShutdown:
 
         assert len(exporter.get_finished_spans()) == 1
 
-    @pytest.mark.timeout(20)
     def test_exporter_hangs(self) -> None:
         """shutdown() returns after its timeout if an exporter hangs."""
         released = threading.Event()

@@ -46,7 +46,7 @@ class TestNoThreadCanBeStarted:
         released = threading.Event()
         later: list[bool] = []
         try:
-            export_with_timeout(0.01, {"spans": lambda: released.wait(20)})
+            export_with_timeout(0.01, {"spans": lambda: released.wait(60)})
             export_with_timeout(0.01, {"spans": lambda: later.append(True)})
         finally:
             released.set()

@@ -101,11 +101,11 @@ class TestOffMainThread:
 
         def work() -> None:
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             done.set()
 
         def send() -> None:
-            assert begun.wait(20)
+            assert begun.wait(60)
             os.kill(os.getpid(), signal.SIGUSR1)
 
         sender = threading.Thread(target=send)
@@ -115,7 +115,7 @@ class TestOffMainThread:
                 off_main_thread(work)
         sender.join()
         go_on.set()
-        assert done.wait(20)
+        assert done.wait(240)
 
     def test_handler_uses_it(self) -> None:
         """The helper of the interrupted work does not depend on the main thread."""
@@ -125,7 +125,7 @@ class TestOffMainThread:
         def work() -> str:
             with lock:
                 begun.set()
-                assert release.wait(20)
+                assert release.wait(60)
             return "interrupted"
 
         def use(*_: object) -> None:
@@ -137,7 +137,7 @@ class TestOffMainThread:
                 return "in the handler"
 
         def send() -> None:
-            assert begun.wait(20)
+            assert begun.wait(60)
             os.kill(os.getpid(), signal.SIGUSR1)
 
         sender = threading.Thread(target=send)
@@ -290,6 +290,6 @@ class TestGarbage:
             ):
                 Last()
 
-        in_background(collect).result(20)
+        in_background(collect).result(60)
 
         assert [each.method.name for each in log.operations] == ["set"]

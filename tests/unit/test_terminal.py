@@ -273,7 +273,7 @@ class TestScreen:
             [sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=240,
             check=False,
         )
 

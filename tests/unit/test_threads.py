@@ -16,7 +16,7 @@ def test_runs_target() -> None:
     results: list[str] = []
     thread = DaemonThread(results.append, "called", name="tracedstore-test")
     thread.start()
-    thread.join(10)
+    thread.join(60)
 
     assert results == ["called"]
     assert thread.daemon
@@ -36,7 +36,7 @@ def test_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     DaemonThread(called.set).start()
 
-    assert called.wait(10)
+    assert called.wait(60)
 
 
 def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) ->
     joining, results = threading.Event(), list[str]()
 
     def begin(thread: DaemonThread) -> None:
-        joining.wait(10)
+        joining.wait(60)
         bootstrap(thread)
 
     monkeypatch.setattr(DaemonThread, "_bootstrap", begin)
@@ -54,8 +54,8 @@ def test_join_while_another_thread_starts_it(monkeypatch: pytest.MonkeyPatch) ->
     starting = threading.Thread(target=thread.start)
     starting.start()
     threading.Timer(0.1, joining.set).start()
-    thread.join(10)
-    starting.join(10)
+    thread.join(60)
+    starting.join(60)
 
     assert results == ["called"]
 
@@ -71,7 +71,7 @@ def test_join_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
     threading.Thread(target=join, daemon=True).start()
 
-    assert joined.wait(20)
+    assert joined.wait(60)
 
 
 class TestNoBegin:
@@ -114,7 +114,7 @@ class TestNoBegin:
         raised, ended = threading.Event(), threading.Event()
 
         def begin_late(thread: DaemonThread) -> None:
-            raised.wait(10)
+            raised.wait(60)
             bootstrap(thread)
             ended.set()
 
@@ -125,7 +125,7 @@ class TestNoBegin:
             DaemonThread(called.append, "called").start()
         raised.set()
 
-        assert ended.wait(10)
+        assert ended.wait(240)
         assert called == []
 
 
@@ -151,7 +151,7 @@ print(run_with_timeout(1, work))
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
 

@@ -65,7 +65,7 @@ class TestRunWithTimeout:
         def fail(_used: Used) -> None:
             threads.append(threading.current_thread())
             begun.set()
-            release.wait(20)
+            release.wait(60)
             raise ZeroDivisionError
 
         gc.disable()
@@ -73,9 +73,9 @@ class TestRunWithTimeout:
             with suppress(TimeoutError):
                 run_with_timeout(0.01, partial(fail, used))
             del used
-            assert begun.wait(20)
+            assert begun.wait(60)
             release.set()
-            threads.pop().join(20)
+            threads.pop().join(60)
             assert freed() is None
         finally:
             gc.enable()
@@ -108,7 +108,7 @@ class TestRunWithTimeout:
         release = threading.Event()
         try:
             with pytest.raises(TimeoutError, match=r"not finished after 0\.01 s"):
-                run_with_timeout(0.01, lambda: release.wait(20))
+                run_with_timeout(0.01, lambda: release.wait(60))
         finally:
             release.set()
 
@@ -132,7 +132,7 @@ def test_bounded_thread_is_joined() -> None:
     release = threading.Event()
 
     def wait() -> None:
-        release.wait(20)
+        release.wait(60)
 
     start_bounded_thread(wait)
     try:
@@ -148,7 +148,7 @@ def test_pause_ends_with_the_process() -> None:
     thread = start_bounded_thread(lambda: ended.append(pause(3600)))
     try:
         end_pauses()
-        thread.join(20)
+        thread.join(60)
         assert ended == [False]
     finally:
         timeouts.reset()

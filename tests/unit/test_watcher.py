@@ -188,7 +188,7 @@ class TestThread:
         assert thread is not None
         watcher.remove(watch)
 
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
     def test_no_thread_can_be_started(

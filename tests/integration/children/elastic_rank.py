@@ -18,8 +18,8 @@ def main() -> None:
     """Call the barrier, or wait for a signal as rank 1."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 1:
-        # Ends after 60 s even if torchrun was killed.
-        signal.alarm(60)
+        # Ends after ten minutes even if torchrun was killed.
+        signal.alarm(600)
         signal.pause()
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

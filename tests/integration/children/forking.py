@@ -47,7 +47,7 @@ def block_until_stalled(
     wait_until(lambda: stalled_here(key))
     in_flight = len(tracedstore.in_flight())
     setter.set(key, "value")
-    assert value.result(15) == b"value"
+    assert value.result(60) == b"value"
     return in_flight
 
 
@@ -124,7 +124,7 @@ def while_another_thread_waits(port: int) -> None:
     in_flight = len(tracedstore.in_flight())
     client(port).set("k", "v")
     hashed.set("k", "v")
-    values = [result.result(15).decode() for result in results]
+    values = [result.result(60).decode() for result in results]
     report(
         child=child_report,
         parent={
@@ -152,7 +152,7 @@ class BlockingStream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Block until released, and write nothing."""
         self.entered.set()
-        assert self.released.wait(15)
+        assert self.released.wait(60)
         return len(text)
 
 
@@ -162,7 +162,7 @@ def while_another_thread_logs() -> None:
     tracedstore.configure(registry=registry, log_format="json")
     store = tracedstore.wrap(dist.HashStore())
     logging = in_background(lambda: fail(store))
-    assert stream.entered.wait(15)
+    assert stream.entered.wait(60)
     was_blocked = not logging.done()
 
     def child() -> bool:
@@ -174,7 +174,7 @@ def while_another_thread_logs() -> None:
     except AssertionError as error:
         child_result = str(error)
     stream.released.set()
-    report(was_blocked=was_blocked, child=child_result, parent=logging.result(15))
+    report(was_blocked=was_blocked, child=child_result, parent=logging.result(60))
 
 
 SITUATIONS: dict[str, Callable[..., None]] = {

@@ -36,8 +36,8 @@ def main(port: int) -> None:
     child = context.Process(target=work, args=(port, results))
     child.start()
     try:
-        child_report = results.get(timeout=30)
-        child.join(30)
+        child_report = results.get(timeout=60)
+        child.join(60)
     finally:
         child.kill()
     pickle_error = ""

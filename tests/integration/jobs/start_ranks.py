@@ -30,7 +30,7 @@ def main(method: str, port: int) -> None:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(40)
+        rank.join(60)
     sys.exit(max(1 if rank.exitcode is None else rank.exitcode for rank in ranks))
 
 
