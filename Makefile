@@ -16,7 +16,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help setup lint types unit check test tests tests-python test-torch test-frameworks \
+.PHONY: help setup lint types unit check test tests soak tests-python test-torch test-frameworks \
 	coverage docs \
 	dashboards pictures demo bench bench-faults bench-etcd-faults bench-hangs fuzz sanitize \
 	format clean
@@ -24,6 +24,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 help:
 	@echo "make setup       create the virtual environment and fetch the tools"
 	@echo "make test        lint, types and all tests"
+	@echo "make soak        slices of the fault, fuzz and benchmark suites: nightly"
 	@echo "make check       lint, types, unit and contract tests: the quick part"
 	@echo "make lint | types | unit | tests   one part alone"
 	@echo "make tests-python  all tests, with the Python base wherever none is selected"
@@ -80,10 +81,18 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: setup
-	$(PYTEST) $(PARALLEL) tests/unit tests/contract
+	$(PYTEST) -m "not soak" $(PARALLEL) tests/unit tests/contract
 
+# The exclusive tests run first, one at a time. The others run even if one of these fails.
 tests: setup
-	@$(BIN)/python scripts/run_tests.py --workers $(WORKERS)
+	@status=0; set -x; \
+	$(PYTEST) -m "exclusive and not soak" || status=1; \
+	$(PYTEST) -m "not exclusive and not soak and not frameworks" $(PARALLEL) || status=1; \
+	exit $$status
+
+# Two at a time: each case starts several processes, and has deadlines of its own.
+soak: setup
+	$(PYTEST) -m soak --numprocesses 2 --dist worksteal
 
 # `make tests` records on the native base, and on both where it matters.
 tests-python:
@@ -116,13 +125,12 @@ check: lint types unit
 
 test: lint types tests
 
-# Measuring takes two thirds more CPU time: the timeout is longer, and the exclusive tests,
-# which have short deadlines, do not run. The report fails below the floor in
-# pyproject.toml.
+# Measuring takes two thirds more CPU time, so the exclusive tests, which compare durations,
+# do not run. The report fails below the floor in pyproject.toml.
 coverage: setup
 	rm -f .coverage .coverage.*
 	@status=0; set -x; \
-	$(BIN)/coverage run -m pytest --timeout 180 -m "not exclusive and not frameworks" $(PARALLEL) || status=1; \
+	$(BIN)/coverage run -m pytest -m "not exclusive and not soak and not frameworks" $(PARALLEL) || status=1; \
 	$(BIN)/coverage combine --quiet; \
 	$(BIN)/coverage report || status=1; \
 	exit $$status

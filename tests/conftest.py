@@ -54,21 +54,12 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-# Seconds. A test with such a timeout runs for minutes.
-_LONG = 600
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first.
+    """Put the tests that start processes first, because they take longest.
 
     A long test that starts last runs alone, and leaves the cores idle.
     """
-
-    def is_short(item: pytest.Item) -> bool:
-        marker = item.get_closest_marker("timeout")
-        return marker is None or not marker.args or marker.args[0] < _LONG
-
-    items.sort(key=is_short)
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

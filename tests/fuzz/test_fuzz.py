@@ -11,17 +11,17 @@ from fuzz.monitor import Run, execute
 from fuzz.table import TARGETS
 from fuzz.trial import Trial
 
-_INPUTS = 150
 _ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("inputs", [20, pytest.param(150, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", TARGETS)
-def test_target(name: str) -> None:
+def test_target(name: str, inputs: int) -> None:
     """No input raises, takes seconds or takes much memory; `make fuzz` tries more."""
     target = TARGETS[name]
-    trial = Trial(target, _INPUTS)
+    trial = Trial(target, inputs)
 
-    draw(target, max(10, int(_INPUTS * target.share)), 1, trial)
+    draw(target, max(10, int(inputs * target.share)), 1, trial)
 
     assert trial.counts.inputs >= 10
 

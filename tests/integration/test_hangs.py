@@ -1,5 +1,7 @@
 """One hang of each scenario of ``make bench-hangs``: the ranks that cause it are named.
 
+`make test` makes a few of them, and `make soak` all.
+
 The ranks are real processes and run torch's own protocols.
 """
 
@@ -18,6 +20,9 @@ ROOT = Path(__file__).parent.parent.parent
 SEED = 5
 # The exception has the names in its text, or the call does not return.
 WITHOUT_NOTE = {"elastic_barrier", "server_stopped"}
+# Those of `make test`: torch's barrier and that of torchelastic, a server that ends,
+# too many ranks, and a job that is only slow.
+QUICK = {"init_barrier", "elastic_barrier", "server_killed", "too_many", "slow"}
 # Of a TCPStore, of a FileStore and of gloo, and of an EtcdStore.
 TYPES = {"DistStoreError", "DistNetworkError", "RuntimeError", "LookupError"}
 
@@ -48,7 +53,13 @@ def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("name", sorted(SCENARIOS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.soak)
+        for name in sorted(SCENARIOS)
+    ],
+)
 def test_hang(name: str, tmp_path: Path) -> None:
     """Only the victims are named, by a few ranks; nobody is named in a slow job.
 

@@ -204,11 +204,16 @@ class TestMake:
         "script",
         [
             "overhead.py --rounds 20",
-            "barriers.py --max-ranks 8 --repeats 2 --sets 2 --naming-repeats 1",
-            "exposition.py --times 1",
             "report.py --ranks 10 --barriers 10",
-            "fleet.py --nodes 2 --interval 1",
-            f"job_traffic.py {SMALL_JOB}",
+            *(
+                pytest.param(script, marks=pytest.mark.soak)
+                for script in (
+                    "barriers.py --max-ranks 8 --repeats 2 --sets 2 --naming-repeats 1",
+                    "exposition.py --times 1",
+                    "fleet.py --nodes 2 --interval 1",
+                    f"job_traffic.py {SMALL_JOB}",
+                )
+            ),
         ],
         ids=lambda script: script.partition(".")[0],
     )
