@@ -16,9 +16,10 @@ pytestmark = [
 
 WORLD_SIZE, PROCESSES = 1024, 4
 MISSING = (0, 500, 1023)
-# Seconds after the timeout until the slowest rank has reported the missing ones. Two
-# seconds on a quiet machine; ranks that all read the arrivals would take minutes.
-MAX_LATENESS = 10.0
+# How many times as long as the first barrier, which all complete, the slowest rank
+# takes after the timeout to report the missing ones, on a machine that is busy or
+# not. Ranks that all read the arrivals would take minutes.
+MAX_RATIO = 20.0
 
 
 @pytest.fixture
@@ -63,7 +64,9 @@ class TestManyRanks:
         """
         observer = dist.TCPStore("127.0.0.1", port, None, is_master=False)
 
-        assert run_barrier(processes, "all", 60)[0] == {"completed": WORLD_SIZE}
+        began = time.monotonic()
+        assert run_barrier(processes, "all", 300)[0] == {"completed": WORLD_SIZE}
+        reference = time.monotonic() - began
         second = in_background(lambda: run_barrier(processes, "some", 5))
         slowest = 0.0
         while not second.done():
@@ -74,6 +77,6 @@ class TestManyRanks:
 
         outcomes, late = second.result()
         assert outcomes == {str(MISSING): WORLD_SIZE - len(MISSING)}
-        assert late < MAX_LATENESS
+        assert late < MAX_RATIO * reference
         # Not a measurement: an overloaded server would not answer at all.
-        assert slowest < 5
+        assert slowest < MAX_RATIO * reference, (reference, late)
