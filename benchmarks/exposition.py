@@ -17,7 +17,6 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from prometheus_client.exposition import choose_encoder
 from torch.nn.parallel import DistributedDataParallel
 
 import tracedstore
+from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.export import pages
-from tracedstore.recording.barrier_stats import StalledBarrier
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore
 
@@ -116,13 +115,12 @@ def everything() -> None:
             with suppress(type(error)):
                 store.get("k")
             store.set(_word(name), "v")
-    calls = [SimpleNamespace(ended=False) for _ in range(200)]
-    for name, call in enumerate(calls):
+    for name in range(200):
         tracedstore.barrier(dist.HashStore(), 1, _word(name), rank=0)
-        RECORDER.barriers.record_stall(
-            call,
+        RECORDER.cold.begin(
+            name,
             StalledBarrier(
-                family=RECORDER.barriers.families.of(_word(name)),
+                family=RECORDER.cold.label_value("barrier", _word(name)),
                 arrived=1,
                 missing={rank: f"node{rank}" for rank in range(1, 1024)},
                 possible=0,

@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,11 @@ from torch.distributed import HashStore, Store
 import tracedstore
 from support.stores import KINDS
 from tracedstore import names
-from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.diagnosis.judgement.stalled import StalledJob
 from tracedstore.recording.counters import FULL_OPERATION_BOUNDS, FULL_WAIT_BOUNDS
 from tracedstore.recording.operation import Method
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.rendezvous_stats import RendezvousView
-from tracedstore.recording.stall_stats import StalledJob
 from tracedstore.testing import FakeClock, FlakyStore
 
 # `make setup` installs the programs that tests run here.
@@ -47,21 +45,35 @@ def check_with_promtool(exposition: bytes) -> str:
     return done.stdout.decode() + done.stderr.decode()
 
 
+RENDEZVOUS_GAUGES = (
+    names.RENDEZVOUS_STATE_BYTES,
+    names.RENDEZVOUS_PARTICIPANTS,
+    names.RENDEZVOUS_WAIT_LIST,
+    names.RENDEZVOUS_ROUND,
+    names.RENDEZVOUS_COMPLETE,
+    names.RENDEZVOUS_OLDEST_HEARTBEAT,
+)
+
+
 def make_every_metric(store: Any) -> None:
     """Make what has no series before it happened, then a call of `set`."""
-    call = SimpleNamespace(ended=False)
-    RECORDER.barriers.end("barrier", "completed", 1, last=False)
     stalled = StalledBarrier(
         family="barrier", arrived=1, missing={1: "node1"}, possible=0
     )
-    RECORDER.barriers.record_stall(call, stalled)
-    view = RendezvousView(
-        participants=1, wait_list=0, round=0, complete=True, size=9, oldest_heartbeat=1
-    )
-    RECORDER.rendezvous.record_view("c10d", view)
-    RECORDER.etcd.add_request("txn", "ok", sent=1, received=1)
-    RECORDER.stalls.begin(
+    RECORDER.cold.begin("a barrier", stalled)
+    RECORDER.cold.begin(
         1, StalledJob(cause="busy", awaited_count=1, awaited={1: ("node1", "busy")})
+    )
+    RECORDER.cold.record(
+        (names.BARRIER_DURATION, ("barrier", "completed"), 1),
+        (names.BARRIER_LAST_ARRIVALS, ("barrier",), 0),
+        (names.RENDEZVOUS_WRITES, ("c10d", "accepted"), None),
+        (names.RENDEZVOUS_DURATION, ("c10d", "completed"), None),
+        (names.ETCD_REQUESTS_MADE, ("txn", "ok"), 1),
+        (names.ETCD_RECOVERIES_MADE, ("retry",), None),
+        (names.ETCD_BYTES, ("sent",), 1),
+        (names.ETCD_BYTES, ("received",), 1),
+        *((gauge, ("c10d",), 1) for gauge in RENDEZVOUS_GAUGES),
     )
     RECORDER.series.of("etcd_store", Method(name="add"))
     store.set("key", "value")

@@ -24,6 +24,7 @@ from support.stores import KINDS, is_listening, second_client
 from tracedstore import BarrierTimeout
 from tracedstore.coordination.arrivals import record_arrival
 from tracedstore.coordination.connections import close_connection
+from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.export import setup
 from tracedstore.recording.recorder import RECORDER
@@ -391,7 +392,7 @@ class TestMetrics:
         with pytest.raises(KeyboardInterrupt):
             tracedstore.barrier(store, 2, "b", 20, 0)
 
-        assert RECORDER.barriers.stalled() == []
+        assert RECORDER.cold.states(StalledBarrier) == []
         labels = {"barrier": "b", "result": "failed"}
         duration = "tracedstore_barrier_duration_seconds_count"
         assert registry.get_sample_value(duration, labels) == 1

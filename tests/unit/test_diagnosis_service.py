@@ -35,7 +35,7 @@ from tracedstore.coordination.connections import close_connection
 from tracedstore.diagnosis import service, session
 from tracedstore.diagnosis.ask import inquiry
 from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stalled import VERDICT, StalledJob
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import blocked_waits as waits
 from tracedstore.diagnosis.observe.blocked_call import Member
@@ -345,7 +345,7 @@ def test_server_that_ends_resumes_nothing(events: Events) -> None:
     (note,) = failed.value.__notes__
     assert "server_gone" in note
     assert "before that rank 1: never registered in this store was awaited" in note
-    wait_until(lambda: RECORDER.stalls.current() is None)
+    wait_until(lambda: not RECORDER.cold.states(StalledJob))
     assert not named(events, "job.resumed")
 
 
@@ -511,7 +511,7 @@ def test_forged_verdict_in_a_healthy_job(bare: HashStore, events: Events) -> Non
     store.set("next", "")
 
     assert named(events, "job.stalled") == named(events, "job.resumed") == []
-    assert not RECORDER.stalls.current()
+    assert not RECORDER.cold.states(StalledJob)
     assert "forged" not in json.dumps(events())
 
 

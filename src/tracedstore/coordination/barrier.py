@@ -192,7 +192,10 @@ class BarrierCall(BarrierTelemetry):
                 RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began
         self.ended = True
-        RECORDER.barriers.end(self.prefix, "completed", duration, self.is_last)
+        RECORDER.cold.record(
+            (names.BARRIER_DURATION, (self.prefix, "completed"), duration),
+            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), self.is_last),
+        )
         if self.observed:
             self.duration = duration
             TELEMETRY.defer(self.emit_completed)

@@ -15,11 +15,11 @@ from tracedstore import names
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
 from tracedstore.common.keys import key_text
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
-from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.missing_report import MissingReport, StalledBarrier
 from tracedstore.coordination.protocol import LastArrival
 from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
 from tracedstore.naming import decoders
-from tracedstore.recording.barrier_stats import Result, StalledBarrier
+from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import TELEMETRY, SpanIds, Telemetry
 
@@ -114,7 +114,7 @@ class BarrierTelemetry:
 
     @property
     def _family(self) -> str:
-        return RECORDER.barriers.families.of(self._shown)
+        return RECORDER.cold.label_value("barrier", self.prefix)
 
     def emit_stale(self, arrived: int, duplicate_ranks: Sequence[int]) -> None:
         """Emit `barrier.stale_key`: the prefix was used before."""
@@ -132,7 +132,7 @@ class BarrierTelemetry:
             missing=dict(zip(report.missing_ranks, report.missing_names, strict=True)),
             possible=report.missing_count if report.possibly_missing_ranks else 0,
         )
-        if not RECORDER.barriers.record_stall(self, stalled):
+        if not RECORDER.cold.begin(self, stalled, lambda: not self.ended):
             return
         self.span.begin(report.traceparent)
         self._emit(names.BARRIER_WAITING, **report.event_fields())
@@ -242,7 +242,10 @@ class BarrierTelemetry:
     ) -> None:
         duration = RECORDER.ticks() - self.began
         self.ended = True
-        RECORDER.barriers.end(self.prefix, result, duration, self.is_last)
+        RECORDER.cold.record(
+            (names.BARRIER_DURATION, (self.prefix, result), duration),
+            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), self.is_last),
+        )
         self._end_span(result, duration, attributes, error)
 
     def _end_span(

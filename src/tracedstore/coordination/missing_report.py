@@ -5,6 +5,8 @@ A rank that has read the arrivals publishes its report under the barrier's
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -12,6 +14,11 @@ from tracedstore.common import codec, ranges, validation
 from tracedstore.common.codec import LATER, AtMost, Kind, Printable, Words, WorldSize
 from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
+from tracedstore import names
+from tracedstore.common import validation
+from tracedstore.coordination.arrivals import Arrivals
+from tracedstore.naming import decoders, ranges
+from tracedstore.recording.cold_metrics import Labels
 
 # A report that names 98,304 missing ranks has 5 MB.
 _MAX_REPORT_BYTES = 8 * 1024 * 1024
@@ -21,6 +28,38 @@ _MAX_COUNT = 2 * ranges.MAX_RANKS
 
 # Ranks whose activity is part of the text; all are in the fields.
 _MAX_FINDINGS_IN_TEXT = 4
+# Missing ranks that have a gauge.
+_MAX_RANKS_NAMED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledBarrier:
+    """A barrier that waits, as of the last report.
+
+    Attributes:
+        family: The key family of its prefix.
+        arrived: Number of ranks that arrived.
+        missing: The ranks that did not, each with the name of its host.
+        possible: Number of ranks that may be missing, where some arrived without a
+            name.
+    """
+
+    family: str
+    arrived: int
+    missing: Mapping[int, str]
+    possible: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Stalled barriers of one family share their labels: one is exported."""
+        return "barrier", self.family
+
+    def gauges(self) -> Iterator[tuple[names.Metric, Labels, float]]:
+        """Return the values of the gauges."""
+        yield names.BARRIER_ARRIVED, (self.family,), self.arrived
+        yield names.BARRIER_MISSING, (self.family,), len(self.missing) + self.possible
+        for rank, host in list(self.missing.items())[:_MAX_RANKS_NAMED]:
+            yield names.BARRIER_RANK_MISSING, (self.family, str(rank), host), 1
 
 
 class Finding(NamedTuple):

@@ -194,7 +194,7 @@ class BarrierSpan:
                 )
         shown = key_text(self._prefix)
         self._span = self._telemetry.start_span(
-            f"barrier {RECORDER.barriers.families.of(shown)}",
+            f"barrier {RECORDER.cold.label_value('barrier', shown)}",
             attributes={
                 names.BARRIER_PREFIX: shown,
                 names.WORLD_SIZE: self._world_size,

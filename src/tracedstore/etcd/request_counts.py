@@ -5,6 +5,10 @@ from threading import get_ident
 
 from tracedstore.recording.etcd_stats import Recovery, RequestResult
 from tracedstore.recording.operation import Attempts, EtcdRequest
+from tracedstore import names
+from tracedstore.etcd.attempt_counts import AttemptCounter
+from tracedstore.recording.cold_metrics import Recovery, RequestResult
+from tracedstore.recording.operation import EtcdRequest
 from tracedstore.recording.recorder import RECORDER
 
 # Requests of one call that its span shows.
@@ -79,7 +83,13 @@ class Traffic(AttemptCounter):
         """
         name = method.rpartition("/")[2]
         if RECORDER.on:
-            RECORDER.etcd.add_request(name, result, sent=sent, received=received)
+            RECORDER.cold.record(
+                (names.ETCD_REQUESTS_MADE, (name, result), 1),
+                (names.ETCD_BYTES, ("sent",), sent),
+                (names.ETCD_BYTES, ("received",), received),
+                # All kinds of them exist from the first request on.
+                (names.ETCD_RECOVERIES_MADE, ("retry",), None),
+            )
         counts = self.current()
         if counts is None:
             return
@@ -94,7 +104,7 @@ class Traffic(AttemptCounter):
     def add_recovery(self, kind: Recovery) -> None:
         """Count a step that a failure made necessary."""
         if RECORDER.on:
-            RECORDER.etcd.add_recovery(kind)
+            RECORDER.cold.record((names.ETCD_RECOVERIES_MADE, (kind,), 1))
         counts = self.current()
         if counts is not None:
             counts.recoveries += 1

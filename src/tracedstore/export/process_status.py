@@ -13,6 +13,7 @@ from tracedstore import names
 from tracedstore.common import validation
 from tracedstore.common.identity import process_identity
 from tracedstore.common.ranges import fold, unfold
+from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
 from tracedstore.diagnosis.ask.local_client import LocalReply
 from tracedstore.diagnosis.ask.local_socket import STATUS_PAGE
@@ -20,6 +21,7 @@ from tracedstore.export import http_server as server
 from tracedstore.export.worker_replies import ask_workers
 from tracedstore.naming.decoders import by_host
 from tracedstore.recording.barrier_stats import StalledBarrier
+from tracedstore.naming.ranges import by_host, fold, unfold
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight, in_flight
 
@@ -62,7 +64,7 @@ class ProcessStatus:
             recording=RECORDER.on,
             calls=tuple(calls[:_MAX_CALLS]),
             more_calls=max(0, len(calls) - _MAX_CALLS),
-            barriers=tuple(RECORDER.barriers.stalled()),
+            barriers=tuple(RECORDER.cold.states(StalledBarrier)),
         )
 
     def to_bytes(self) -> bytes:

@@ -94,9 +94,9 @@ class SeriesTable:
 
     def of(self, store: str, method: Method, error_type: str = "") -> Series:
         """Return the one Series of a label set."""
-        store = _bounded(store, self._stores, MAX_STORE_KINDS)
+        store = bounded(store, self._stores, MAX_STORE_KINDS)
         if error_type:
-            error_type = _bounded(error_type, self._error_types, MAX_ERROR_TYPES)
+            error_type = bounded(error_type, self._error_types, MAX_ERROR_TYPES)
         # setdefault is atomic: two threads that create one together get the same.
         return self._all.setdefault(
             (store, method.name, error_type), Series(store, method, error_type)
@@ -107,7 +107,8 @@ class SeriesTable:
         return list(self._all.values())
 
 
-def _bounded(name: str, names: set[str], limit: int) -> str:
+def bounded(name: str, names: set[str], limit: int) -> str:
+    """Return a name, which becomes a label: ``other`` beyond the first so many."""
     if name not in names:
         if len(names) >= limit:
             return OTHER
@@ -304,11 +305,12 @@ class ThreadCounters:
     def __init__(self, thread_id: int) -> None:
         self.thread_id = thread_id
         self.call: Call | None = None
-        self.by_series: defaultdict[Series, SeriesCounts] = defaultdict(_new_counts)
+        self.by_series: defaultdict[Series, SeriesCounts] = defaultdict(new_counts)
         self.over_budget = 0
 
 
-def _new_counts() -> SeriesCounts:
+def new_counts() -> SeriesCounts:
+    """Return the counts of a series at zero."""
     return list(_EMPTY_COUNTS)
 
 
@@ -331,7 +333,7 @@ class CountersByThread(dict[int, ThreadCounters]):
 
     def sums(self) -> Mapping[Series, SeriesCounts]:
         """Return the sums over all threads."""
-        totals: defaultdict[Series, SeriesCounts] = defaultdict(_new_counts)
+        totals: defaultdict[Series, SeriesCounts] = defaultdict(new_counts)
         for counters in list(self.values()):
             for series, counts in list(counters.by_series.items()):
                 total = totals[series]

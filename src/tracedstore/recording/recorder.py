@@ -17,8 +17,8 @@ from tracedstore.common.clock import SYSTEM_CLOCK, Clock
 from tracedstore.common.errors import error_message, error_type, is_ordinary_answer
 from tracedstore.common.keys import KeyFamilies, shown
 from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
-from tracedstore.recording.barrier_stats import BarrierStats
 from tracedstore.recording.budget import Budget, nothing
+from tracedstore.recording.cold_metrics import ColdMetrics
 from tracedstore.recording.counters import (
     BOUNDS,
     BUCKETS,
@@ -36,11 +36,8 @@ from tracedstore.recording.counters import (
     StoreState,
     ThreadCounters,
 )
-from tracedstore.recording.etcd_stats import EtcdStats
 from tracedstore.recording.observer import REST, Failures, Observers
 from tracedstore.recording.operation import Attempts, Operation, Reason
-from tracedstore.recording.rendezvous_stats import RendezvousStats
-from tracedstore.recording.stall_stats import StallStats
 from tracedstore.recording.telemetry import TELEMETRY, Telemetry
 
 # What the native base has a copy of.
@@ -66,10 +63,7 @@ class Recorder:
         families: The key families that exist.
         failures: The failures of the telemetry itself.
         observers: What notable calls go to.
-        barriers: Counts of barriers.
-        rendezvous: Counts of rendezvous.
-        etcd: Counts of requests to etcd's v3 API.
-        stalls: The stalls that this process has reported.
+        cold: Counts and gauges of what is rare: barriers, rendezvous, stalls.
         core: The base that new stores get, by the settings.
         native: The calls of the native base, where it is loaded.
         without_call_spans: The threads whose calls get no spans.
@@ -85,20 +79,17 @@ class Recorder:
         "slow_ns",
         "clock",
         "began_ns",
-        "barriers",
+        "cold",
         "contended_after",
         "core",
         "ending",
-        "etcd",
         "families",
         "failures",
         "native",
         "observers",
         "overdue_ns",
-        "rendezvous",
         "rests_until",
         "series",
-        "stalls",
         "without_call_spans",
         "_telemetry",
     )
@@ -110,9 +101,6 @@ class Recorder:
         self.on = True
         self.ending = False
         self.rests_until: float | None = None
-        self.rendezvous = RendezvousStats()
-        self.etcd = EtcdStats()
-        self.stalls = StallStats()
         self.clock = SYSTEM_CLOCK
         self.ticks: Callable[[], int] = SYSTEM_CLOCK.ticks
         self.began_ns = SYSTEM_CLOCK.wall()
@@ -123,7 +111,7 @@ class Recorder:
         self.counters = CountersByThread(telemetry)
         self.series = SeriesTable()
         self.families = KeyFamilies()
-        self.barriers = BarrierStats()
+        self.cold = ColdMetrics()
         self.failures = Failures(telemetry)
         self.observers = Observers(self.failures)
         self.without_call_spans: set[int] = set()
@@ -154,10 +142,7 @@ class Recorder:
         self.began_ns = self.clock.wall()
         self.counters = CountersByThread(self._telemetry, self.native)
         self.without_call_spans = set()
-        self.barriers.reset()
-        self.rendezvous.reset()
-        self.etcd.reset()
-        self.stalls.reset()
+        self.cold.reset()
         self.families.reset()
         self.failures.reset()
 

@@ -16,7 +16,6 @@ import torch
 from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.errors import is_ordinary_answer
-from tracedstore.recording.barrier_stats import BarrierStats, Durations, Result
 from tracedstore.recording.counters import (
     BOUNDS,
     BUCKETS,
@@ -32,18 +31,13 @@ from tracedstore.recording.counters import (
     Series,
     SeriesCounts,
 )
-from tracedstore.recording.etcd_stats import EtcdStats
 from tracedstore.recording.recorder import Recorder
-from tracedstore.recording.rendezvous_stats import RendezvousStats
-from tracedstore.recording.stall_stats import StallStats
 
 # Calls whose inner compare-and-sets are counted. Otherwise only calls that are
 # compare-and-sets have the metric.
 _REPEATS_SWAPS = frozenset({("etcd_store", "add"), ("etcd_v3_store", "add")})
 # A caller that loses one of these repeats it.
 _REPEATED_BY_CALLER = frozenset({"set_state"})
-
-_MAX_RANKS_NAMED = 64
 
 Sums = Mapping[Series, SeriesCounts]
 # Values of labels, and a value.
@@ -115,10 +109,7 @@ class Snapshots:
         yield _errors(known, sums)
         yield from _counters(every, sums)
         yield from self._in_flight(every)
-        yield from self._barriers(recorder.barriers)
-        yield from self._rendezvous(recorder.rendezvous)
-        yield from _stalls(recorder.stalls)
-        yield from self._etcd(recorder.etcd)
+        yield from self._cold()
         suppressed = {
             (names.OVER_BUDGET,): recorder.counters.over_budget(),
             (names.SUPPRESSED_BY_CALLER,): self._suppressed_by_caller(),
@@ -187,60 +178,24 @@ class Snapshots:
         }
         yield Values(names.OLDEST_START, starts.items())
 
-    def _barriers(self, stats: BarrierStats) -> Iterator[Values]:
-        yield self._durations(names.BARRIER_DURATION, stats.durations())
-        last = stats.last_arrivals()
-        yield Values(names.BARRIER_LAST_ARRIVALS, _one_label(last.items()))
-        arrived: dict[tuple[str, ...], float] = {}
-        missing: dict[tuple[str, ...], float] = {}
-        rank_missing: dict[tuple[str, ...], float] = {}
-        # One of a family: stalled barriers of one family share their labels.
-        for stalled in {found.family: found for found in stats.stalled()}.values():
-            family = stalled.family
-            arrived[family,] = stalled.arrived
-            missing[family,] = len(stalled.missing) + stalled.possible
-            for rank, host in list(stalled.missing.items())[:_MAX_RANKS_NAMED]:
-                rank_missing[family, str(rank), host] = 1
-        yield Values(names.BARRIER_ARRIVED, arrived.items())
-        yield Values(names.BARRIER_MISSING, missing.items())
-        yield Values(names.BARRIER_RANK_MISSING, rank_missing.items())
-
-    def _rendezvous(self, stats: RendezvousStats) -> Iterator[Values]:
-        yield self._durations(names.RENDEZVOUS_DURATION, stats.durations())
-        yield Values(names.RENDEZVOUS_WRITES, stats.writes().items())
-        views = stats.views()
-        for metric, value in (
-            (names.RENDEZVOUS_STATE_BYTES, lambda view: view.size),
-            (names.RENDEZVOUS_PARTICIPANTS, lambda view: view.participants),
-            (names.RENDEZVOUS_WAIT_LIST, lambda view: view.wait_list),
-            (names.RENDEZVOUS_ROUND, lambda view: view.round),
-            (names.RENDEZVOUS_COMPLETE, lambda view: int(view.complete)),
-        ):
-            yield Values(metric, [((one,), value(view)) for one, view in views.items()])
-        heartbeats = [
-            ((name,), view.oldest_heartbeat)
-            for name, view in views.items()
-            if view.oldest_heartbeat is not None
-        ]
-        yield Values(names.RENDEZVOUS_OLDEST_HEARTBEAT, heartbeats)
-
-    def _etcd(self, stats: EtcdStats) -> Iterator[Values]:
-        requests = self._counted(stats.requests().items())
-        yield Values(names.ETCD_REQUESTS_MADE, requests)
-        recoveries = self._counted(_one_label(stats.recoveries().items()))
-        yield Values(names.ETCD_RECOVERIES_MADE, recoveries)
-        yield Values(names.ETCD_BYTES, _one_label(stats.bytes().items()))
-
-    def _durations(
-        self, metric: names.Metric, found: Mapping[tuple[str, Result], Durations]
-    ) -> Values:
+    def _cold(self) -> Iterator[Values]:
         bounds = self._wait_bounds
-        histograms = (
-            Histogram(labels, bounds, _coarser(one.buckets, bounds), one.nanoseconds)
-            for labels, one in found.items()
-            if self._full or any(one.buckets)
-        )
-        return Values(metric, (), tuple(histograms))
+        for cold, numbers, histograms in self._recorder.cold.read():
+            found = numbers.items()
+            yield Values(
+                cold.metric,
+                found if cold.zeros else self._counted(found),
+                [
+                    Histogram(
+                        labels,
+                        bounds,
+                        _coarser(counts[BUCKETS:], bounds),
+                        counts[NANOSECONDS],
+                    )
+                    for labels, counts in histograms.items()
+                    if self._full or cold.zeros or any(counts[BUCKETS:])
+                ],
+            )
 
 
 class Exemplar(Protocol):
@@ -288,28 +243,12 @@ def _coarser(counts: list[int], bounds: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sum(counts[bucket] for bucket in one) for one in buckets_of(bounds))
 
 
-def _one_label(numbers: Iterable[tuple[str, float]]) -> list[Number]:
-    return [((label,), number) for label, number in numbers]
-
-
 def _errors(known: Iterable[Series], sums: Sums) -> Values:
     errors: Counter[tuple[str, ...]] = Counter()
     for one in known:
         failed = one.error_type and not is_ordinary_answer(one.error_type)
         errors[one.store,] += sum(sums[one][BUCKETS:]) if failed else 0
     return Values(names.OPERATION_ERRORS, errors.items())
-
-
-def _stalls(stats: StallStats) -> Iterator[Values]:
-    stalled = stats.current()
-    count: dict[tuple[str, ...], float] = {}
-    ranks: dict[tuple[str, ...], float] = {}
-    if stalled is not None:
-        count[stalled.cause,] = stalled.awaited_count
-        for rank, (host, cause) in list(stalled.awaited.items())[:_MAX_RANKS_NAMED]:
-            ranks[str(rank), host, cause] = 1
-    yield Values(names.JOB_AWAITED, count.items())
-    yield Values(names.JOB_RANK_AWAITED, ranks.items())
 
 
 def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Values]:

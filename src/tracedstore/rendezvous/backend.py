@@ -25,10 +25,10 @@ from tracedstore.coordination.connections import (
     side_connection,
 )
 from tracedstore.export.setup import ensure_configured
+from tracedstore.recording.cold_metrics import Write
 from tracedstore.recording.counters import StoreState
 from tracedstore.recording.operation import Arguments, Method, size_of
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.rendezvous_stats import RendezvousView, Write
 from tracedstore.recording.store_proxy import forwarder
 from tracedstore.rendezvous.other_runs import OtherRun, find_other_runs
 from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
@@ -123,7 +123,11 @@ class TracedRendezvousBackend(RendezvousBackend):
             RECORDER.series.of(state.identity.kind, method)
             for method in (_GET_STATE, _SET_STATE)
         )
-        _guarded(RECORDER.rendezvous.open, backend.name)
+        name = str(backend.name)
+        RECORDER.cold.record(
+            (names.RENDEZVOUS_WRITES, (name, "accepted"), None),
+            (names.RENDEZVOUS_DURATION, (name, "completed"), None),
+        )
         self._traced = state
         self._attendance = Attendance()
 
@@ -176,7 +180,7 @@ class TracedRendezvousBackend(RendezvousBackend):
             result: tuple[bytes, Token, bool] | None = self._set_state(state, token)
         except BaseException:
             if RECORDER.on:
-                _guarded(RECORDER.rendezvous.record_write, self.name, "failed")
+                self._count_write("failed")
             raise
         if RECORDER.on:
             _guarded(self._record_write, result, started)
@@ -207,14 +211,28 @@ class TracedRendezvousBackend(RendezvousBackend):
         parsed = parse_state(state) if isinstance(state, bytes) else None
         if parsed is not None:
             self._attendance.record(parsed, wrote=wrote)
-            RECORDER.rendezvous.record_view(self.name, _view(parsed, len(state)))
+            self._set_gauges(parsed, len(state))
 
     def _record_write(self, result: Any, started: float) -> None:
         """Record a write that began at a time and did not fail."""
         accepted = _accepted((), result)
-        outcome: Write = "accepted" if accepted else "conflict"
-        RECORDER.rendezvous.record_write(self.name, outcome)
+        self._count_write("accepted" if accepted else "conflict")
         self._record_state(result, wrote=started if accepted else None)
+
+    def _count_write(self, result: Write) -> None:
+        RECORDER.cold.record((names.RENDEZVOUS_WRITES, (self.name, result), 1))
+
+    def _set_gauges(self, state: RendezvousState, size: int) -> None:
+        backend = (self.name,)
+        oldest = min(state.heartbeats.values(), default=None)
+        RECORDER.cold.record(
+            (names.RENDEZVOUS_STATE_BYTES, backend, size),
+            (names.RENDEZVOUS_PARTICIPANTS, backend, len(state.participants)),
+            (names.RENDEZVOUS_WAIT_LIST, backend, len(state.wait_list)),
+            (names.RENDEZVOUS_ROUND, backend, state.round),
+            (names.RENDEZVOUS_COMPLETE, backend, int(state.complete)),
+            (names.RENDEZVOUS_OLDEST_HEARTBEAT, backend, oldest),
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "_traced":  # __init__ has not set it yet
@@ -225,15 +243,6 @@ class TracedRendezvousBackend(RendezvousBackend):
         return f"TracedRendezvousBackend({self._traced.inner!r})"
 
 
-def _view(state: RendezvousState, size: int) -> RendezvousView:
-    return RendezvousView(
-        participants=len(state.participants),
-        wait_list=len(state.wait_list),
-        round=state.round,
-        complete=state.complete,
-        size=size,
-        oldest_heartbeat=min(state.heartbeats.values(), default=None),
-    )
 
 
 def _identify(backend: RendezvousBackend) -> StoreIdentity:

@@ -29,7 +29,7 @@ from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import start_bounded_thread
 from tracedstore.diagnosis.connection.addresses import describe_own
 from tracedstore.export.setup import ensure_configured
-from tracedstore.recording.barrier_stats import Result
+from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.rendezvous import agent_patch
@@ -327,9 +327,9 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def _ended(self, result: Result, started: int) -> None:
         if RECORDER.on:
-            RECORDER.rendezvous.end(
-                self._traced_backend.name, result, RECORDER.ticks() - started
-            )
+            labels = self._traced_backend.name, result
+            duration = RECORDER.ticks() - started
+            RECORDER.cold.record((names.RENDEZVOUS_DURATION, labels, duration))
 
 
 def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
