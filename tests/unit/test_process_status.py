@@ -7,17 +7,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tracedstore
+from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export import process_status
 from tracedstore.export.http_server import Server
 from tracedstore.export.process_status import ProcessStatus
-from tracedstore.recording.barrier_stats import StalledBarrier
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight
 from tracedstore.tools.attach.rank_endpoints import query_ranks
@@ -92,7 +91,7 @@ class TestStatus:
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
-        RECORDER.barriers.record_stall(SimpleNamespace(ended=False), STALLED)
+        RECORDER.cold.begin("a barrier", STALLED)
         server = Server({"/": process_status.page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"

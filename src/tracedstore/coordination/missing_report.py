@@ -4,20 +4,15 @@ A rank that has read the arrivals publishes its report under the barrier's
 `missing_report` key, for the other ranks and for ``tracedstore status``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
+from tracedstore import names
 from tracedstore.common import codec, ranges, validation
 from tracedstore.common.codec import LATER, AtMost, Kind, Printable, Words, WorldSize
 from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
-from tracedstore import names
-from tracedstore.common import validation
-from tracedstore.coordination.arrivals import Arrivals
-from tracedstore.naming import decoders, ranges
 from tracedstore.recording.cold_metrics import Labels
 
 # A report that names 98,304 missing ranks has 5 MB.

@@ -28,11 +28,6 @@ from tracedstore.etcd.etcd_errors import (
 from tracedstore.etcd.http_pool import Connection, Pool
 from tracedstore.etcd.messages import Message
 from tracedstore.etcd.request_counts import Traffic
-from tracedstore.recording.etcd_stats import RequestResult
-from tracedstore.etcd.pool import Pool
-from tracedstore.etcd.traffic import Traffic
-from tracedstore.etcd.transport import WatchEnded
-from tracedstore.etcd.wire import Connection
 from tracedstore.recording.cold_metrics import RequestResult
 from tracedstore.recording.recorder import RECORDER
 

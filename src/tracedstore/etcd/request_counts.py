@@ -3,12 +3,9 @@
 from dataclasses import dataclass, field
 from threading import get_ident
 
-from tracedstore.recording.etcd_stats import Recovery, RequestResult
-from tracedstore.recording.operation import Attempts, EtcdRequest
 from tracedstore import names
-from tracedstore.etcd.attempt_counts import AttemptCounter
 from tracedstore.recording.cold_metrics import Recovery, RequestResult
-from tracedstore.recording.operation import EtcdRequest
+from tracedstore.recording.operation import Attempts, EtcdRequest
 from tracedstore.recording.recorder import RECORDER
 
 # Requests of one call that its span shows.

@@ -20,8 +20,6 @@ from tracedstore.diagnosis.ask.local_socket import STATUS_PAGE
 from tracedstore.export import http_server as server
 from tracedstore.export.worker_replies import ask_workers
 from tracedstore.naming.decoders import by_host
-from tracedstore.recording.barrier_stats import StalledBarrier
-from tracedstore.naming.ranges import by_host, fold, unfold
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight, in_flight
 

@@ -243,8 +243,6 @@ class TracedRendezvousBackend(RendezvousBackend):
         return f"TracedRendezvousBackend({self._traced.inner!r})"
 
 
-
-
 def _identify(backend: RendezvousBackend) -> StoreIdentity:
     """Return the identity of the server or file that holds a backend's state.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 from tracedstore import names
-from tracedstore.common.keys import KeyFamilies, printable
+from tracedstore.common.keys import KeyFamilies, key_text
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.recording.counters import (
     BOUNDS,
@@ -150,7 +150,7 @@ class ColdMetrics:
     def label_value(self, label: str, value: str) -> str:
         """Return a label's value for what a user has named: bounded in number."""
         if label == "barrier":
-            return self._barriers.of(printable(value))
+            return self._barriers.of(key_text(value))
         # Users write rendezvous backends of their own.
         if label == "backend":
             return bounded(value, self._backends, _MAX_BACKENDS)
