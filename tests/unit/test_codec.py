@@ -12,13 +12,13 @@ from support.hostile_json import values
 from tracedstore.common import codec
 from tracedstore.common.codec import (
     LATER,
-    AtMost,
     Pid,
     Printable,
     Rank,
     Ranks,
     Seconds,
     Text,
+    UpTo,
     Words,
     WorldSize,
 )
@@ -45,9 +45,9 @@ class Outer:
     time: Seconds | None = None
     awaits: Ranks = ()
     one: Inner | None = None
-    some: Annotated[tuple[Inner, ...], AtMost(2)] = ()
-    named: Annotated[Mapping[Words, Annotated[tuple[Words, ...], AtMost(2)]], AtMost(2)]
-    more: Annotated[tuple[Words, ...], AtMost(2), LATER] = field(default_factory=tuple)
+    some: Annotated[tuple[Inner, ...], UpTo(2)] = ()
+    named: Annotated[Mapping[Words, Annotated[tuple[Words, ...], UpTo(2)]], UpTo(2)]
+    more: Annotated[tuple[Words, ...], UpTo(2), LATER] = field(default_factory=tuple)
 
 
 VALUE = Outer(

@@ -8,7 +8,7 @@ what it may be:
     class Stamp:
         rank: Rank
         host: Printable
-        keys: Annotated[tuple[Printable, ...], AtMost(16)] = ()
+        keys: Annotated[tuple[Printable, ...], UpTo(16)] = ()
 
 Every field must be there, except those that are None by default, and those that are
 marked `LATER`. Fields with other names are ignored: a later version may have written
@@ -59,7 +59,7 @@ WorldSize = Annotated[int, _IMPLIED]
 
 
 @dataclass(frozen=True, slots=True)
-class AtMost:
+class UpTo:
     """The number of items that are read of a list or an object; others are omitted."""
 
     count: int

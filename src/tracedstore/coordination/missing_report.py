@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from tracedstore import names
 from tracedstore.common import codec, ranges, validation
-from tracedstore.common.codec import LATER, AtMost, Kind, Printable, Words, WorldSize
+from tracedstore.common.codec import LATER, Kind, Printable, UpTo, Words, WorldSize
 from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
 from tracedstore.recording.cold_metrics import Labels
@@ -125,10 +125,10 @@ class MissingReport:
     unidentified_count: _Count
     duplicate_ranks: _AllRanks
     uncounted_ranks: _AllRanks = ()
-    names: Annotated[Mapping[_RankKey, Printable], AtMost(ranges.MAX_RANKS)]
-    findings: Annotated[
-        Mapping[_RankKey, _Finding], AtMost(ranges.MAX_RANKS), LATER
-    ] = field(default_factory=dict)
+    names: Annotated[Mapping[_RankKey, Printable], UpTo(ranges.MAX_RANKS)]
+    findings: Annotated[Mapping[_RankKey, _Finding], UpTo(ranges.MAX_RANKS), LATER] = (
+        field(default_factory=dict)
+    )
     traceparent: Annotated[Words, LATER] = ""
 
     @classmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tracedstore.common import codec, validation
-from tracedstore.common.codec import AtMost, Unchecked
+from tracedstore.common.codec import Unchecked, UpTo
 from tracedstore.common.procfs import ancestors
 from tracedstore.diagnosis.ask import socket_directory
 from tracedstore.diagnosis.ask.local_identity import LocalIdentity
@@ -39,7 +39,7 @@ class LocalReply:
 
     identity: LocalIdentity
     answer: ProcessAnswer | None
-    workers: Annotated[tuple[ProcessAnswer, ...], AtMost(_MAX_WORKERS)]
+    workers: Annotated[tuple[ProcessAnswer, ...], UpTo(_MAX_WORKERS)]
     page: Unchecked = None
 
     @classmethod

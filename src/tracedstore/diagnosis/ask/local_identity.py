@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from tracedstore.common import codec, procfs
-from tracedstore.common.codec import AtMost, Large, Pid, Printable, Rank, Small, Words
+from tracedstore.common.codec import Large, Pid, Printable, Rank, Small, UpTo, Words
 from tracedstore.common.identity import (
     ProcessIdentity,
     StoreIdentity,
@@ -48,7 +48,7 @@ class LocalIdentity:
     start_ticks: Large | None
     master: Words
     registered: bool
-    stores: Annotated[tuple[Printable, ...], AtMost(_MAX_STORES)] = ()
+    stores: Annotated[tuple[Printable, ...], UpTo(_MAX_STORES)] = ()
 
     @classmethod
     def own(cls) -> "LocalIdentity":

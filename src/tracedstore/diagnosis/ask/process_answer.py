@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, get_args
 
 from tracedstore.common import codec
-from tracedstore.common.codec import AtMost, Large, Pid, Printable, Rank, Seconds, Words
+from tracedstore.common.codec import Large, Pid, Printable, Rank, Seconds, UpTo, Words
 
 State = Literal["running", "stopped", "gone", "silent"]
 STATES: Final[tuple[State, ...]] = get_args(State)
@@ -43,7 +43,7 @@ class Frame:
         return f"{self.file}:{self.line} {self.function}"
 
 
-Stack = Annotated[tuple[Frame, ...], AtMost(MAX_STACK_FRAMES)]
+Stack = Annotated[tuple[Frame, ...], UpTo(MAX_STACK_FRAMES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class WrittenFamily:
     last_key: Printable
     writes: Large = 1
     rank_positions: Annotated[
-        tuple[Annotated[int, codec.below(_MAX_LINE)], ...], AtMost(_MAX_POSITIONS)
+        tuple[Annotated[int, codec.below(_MAX_LINE)], ...], UpTo(_MAX_POSITIONS)
     ] = ()
 
 
@@ -97,9 +97,9 @@ class ProcessAnswer:
     registered: bool = True
     idle_seconds: Seconds | None = None
     operation: Words = ""
-    frames: Annotated[tuple[Frame, ...], AtMost(MAX_FRAMES)] = ()
-    wrote: Annotated[tuple[WrittenFamily, ...], AtMost(MAX_FAMILIES)] = ()
-    stacks: Annotated[Mapping[Words, Stack], AtMost(MAX_THREADS)] = field(
+    frames: Annotated[tuple[Frame, ...], UpTo(MAX_FRAMES)] = ()
+    wrote: Annotated[tuple[WrittenFamily, ...], UpTo(MAX_FAMILIES)] = ()
+    stacks: Annotated[Mapping[Words, Stack], UpTo(MAX_THREADS)] = field(
         default_factory=dict, hash=False
     )
     detail: Words = ""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges, validation
-from tracedstore.common.codec import AtMost, Kind, Seconds, Words
+from tracedstore.common.codec import Kind, Seconds, UpTo, Words
 from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination.arrivals import (
@@ -84,7 +84,7 @@ class Question:
     number: Annotated[int, codec.below(_MAX_NUMBER)]
     kind: Annotated[str, codec.one_of(KINDS)] = "status"
     ranks: Annotated[frozenset[int], Kind(_unfold, ranges.fold)]
-    families: Annotated[tuple[_Family, ...], AtMost(MAX_FAMILIES)] = ()
+    families: Annotated[tuple[_Family, ...], UpTo(MAX_FAMILIES)] = ()
     asked_by: Words = ""
     time: Seconds = 0.0
 

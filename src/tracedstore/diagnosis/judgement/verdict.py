@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, get_args
 
 from tracedstore.common import codec, ranges
-from tracedstore.common.codec import AtMost, Pid, Printable, Rank, Ranks, Seconds, Words
+from tracedstore.common.codec import Pid, Printable, Rank, Ranks, Seconds, UpTo, Words
 
 Cause = Literal[
     "not_started",
@@ -100,13 +100,13 @@ class Verdict:
 
     phase: Printable
     cause: Cause
-    awaited: Annotated[tuple[AwaitedRank, ...], AtMost(MAX_AWAITED)] = ()
+    awaited: Annotated[tuple[AwaitedRank, ...], UpTo(MAX_AWAITED)] = ()
     awaited_ranks: Ranks = ()
     known: Words = ""
     waiting_ranks: Ranks = ()
     key: Words = ""
     waited_seconds: Seconds = 0.0
-    evidence: Annotated[tuple[Words, ...], AtMost(_MAX_EVIDENCE)] = ()
+    evidence: Annotated[tuple[Words, ...], UpTo(_MAX_EVIDENCE)] = ()
     remedy: Words = ""
     agents: bool = False
     time: Seconds = 0.0

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges
 from tracedstore.common.codec import (
-    AtMost,
     Pid,
     Printable,
     Rank,
     Ranks,
     Seconds,
     Small,
+    UpTo,
     Words,
 )
 from tracedstore.coordination.arrivals import read_existing, read_key
@@ -69,13 +69,13 @@ class BlockedRecord:
     pid: Pid
     attempt: Small = 0
     operation: Printable
-    keys: Annotated[tuple[Printable, ...], AtMost(MAX_KEYS)]
+    keys: Annotated[tuple[Printable, ...], UpTo(MAX_KEYS)]
     phase: Printable
     protocol: Words = ""
     group: Words = ""
     awaits: Ranks | None = None
     members: Ranks | None = None
-    wrote: Annotated[tuple[WrittenFamily, ...], AtMost(MAX_KEYS)] = ()
+    wrote: Annotated[tuple[WrittenFamily, ...], UpTo(MAX_KEYS)] = ()
     started: Seconds
     failed: Seconds | None = None
 
