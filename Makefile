@@ -70,7 +70,7 @@ $(GRAMMARS)/.ready: tests/support/queries/package-lock.json | $(VENV)/.ready
 	touch $@
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/validate-pyproject pyproject.toml

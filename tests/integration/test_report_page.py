@@ -21,6 +21,7 @@ from integration.harness import in_threads, results, wait_until
 from support.otlp import otlp
 from support.pages import Page, browse, console_messages
 from support.tools import ROOT
+from tracedstore.common.text import duration
 from tracedstore.tools.cli.main import main
 
 ARTEFACTS = ROOT / "test-results"
@@ -91,7 +92,7 @@ class TestBrowser:
         assert (missing["rank"], missing["missing at"]) == ("8", "1")
         cost = sum(sorted(waited)[7] / 2 + sorted(waited)[8] / 2 for waited in waits)
         assert (late["rank"], late["last at"], late["barriers"]) == ("5", "39", "39")
-        assert late["cost"] == f"{cost:.3g} s"
+        assert late["cost"] == duration(cost)
         (report,) = shown.rows("t-opinions")
         assert (report["reported by"], report["ranks"]) == ("ranks 0-7,9-15", "15")
         (call,) = shown.rows("t-calls")

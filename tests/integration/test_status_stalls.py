@@ -312,6 +312,8 @@ def test_thousands_of_ranks(
             verdict(), awaited_ranks=tuple(ranks[1::2]), waiting_ranks=tuple(ranks[::2])
         ).to_bytes(),
     )
+    # A set of TCPStore does not wait for the server.
+    assert store.check([VERDICT])
 
     code, out = run(capsys, url)
     document = json.loads(run(capsys, url, "--json")[1])

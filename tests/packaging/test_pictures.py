@@ -36,15 +36,15 @@ def texts() -> list[str]:
 def words() -> set[str]:
     """Return the words that a run of the demo can print."""
     printed = f"{strings()} {load_dataset.__name__} {JOB_RESUMED}"
-    return {*WORD.findall(printed), "demo", "host"}
+    return {*WORD.findall(printed), "tools", "demo", "host"}
 
 
 def strings() -> str:
     """Return all strings of the program that the demo can print."""
-    names = ("demo", "coordination", "diagnosis")
+    names = ("tools/demo", "coordination", "diagnosis", "common")
     packages = [ROOT / "src/tracedstore" / name for name in names]
     texts = []
-    for module in (path for package in packages for path in package.glob("*.py")):
+    for module in (path for package in packages for path in package.rglob("*.py")):
         tree = ast.parse(module.read_text("utf-8"))
         # A docstring is an expression statement.
         docstrings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr)}

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Mapping
 
 import pytest
-from tracedstore.recording.cold_metrics import TABLE, ColdMetrics, Labels
 
 from tracedstore import names
 from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.diagnosis.judgement.stalled import StalledJob
 from tracedstore.recording import cold_metrics
+from tracedstore.recording.cold_metrics import TABLE, ColdMetrics, Labels
 from tracedstore.recording.counters import BUCKETS, NANOSECONDS, SeriesCounts
 
 

@@ -1,4 +1,4 @@
-"""Tests of core.procfs, with real processes."""
+"""Tests of common.procfs, with real processes."""
 
 import os
 import signal
@@ -102,7 +102,7 @@ class TestNamespaces:
         the pids do not agree, and its namespace is unknown.
         """
         script = (
-            "from tracedstore.recording import procfs\n"
+            "from tracedstore.common import procfs\n"
             f"ns = {procfs.own_namespace()!r}\n"
             f"ticks = {procfs.own_start_ticks()}\n"
             f"print(procfs.own_namespace() == ns,"
@@ -126,7 +126,7 @@ class TestNamespaces:
         """Containers with other host names but the same pids are one namespace."""
         script = (
             "import socket\n"
-            "from tracedstore.recording import procfs\n"
+            "from tracedstore.common import procfs\n"
             "socket.sethostname('elsewhere')\n"
             f"print(procfs.own_namespace() == {procfs.own_namespace()!r})\n"
         )
