@@ -20,6 +20,8 @@ MISSING = (0, 500, 1023)
 # takes after the timeout to report the missing ones, on a machine that is busy or
 # not. Ranks that all read the arrivals would take minutes.
 MAX_RATIO = 20.0
+# The part of the ranks that may reach the bound for the names.
+MAX_UNNAMED = 0.02
 
 
 @pytest.fixture
@@ -58,9 +60,11 @@ class TestManyRanks:
     """A barrier of 1024 ranks behaves like one of four."""
 
     def test_completes_and_times_out(self, processes: list[Child], port: int) -> None:
-        """The first barrier completes; in the second every rank reports three missing.
+        """The first barrier completes; in the second the ranks report three missing.
 
-        The store's server answers another client all the time.
+        A rank on a busy machine may reach the bound for the names. It names none then,
+        and the others are most. The store's server answers another client all the
+        time.
         """
         observer = dist.TCPStore("127.0.0.1", port, None, is_master=False)
 
@@ -76,7 +80,9 @@ class TestManyRanks:
             time.sleep(0.01)  # limits the load that this client adds
 
         outcomes, late = second.result()
-        assert outcomes == {str(MISSING): WORLD_SIZE - len(MISSING)}
+        unnamed = outcomes.pop("()", 0)
+        assert outcomes == {str(MISSING): WORLD_SIZE - len(MISSING) - unnamed}
+        assert unnamed < WORLD_SIZE * MAX_UNNAMED
         assert late < MAX_RATIO * reference
         # Not a measurement: an overloaded server would not answer at all.
         assert slowest < MAX_RATIO * reference, (reference, late)
