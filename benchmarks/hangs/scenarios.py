@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
 from tracedstore import names
-from tracedstore.diagnosis.judgement.verdict import Cause
+from tracedstore.common.causes import Cause
 
 # How a victim hangs: it sleeps in Python code, is stopped or killed by a signal, or is
 # never started. Another rank may be started twice in its stead, or all ranks may be

@@ -11,7 +11,7 @@ import yaml
 from support.dashboards import LOKI_RULES, RULES, rules
 from support.tools import ROOT, query_errors, run
 from tracedstore import names
-from tracedstore.diagnosis.judgement.verdict import CAUSES
+from tracedstore.common.causes import CAUSES
 
 CASES = RULES.with_name("prometheus_test.yaml")
 RUNBOOK = ROOT / "docs/runbook.md"

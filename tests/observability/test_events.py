@@ -16,7 +16,8 @@ import tracedstore
 from support.events import SCHEMA, Events, check, documented_fields
 from support.stores import SHORT
 from tracedstore import names
-from tracedstore.diagnosis.judgement.verdict import CAUSES, Verdict
+from tracedstore.common.causes import CAUSES
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.signals.events import LEVELS
 from tracedstore.testing import FakeClock, FlakyStore
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from tracedstore.common.causes import Cause
 from tracedstore.coordination.protocol import (
     BarrierKeys,
     encode_arrival,
@@ -12,7 +13,7 @@ from tracedstore.coordination.protocol import (
 )
 from tracedstore.coordination.rank_registry import REGISTRY, RankInfo
 from tracedstore.diagnosis.judgement.stalled import VERDICT
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Cause, Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
 
 

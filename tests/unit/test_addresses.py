@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tracedstore
 from support.etcd import free_port
 from support.versions import TORCH
-from tracedstore.common import connection_failures, procfs
+from tracedstore.common import causes, procfs
 from tracedstore.common.procfs import port_holder
 from tracedstore.diagnosis.connection import (
     addresses,
@@ -307,7 +307,7 @@ class TestReach:
             found = reach.examine(target)
         verdict = reach.verdict(target, found, 3)
 
-        assert found.result == connection_failures.FOREIGN
+        assert found.result == causes.FOREIGN
         assert verdict is not None
         assert verdict.cause == "server_unreachable"
         assert verdict.awaited_ranks == ()

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from support.etcd import free_port
-from tracedstore.rendezvous import causes
-from tracedstore.rendezvous.causes import diagnose
+from tracedstore.common import causes
+from tracedstore.common.causes import find_cause
 
 
 def chained(*errors: BaseException) -> BaseException:
@@ -68,10 +68,10 @@ class TestClassification:
             RendezvousConnectionError("See inner exception for details."), error
         )
 
-        diagnosis = diagnose(wrapped)
+        diagnosis = find_cause(wrapped)
 
         assert diagnosis.cause == cause
-        assert len(diagnosis.causes) == 2
+        assert len(diagnosis.chain) == 2
         assert bool(diagnosis.remedy) == (cause != "unknown")
 
     def test_chain(self) -> None:
@@ -82,7 +82,7 @@ class TestClassification:
             ConnectionRefusedError(111, "Connection refused"),
         )
 
-        assert diagnose(error).causes == (
+        assert find_cause(error).chain == (
             "RendezvousConnectionError: outer",
             "EtcdException: middle",
             "ConnectionRefusedError: [Errno 111] Connection refused",
@@ -94,20 +94,20 @@ class TestClassification:
             error = RendezvousError("outer")
             error.__context__ = ConnectionRefusedError()
             error.__suppress_context__ = suppress
-            assert diagnose(error).cause == expected
+            assert find_cause(error).cause == expected
 
     def test_cyclic_and_long_chains(self) -> None:
         """Cycles end, and long chains are cut."""
         first, second = RendezvousError("1"), RendezvousError("2")
         first.__cause__, second.__cause__ = second, first
-        assert len(diagnose(first).causes) == 2
+        assert len(find_cause(first).chain) == 2
 
         long = chained(*(RendezvousError(str(number)) for number in range(50)))
-        assert len(diagnose(long).causes) == 8
+        assert len(find_cause(long).chain) == 8
 
     def test_values_are_not_quoted(self) -> None:
         """A message that may contain a value is omitted."""
-        assert diagnose(ValueError("secret")).causes == ("ValueError",)
+        assert find_cause(ValueError("secret")).chain == ("ValueError",)
 
 
 class TestForeign:
@@ -145,7 +145,7 @@ class TestForeign:
                 timeout=timedelta(seconds=1),
             )
 
-        assert diagnose(raised.value, ("127.0.0.1", answering)).cause == "foreign"
+        assert find_cause(raised.value, ("127.0.0.1", answering)).cause == "foreign"
 
 
 class TestProbe:
@@ -161,16 +161,16 @@ class TestProbe:
 
     def test_refused(self) -> None:
         """Nothing listens at the port."""
-        assert diagnose(self.TIMED_OUT, ("127.0.0.1", free_port())).cause == "refused"
+        assert find_cause(self.TIMED_OUT, ("127.0.0.1", free_port())).cause == "refused"
 
     def test_name_resolution(self) -> None:
         """The host does not exist."""
-        diagnosis = diagnose(self.TIMED_OUT, ("no.such.host.invalid", 1))
+        diagnosis = find_cause(self.TIMED_OUT, ("no.such.host.invalid", 1))
         assert diagnosis.cause == "name_resolution"
 
     def test_no_answer(self, listening: int) -> None:
         """Another program listens at the port."""
-        assert diagnose(self.TIMED_OUT, ("127.0.0.1", listening)).cause == "no_answer"
+        assert find_cause(self.TIMED_OUT, ("127.0.0.1", listening)).cause == "no_answer"
 
     def test_only_after_a_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """If the cause is known, diagnose does not connect."""
@@ -178,4 +178,4 @@ class TestProbe:
             causes, "probe_endpoint", lambda *_: pytest.fail("connected")
         )
         refused = ConnectionRefusedError()
-        assert diagnose(refused, ("127.0.0.1", 1)).cause == "refused"
+        assert find_cause(refused, ("127.0.0.1", 1)).cause == "refused"

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tracedstore.common.causes import Cause
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Cause, Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight

@@ -12,10 +12,10 @@ from rich.cells import cell_len
 
 from support.jobs_in_stores import arrive, block, judge, register, time_out
 from tracedstore import names
+from tracedstore.common.causes import Cause
 from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.verdict import Cause
 from tracedstore.export.inflight_client import Reply
 from tracedstore.export.process_status import ProcessStatus
 from tracedstore.signals.inflight import InFlight

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 
 from support.hostile_json import values
-from tracedstore.diagnosis.judgement.verdict import (
-    CAUSES,
-    REMEDIES,
-    AwaitedRank,
-    Verdict,
-    worst,
-)
+from tracedstore.common.causes import CAUSES, REMEDIES, worst
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 VERDICT = Verdict(
     phase="new_group 1",

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from tracedstore.common.connection_failures import (
+from tracedstore.common.causes import (
     CONNECTION_LOST,
     classify,
     describe,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tracedstore import names
-from tracedstore.common.connection_failures import (
+from tracedstore.common.causes import (
     CLOSED,
     CONNECTION_LOST,
     FOREIGN,
@@ -22,13 +22,14 @@ from tracedstore.common.connection_failures import (
     TOO_FEW_NODES,
     UNKNOWN,
     UNREACHABLE,
+    Cause,
+    FailureCause,
+    find_cause,
     probe_endpoint,
 )
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
-from tracedstore.diagnosis.judgement.verdict import Cause
 from tracedstore.naming.agent_hosts import hosts_never_joined
 from tracedstore.recording.telemetry import TELEMETRY
-from tracedstore.rendezvous.causes import Diagnosis, diagnose
 from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
 from tracedstore.rendezvous.state import Attendance, Node
 
@@ -128,27 +129,27 @@ def emit_failure(error: Exception, attempt: JoinAttempt) -> None:
     a note, which a traceback shows.
     """
     attendance = attempt.attendance or Attendance()
-    diagnosis = _diagnose(error, attempt, attendance)
+    found = _find_cause(error, attempt, attendance)
     fields, joined = _attendance(attempt)
     message = f"{_title(attempt)} failed after {attempt.waited_seconds:.1f} s"
     closed_seconds = None
-    if diagnosis.cause == CLOSED and attendance.closed_at_first:
+    if found.cause == CLOSED and attendance.closed_at_first:
         closed_seconds = _closed_before(attendance, attempt.written_seconds_ago)
         message += f": {_describe_closed(attempt.run_id, closed_seconds)}"
-    elif diagnosis.remedy:
-        message += f": {diagnosis.remedy}"
-    if attempt.hint and diagnosis.cause in _NOT_CONNECTED:
+    elif found.remedy:
+        message += f": {found.remedy}"
+    if attempt.hint and found.cause in _NOT_CONNECTED:
         message += f"; {attempt.hint}"
     message += joined
     timed_out = isinstance(error, RendezvousTimeoutError)
     TELEMETRY.emit(
         names.RENDEZVOUS_TIMEOUT if timed_out else names.RENDEZVOUS_FAILED,
         message=message,
-        cause=diagnosis.cause,
+        cause=found.cause,
         error_type=TIMEOUT if timed_out else error_type(error),
         error=error_message(error),
         during=attempt.during,
-        causes=list(diagnosis.causes),
+        causes=list(found.chain),
         closed_seconds=closed_seconds,
         **fields,
     )
@@ -303,25 +304,25 @@ def _title(attempt: JoinAttempt) -> str:
     return f"rendezvous '{attempt.run_id}' {where}through {attempt.backend}"
 
 
-def _diagnose(
+def _find_cause(
     error: Exception, attempt: JoinAttempt, attendance: Attendance
-) -> Diagnosis:
-    diagnosis = diagnose(error, attempt.where)
+) -> FailureCause:
+    found = find_cause(error, attempt.where)
     others = {*attendance.joined(attempt.own), *attendance.left(attempt.own)}
-    if diagnosis.cause == NOT_WRITTEN and not others - {attempt.own}:
+    if found.cause == NOT_WRITTEN and not others - {attempt.own}:
         # No other node joined that could have written it: the server has stopped.
         probed = "" if attempt.where is None else probe_endpoint(*attempt.where)
-        return Diagnosis(probed or NO_ANSWER, diagnosis.causes)
+        return FailureCause(probed or NO_ANSWER, found.chain)
     last = attendance.last
     participants = {} if last is None else last.participants
     is_rank_0 = attempt.own is not None and participants.get(attempt.own) == 0
     if isinstance(error, AssertionError) and is_rank_0 and attempt.lacks_server:
         # Before 2.13 torch asserts here that rank 0 has one.
-        return Diagnosis(RANK_0_REPLACED, diagnosis.causes)
-    if diagnosis.cause != UNKNOWN or not isinstance(error, RendezvousTimeoutError):
-        return diagnosis
+        return FailureCause(RANK_0_REPLACED, found.chain)
+    if found.cause != UNKNOWN or not isinstance(error, RendezvousTimeoutError):
+        return found
     full = last is not None and last.complete
-    return Diagnosis(NO_ROOM if full else TOO_FEW_NODES, diagnosis.causes)
+    return FailureCause(NO_ROOM if full else TOO_FEW_NODES, found.chain)
 
 
 def _expected(attempt: JoinAttempt) -> str:

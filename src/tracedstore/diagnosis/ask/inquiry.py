@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tracedstore.common import procfs
+from tracedstore.common.causes import REMEDIES
 from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import fold
 from tracedstore.coordination import rank_registry
@@ -18,7 +19,7 @@ from tracedstore.diagnosis.ask.examine import examine
 from tracedstore.diagnosis.ask.process_answer import ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.judgement.excess_arrivals import find_excess
 from tracedstore.diagnosis.judgement.judge import find_suspects, judge, still_waits
-from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, REMEDIES, Verdict
+from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, Verdict
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked

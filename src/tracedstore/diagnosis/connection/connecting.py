@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from tracedstore import names
-from tracedstore.common import connection_failures
+from tracedstore.common import causes
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
 from tracedstore.diagnosis.ask.claims import Claim, claim
@@ -140,8 +140,8 @@ class ConnectingPhase:
         # Nothing to withdraw: the server ended with the constructor.
         if not isinstance(error, Exception):
             return
-        cause = connection_failures.classify(error)
-        if cause == connection_failures.ADDRESS_IN_USE:
+        cause = causes.classify(error)
+        if cause == causes.ADDRESS_IN_USE:
             verdict = run_with_timeout(
                 _END_TIMEOUT, partial(reach.port_in_use, self._target)
             )
@@ -183,8 +183,8 @@ class ConnectingPhase:
             cause: What torch's exception says. It often has a text for all causes:
                 "the client socket has timed out".
         """
-        if cause in ("", connection_failures.NO_ANSWER):
-            cause = connection_failures.UNKNOWN
+        if cause in ("", causes.NO_ANSWER):
+            cause = causes.UNKNOWN
         try:
             reached = run_with_timeout(
                 _END_TIMEOUT, partial(reach.examine, self._target)
@@ -192,7 +192,7 @@ class ConnectingPhase:
         except TimeoutError:
             return reach.Reach(result=cause)
         if reached.result == reach.HUNG_UP:
-            return replace(reached, result=connection_failures.CONNECTION_LOST)
+            return replace(reached, result=causes.CONNECTION_LOST)
         return replace(reached, result=cause) if reached.answered else reached
 
     def _check_address(self) -> Verdict | None:

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tracedstore.common import connection_failures, procfs
+from tracedstore.common import causes, procfs
+from tracedstore.common.causes import REMEDIES, Cause
 from tracedstore.common.procfs import IPAddress
 from tracedstore.diagnosis.connection import tcpstore_probe
 from tracedstore.diagnosis.connection.addresses import (
@@ -21,12 +22,7 @@ from tracedstore.diagnosis.connection.addresses import (
     is_local,
 )
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
-from tracedstore.diagnosis.judgement.verdict import (
-    REMEDIES,
-    AwaitedRank,
-    Cause,
-    Verdict,
-)
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 # Seconds for one connection, and for the server's answer to one request.
 _STEP_TIMEOUT = 1.5
@@ -38,7 +34,7 @@ ANSWERED: Final = "answered"
 # another protocol, unless torch fails as well.
 HUNG_UP: Final = "hung_up"
 # Who holds the port matters then.
-_NO_STORE: Final = (connection_failures.SILENT, connection_failures.FOREIGN)
+_NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +42,7 @@ class Reach:
     """The result of one attempt to connect.
 
     Attributes:
-        result: ANSWERED, HUNG_UP, or a cause of `connection_failures`.
+        result: ANSWERED, HUNG_UP, or a cause of `common/causes`.
         addresses: What the host resolves to.
         defect: Why the address cannot work, if that is the case.
         holder: The process of this host that listens at the port, "" if unknown.
@@ -69,12 +65,12 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     """Resolve, connect and ask, in bounded time."""
     defect = target.check_spelling()
     if defect is not None:
-        return Reach(result=connection_failures.NAME_RESOLUTION, defect=defect)
+        return Reach(result=causes.NAME_RESOLUTION, defect=defect)
     published = target.agents or "TORCHELASTIC_RUN_ID" in environ
     addresses, defect = check_lookup(target.host_name, target.host, published=published)
     if defect is not None:
-        return Reach(result=connection_failures.NAME_RESOLUTION, defect=defect)
-    result, joined = connection_failures.UNKNOWN, None
+        return Reach(result=causes.NAME_RESOLUTION, defect=defect)
+    result, joined = causes.UNKNOWN, None
     for address in addresses[:_MAX_ADDRESSES_TRIED]:
         # Port 0 is any free port: which one is not known yet.
         if target.port:
@@ -108,18 +104,18 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
     try:
         connection = socket.create_connection((host, port), _STEP_TIMEOUT)
     except OSError as error:
-        return connection_failures.classify(error) or connection_failures.UNKNOWN, None
+        return causes.classify(error) or causes.UNKNOWN, None
     with connection:
         try:
             is_tcpstore = tcpstore_probe.probe(connection)
         except TimeoutError:
-            return connection_failures.SILENT, None
+            return causes.SILENT, None
         except OSError:
-            return connection_failures.CONNECTION_LOST, None
+            return causes.CONNECTION_LOST, None
         if is_tcpstore is None:
             return HUNG_UP, None
         if not is_tcpstore:
-            return connection_failures.FOREIGN, None
+            return causes.FOREIGN, None
         joined = None
         # A torch with another protocol may not answer this: its server is there.
         with suppress(OSError):
@@ -139,7 +135,7 @@ def verdict(
     if reach.answered:
         return _agents_absent(target, reach, waited_seconds)
     shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
-    failure = connection_failures.failure_of(reach.result)
+    failure = causes.failure_of(reach.result)
     sentence = failure.finding.format(
         server=target.server, here=socket.gethostname(), somaxconn=procfs.max_backlog()
     )
@@ -149,7 +145,7 @@ def verdict(
     if reach.holder:
         evidence.append(f"the port is held by {reach.holder}")
     evidence.append(f"torch has tried for {waited_seconds:.0f} s")
-    refused = reach.result == connection_failures.REFUSED
+    refused = reach.result == causes.REFUSED
     cause: Cause = "server_unreachable"
     remedy = failure.remedy or REMEDIES[cause]
     known = sentence

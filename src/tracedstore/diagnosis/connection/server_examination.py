@@ -6,12 +6,12 @@ import time
 from functools import partial
 from typing import Final
 
-from tracedstore.common import connection_failures
-from tracedstore.common.connection_failures import probe_endpoint
+from tracedstore.common import causes
+from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
 from tracedstore.common.errors import error_message, error_type
 from tracedstore.common.keys import shown
 from tracedstore.common.timeouts import run_with_timeout
-from tracedstore.diagnosis.judgement.verdict import REMEDIES, Cause, Verdict
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.recording.counters import Call
 
@@ -32,7 +32,7 @@ def reset() -> None:
 
 
 def probe_server(host: str, port: int) -> str:
-    """Connect once; return "" or why that failed, a constant of `connection_failures`.
+    """Connect once; return "" or why that failed, a constant of `common/causes`.
 
     Takes a second at most. The result is used again for 10 s.
     """
@@ -43,7 +43,7 @@ def probe_server(host: str, port: int) -> str:
     try:
         result = run_with_timeout(_PROBE_TIMEOUT, partial(probe_endpoint, host, port))
     except TimeoutError:
-        result = connection_failures.NO_ANSWER
+        result = causes.NO_ANSWER
     if len(_probed) >= _MAX_PROBED:
         _probed.clear()
     _probed[host, port] = now, result
@@ -85,9 +85,9 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
 
 def _examine(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
     result = probe_server(host, port)
-    if result == connection_failures.REFUSED:
+    if result == causes.REFUSED:
         return "server_gone", "it refuses connections: its process has ended"
-    if result == connection_failures.NO_ANSWER:
+    if result == causes.NO_ANSWER:
         return (
             "server_unreachable",
             f"connecting took longer than {_PROBE_TIMEOUT:g} s",

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tracedstore.common import ranges
+from tracedstore.common.causes import REMEDIES, worst
 from tracedstore.common.identity import host_name, restart_count
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination import rank_registry
@@ -32,13 +33,7 @@ from tracedstore.diagnosis.connection.connection_attempt import (
 )
 from tracedstore.diagnosis.judgement import judge
 from tracedstore.diagnosis.judgement.stalled import VERDICT
-from tracedstore.diagnosis.judgement.verdict import (
-    MAX_AWAITED,
-    REMEDIES,
-    AwaitedRank,
-    Verdict,
-    worst,
-)
+from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,

@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from tracedstore.common import validation
+from tracedstore.common.causes import REMEDIES
 from tracedstore.coordination.arrivals import read_key
-from tracedstore.diagnosis.judgement.verdict import REMEDIES, Verdict
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import groups, incarnations
 from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked

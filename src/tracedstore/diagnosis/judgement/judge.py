@@ -10,17 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tracedstore.common import ranges
+from tracedstore.common.causes import REMEDIES, Cause, worst
 from tracedstore.common.procfs import EXITED_WELL
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.ask.process_answer import NO_ANSWER, ProcessAnswer
-from tracedstore.diagnosis.judgement.verdict import (
-    MAX_AWAITED,
-    REMEDIES,
-    AwaitedRank,
-    Cause,
-    Verdict,
-    worst,
-)
+from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
 
 # Processes that cannot be waiting for anything: naming them needs no further reason.

@@ -1,47 +1,11 @@
 """The verdict on a hung job: whom it waits for, why, and how that is known."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges
+from tracedstore.common.causes import Cause
 from tracedstore.common.codec import Pid, Printable, Rank, Ranks, Seconds, UpTo, Words
-
-Cause = Literal[
-    "not_started",
-    "gone",
-    "busy",
-    "stopped",
-    "diverged",
-    "circular",
-    "stale",
-    "duplicate",
-    "too_many",
-    "server_gone",
-    "server_unreachable",
-    "address",
-    "unknown",
-]
-CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
-
-# What to do about each cause. A verdict with a better remedy has its own.
-REMEDIES: Final[Mapping[Cause, str]] = {
-    "not_started": "check that the launcher started each awaited rank, and read its"
-    " log",
-    "gone": "read the log of each awaited rank: it ended before the others",
-    "busy": "look at what each awaited rank executes: it is alive, but elsewhere",
-    "stopped": "resume or kill each awaited process: it does not run Python code",
-    "diverged": "make all ranks create the same groups in the same order",
-    "circular": "change the order in which these ranks write and wait",
-    "stale": "start with a new store, port or prefix: values of an earlier attempt"
-    " are in this one",
-    "duplicate": "start each rank once: check the launcher's ranks and node ranks",
-    "too_many": "use a new key prefix, or a store for each job",
-    "server_gone": "read the log of the process that served the store",
-    "server_unreachable": "check the network and the process that serves the store",
-    "address": "correct the address",
-    "unknown": "run tracedstore stacks to see what every rank executes",
-}
 
 # Ranks that are named one by one in a text; the others are counted.
 _MAX_AWAITED_IN_TEXT = 8
@@ -160,8 +124,3 @@ class Verdict:
         So it is if it has a rank that the job has not.
         """
         return codec.decode(cls, value, _MAX_VERDICT_BYTES, world_size)
-
-
-def worst(causes: Iterable[Cause]) -> Cause:
-    """Return the first of these causes in the order of `CAUSES`."""
-    return min(causes, key=CAUSES.index, default="unknown")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tracedstore.common import codec
+from tracedstore.common.causes import REMEDIES
 from tracedstore.common.codec import Pid, Printable, Rank, Seconds, Small
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination.arrivals import read_existing
-from tracedstore.diagnosis.judgement.verdict import REMEDIES, AwaitedRank, Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 # The key of a rank is this, the name of the group, and the rank.
 _STAMPS: Final = "tracedstore/STAMPS"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from tracedstore.common import connection_failures
+from tracedstore.common import causes
 from tracedstore.common.errors import CommandError
 from tracedstore.diagnosis.connection import tcpstore_probe
 from tracedstore.tools.attach.child_process import (
@@ -222,7 +222,7 @@ class Address:
                 (self.host, self.port), timeout=_CONNECT_TIMEOUT
             )
         except (OSError, UnicodeError) as error:
-            reason = connection_failures.describe(error, self.host)
+            reason = causes.describe(error, self.host)
             raise CommandError(f"{message} {reason}") from None
         # The parent process times out a server that does not answer.
         connection.settimeout(None)

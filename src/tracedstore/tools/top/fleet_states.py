@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tracedstore.common.causes import Cause
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.diagnosis.judgement.judge import examine
-from tracedstore.diagnosis.judgement.verdict import Cause, Verdict
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.tools.attach.job_state import BarrierState, Group
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.stalled_ranks import BlockedRank

@@ -1,15 +1,65 @@
-"""Why a server cannot be reached: one table of causes, meanings and remedies.
+"""Causes and remedies: of a job that waits, and of a server that cannot be reached.
 
-Every part that connects to a server uses it: torch has one message for all failures of
-a TCPStore, and the exceptions of sockets, etcd clients and torch have little in common.
+They are values of metrics and events, and alerts select by them, so that they are in
+one module. Barriers, waits and constructors use `Cause`. Every part that connects to a
+server uses `classify`: torch has one message for all failures of a TCPStore, and the
+exceptions of sockets, etcd clients and torch have little in common. A rendezvous uses
+both.
 """
 
 import errno
 import socket
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from tracedstore.common.errors import error_message
+
+# Why a rank does not arrive where others wait for it, the worst first.
+Cause = Literal[
+    "not_started",
+    "gone",
+    "busy",
+    "stopped",
+    "diverged",
+    "circular",
+    "stale",
+    "duplicate",
+    "too_many",
+    "server_gone",
+    "server_unreachable",
+    "address",
+    "unknown",
+]
+CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
+
+# What to do about each cause. A verdict with a better remedy has its own.
+REMEDIES: Final[Mapping[Cause, str]] = {
+    "not_started": "check that the launcher started each awaited rank, and read its"
+    " log",
+    "gone": "read the log of each awaited rank: it ended before the others",
+    "busy": "look at what each awaited rank executes: it is alive, but elsewhere",
+    "stopped": "resume or kill each awaited process: it does not run Python code",
+    "diverged": "make all ranks create the same groups in the same order",
+    "circular": "change the order in which these ranks write and wait",
+    "stale": "start with a new store, port or prefix: values of an earlier attempt"
+    " are in this one",
+    "duplicate": "start each rank once: check the launcher's ranks and node ranks",
+    "too_many": "use a new key prefix, or a store for each job",
+    "server_gone": "read the log of the process that served the store",
+    "server_unreachable": "check the network and the process that serves the store",
+    "address": "correct the address",
+    "unknown": "run tracedstore stacks to see what every rank executes",
+}
+
+
+def worst(causes: Iterable[Cause]) -> Cause:
+    """Return the first of these causes in the order of `CAUSES`."""
+    return min(causes, key=CAUSES.index, default="unknown")
+
+
+# Exceptions of one chain that are described.
+_MAX_CHAIN = 8
 
 # Seconds for connecting once more to an endpoint that did not answer.
 _PROBE_TIMEOUT = 2.0
@@ -24,7 +74,7 @@ FOREIGN = "foreign"
 SILENT = "silent"
 ADDRESS_IN_USE = "address_in_use"
 TLS = "tls"
-# And of a rendezvous, once it is connected.
+# Of a rendezvous, once it is connected.
 V2_API_OFF = "v2_api_off"
 CORRUPT_STATE = "corrupt_state"
 NOT_WRITTEN = "not_written"
@@ -108,6 +158,35 @@ FAILURES: Final = {
         at_endpoint="the TLS handshake failed: check protocol, ca_cert, ssl_cert and"
         " ssl_cert_key in --rdzv-conf, and the dates of the certificates",
     ),
+    V2_API_OFF: ConnectionFailure(
+        at_endpoint="this etcd answers, but has no v2 API, which torch's etcd backend"
+        " needs: start it with --enable-v2 (etcd 3.4 and 3.5 have that, 3.6 does not),"
+        " or use --rdzv-backend traced-c10d, which needs no etcd",
+    ),
+    CORRUPT_STATE: ConnectionFailure(
+        at_endpoint="the value at the state's key is not a rendezvous state: another"
+        " program writes to this key",
+    ),
+    NOT_WRITTEN: ConnectionFailure(
+        at_endpoint="a node that joined did not write a key that this node waited for:"
+        " it was stopped or died right after it joined",
+    ),
+    TOO_FEW_NODES: ConnectionFailure(
+        at_endpoint="fewer nodes joined than the job needs",
+    ),
+    NO_ROOM: ConnectionFailure(
+        at_endpoint="the job runs with its present nodes, and did not restart for this"
+        " one",
+    ),
+    RANK_0_REPLACED: ConnectionFailure(
+        at_endpoint="this node has become rank 0, and torch starts a server for the"
+        " workers in the first round only (mended in torch 2.13): set"
+        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+    ),
+    CLOSED: ConnectionFailure(
+        at_endpoint="the rendezvous is closed, because the job has ended or another"
+        " node gave up; use a new run id",
+    ),
 }
 _OTHER: Final = ConnectionFailure()
 
@@ -187,3 +266,61 @@ def probe_endpoint(host: str, port: int) -> str:
     except OSError as error:
         return classify(error)
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """The cause of a failed rendezvous.
+
+    Attributes:
+        cause: One of the constants above.
+        chain: The chain of exceptions as text, from the raised one to the root.
+    """
+
+    cause: str
+    chain: tuple[str, ...]
+
+    @property
+    def remedy(self) -> str:
+        """What the cause means and what to check; "" if it is unknown."""
+        return failure_of(self.cause).at_endpoint
+
+
+def find_cause(
+    error: BaseException, endpoint: tuple[str, int] | None = None
+) -> FailureCause:
+    """Find the cause of a failed rendezvous in its chain of exceptions.
+
+    torch's message is "the connection has failed, see inner exception".
+
+    Args:
+        error: The exception that was raised.
+        endpoint: Host and port of the server. If it did not answer, `find_cause`
+            connects to it once more, because torch's TCPStore reports a timeout for an
+            unknown name and for a closed port too.
+    """
+    chain = list(_chain(error))
+    # The last classified exception is the one nearest to the root.
+    classified = [cause for cause in map(classify, chain) if cause]
+    cause = classified[-1] if classified else UNKNOWN
+    if cause in (NO_ANSWER, CONNECTION_LOST) and endpoint is not None:
+        cause = probe_endpoint(*endpoint) or cause
+    return FailureCause(cause, tuple(map(_describe, chain)))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and its causes, in the order of a traceback."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen and len(seen) < _MAX_CHAIN:
+        seen.add(id(current))
+        yield current
+        if current.__cause__ is not None:
+            current = current.__cause__
+        else:
+            current = None if current.__suppress_context__ else current.__context__
+
+
+def _describe(error: BaseException) -> str:
+    message = error_message(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
