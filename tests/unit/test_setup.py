@@ -393,3 +393,38 @@ class TestTracing:
         assert "asks for the span exporter 'jaeger', which is not installed" in (
             done.stderr
         )
+
+
+def test_healthy_worker_does_not_import_what_it_does_not_need() -> None:
+    """Each of them takes processor time at every start and restart of every worker."""
+    done = run(
+        "import sys, torch.distributed as dist, tracedstore\n"
+        "tracedstore.wrap(dist.HashStore()).set('key', 'value')\n"
+        "print(*(name for name in ('structlog', 'rich', 'pygments', 'attr',"
+        " 'opentelemetry.sdk', 'tracedstore.etcd', 'tracedstore.rendezvous',"
+        " 'tracedstore.tools') if name in sys.modules))"
+    )
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        "sys.stderr.close()",
+        "sys.stderr = None",
+        "sys.stderr = type('Log', (), {'write': len, 'flush': int})",
+    ],
+)
+def test_wrap_without_usable_standard_error(stderr: str) -> None:
+    """A job may have closed or replaced it."""
+    done = run(
+        "import sys, torch.distributed as dist, tracedstore\n"
+        f"{stderr}\n"
+        "store = tracedstore.wrap(dist.HashStore())\n"
+        "store.set('key', 'value')\n"
+        "try:\n"
+        "    store.wait(['missing'], __import__('datetime').timedelta(seconds=0.01))\n"
+        "except RuntimeError:\n"
+        "    print(store.get('key'))"
+    )
+    assert (done.stdout.strip(), done.returncode) == ("b'value'", 0), done.stderr

@@ -1,7 +1,13 @@
-"""Structured events, through structlog.
+"""Structured events, as structlog writes them.
 
 An application that configured structlog gets the events through its configuration.
 Without one, events go to standard error: standard output is the job's.
+
+structlog is imported only to write for a terminal. It imports rich, Pygments and attrs
+where they are installed, which takes 0.1 s of processor time in every worker, and a
+worker that writes events at all writes JSON mostly. So lines of JSON are made here. The
+import is not put off to the first event: a signal handler that forks meanwhile would
+leave the child a lock of the import that nobody releases.
 
 An event is rendered in the thread that emits it, with its context variables, and
 written by the event writer: a log that blocks must not block the job. The processors of
@@ -9,15 +15,16 @@ an application's own configuration run in the writer, in a copy of the caller's 
 """
 
 import contextvars
+import json
 import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Protocol
 
-import structlog
 from opentelemetry import trace
 
 from tracedstore import names
@@ -61,6 +68,10 @@ _WRITTEN_AT_ONCE = frozenset({"warning", "error", "critical"})
 Kind = tuple[str, ...]
 
 
+# Makes what renders a line for a terminal: structlog's ConsoleRenderer.
+Console = Callable[..., Callable[[Any, str, dict[str, Any]], str]]
+
+
 class Submit(Protocol):
     """Queues a write; see `EventWriter.submit`."""
 
@@ -102,6 +113,11 @@ class Events:
         # When a kind was last emitted, and how many were suppressed since.
         self._emitted: dict[Kind, tuple[int, int]] = {}
         self._lock = threading.RLock()
+        self._console: Console | None = None
+        if log_format == "console" or (log_format == "auto" and _stderr_is_terminal()):
+            from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - see above
+
+            self._console = ConsoleRenderer
 
     def observe(self, operation: Operation) -> None:
         """Emit the events that the reasons of a call ask for."""
@@ -140,18 +156,20 @@ class Events:
         # The event's own fields first, then the identity of the process.
         fields = fields | self._identity.fields() | fields
         if self._records is not None and self._records.enabled():
-            line = _render(level, event, fields, structlog.processors.JSONRenderer())
-            self._records.emit(level, event, fields, line)
+            self._records.emit(level, event, fields, _json(_line(level, event, fields)))
         self._submit(
             self._application_write(level, event, fields)
-            if structlog.is_configured()
+            if self.emits_debug_events()
             else self._default_write(level, event, fields),
             wait=level in _WRITTEN_AT_ONCE,
         )
 
-    # Whether events of debug level are written. They are where the application
-    # configured structlog, which has the levels.
-    emits_debug_events = staticmethod(structlog.is_configured)
+    @staticmethod
+    def emits_debug_events() -> bool:
+        """Return whether the application configured structlog, which has the levels."""
+        # Another thread may be importing it: then it is not configured.
+        is_configured = getattr(sys.modules.get("structlog"), "is_configured", None)
+        return is_configured is not None and bool(is_configured())
 
     def report_failure(self, observer: str, error: BaseException) -> None:
         """Emit `telemetry.disabled`; if events failed, log it."""
@@ -230,6 +248,8 @@ class Events:
         level: str, event: str, fields: Mapping[str, Any]
     ) -> Callable[[], None]:
         """Return a write that runs the application's structlog configuration."""
+        import structlog  # noqa: PLC0415 - the application has imported it
+
         context = contextvars.copy_context()
         log = getattr(structlog.get_logger(names.SCOPE), level)
         return partial(context.run, log, event, **fields)
@@ -238,36 +258,46 @@ class Events:
         self, level: str, event: str, fields: Mapping[str, Any]
     ) -> Callable[[], None]:
         """Render an event; return a write of the line to standard error."""
-        # Made anew each time: the application may replace sys.stderr.
-        is_terminal = sys.stderr.isatty()
-        as_text = self._log_format == "console" or (
-            self._log_format == "auto" and is_terminal
-        )
-        renderer: structlog.typing.Processor = (
-            structlog.dev.ConsoleRenderer(colors=is_terminal, sort_keys=False)
-            if as_text
-            else structlog.processors.JSONRenderer()
-        )
-        line = _render(level, event, fields, renderer)
-        return partial(_write_line, f"{line}\n")
+        line = _line(level, event, fields)
+        # Asked each time: the application may replace sys.stderr.
+        is_terminal = _stderr_is_terminal()
+        if self._console is None or not (is_terminal or self._log_format == "console"):
+            text = _json(line)
+        else:
+            renderer = self._console(colors=is_terminal, sort_keys=False)
+            text = renderer(None, level, line)
+        return partial(_write_line, f"{text}\n")
 
 
-def _render(
-    level: str,
-    event: str,
-    fields: Mapping[str, Any],
-    renderer: structlog.typing.Processor,
-) -> str:
-    line: Any = {"event": event, **fields}
-    for processor in (
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _timestamp_first,
-        renderer,
-    ):
-        line = processor(None, level, line)
-    return str(line)
+def _stderr_is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, OSError, ValueError):
+        return False  # there is none, it is closed, or it is an object without isatty
+
+
+def _line(level: str, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line in their order, as structlog's processors would."""
+    line: dict[str, Any] = {"event": event, **fields}
+    # What the application bound to its context is in every line. It can have bound
+    # something only if it has imported structlog.
+    bound = sys.modules.get("structlog.contextvars")
+    merge = getattr(bound, "merge_contextvars", None)
+    if merge is not None:
+        line = merge(None, level, line)
+    line["level"] = level
+    line["timestamp"] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {key: line.pop(key) for key in ("timestamp", "level", "event")} | line
+
+
+def _json(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, default=_json_fallback)
+
+
+def _json_fallback(value: Any) -> Any:
+    """Return what structlog writes for a value that JSON has not."""
+    convert = getattr(value, "__structlog__", None)
+    return repr(value) if convert is None else convert()
 
 
 def _write_line(line: str) -> None:
@@ -290,14 +320,6 @@ def _write_line(line: str) -> None:
             writable = select.poll()
             writable.register(stream.fileno(), select.POLLOUT)
             writable.poll()
-
-
-def _timestamp_first(
-    _logger: Any, _level: str, event: MutableMapping[str, Any]
-) -> Mapping[str, Any]:
-    return {key: event.pop(key) for key in ("timestamp", "level", "event")} | dict(
-        event
-    )
 
 
 def _current_trace() -> dict[str, str]:
