@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
+import tracedstore
 from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import shown
 from tracedstore.coordination import rank_registry
@@ -24,9 +25,9 @@ from tracedstore.recording.counters import thread_names
 from tracedstore.recording.recorder import RECORDER
 
 ITSELF = "itself"
-_PACKAGE = f"{Path(__file__).parent.parent}/"
+_PACKAGE = f"{Path(tracedstore.__file__).parent}/"
 # The demo is a job, not a part of the wrapper.
-_DEMO = f"{_PACKAGE}demo/"
+_DEMO = f"{_PACKAGE}tools/demo/"
 
 
 def own_answer(
@@ -66,17 +67,23 @@ def all_stacks() -> dict[str, tuple[Frame, ...]]:
     main = threading.main_thread().ident
     stacks: dict[str, tuple[Frame, ...]] = {}
     current = sys._current_frames()  # noqa: SLF001 - the only way; public by its documentation
-    for ident in sorted(current, key=lambda ident: ident != main)[:MAX_THREADS]:
-        name = names.get(ident, f"native-{ident}")[:MAX_NAME]
-        # Threads may share a name.
-        key = name if name not in stacks else f"{name} ({ident})"
-        stacks[key] = _frames(current[ident], MAX_STACK_FRAMES)
+    try:
+        for ident in sorted(current, key=lambda ident: ident != main)[:MAX_THREADS]:
+            name = names.get(ident, f"native-{ident}")[:MAX_NAME]
+            # Threads may share a name.
+            key = name if name not in stacks else f"{name} ({ident})"
+            stacks[key] = _frames(current[ident], MAX_STACK_FRAMES)
+    finally:
+        # It contains the frame of this function, and so itself. Until the next garbage
+        # collection it would keep the variables of all threads, process groups too.
+        current.clear()
     return stacks
 
 
 def _main_frames() -> tuple[Frame, ...]:
-    current = sys._current_frames()  # noqa: SLF001 - see above
-    return _frames(current.get(threading.main_thread().ident or 0), MAX_FRAMES)
+    main = threading.main_thread().ident or 0
+    # Not in a variable, which would make a cycle; see above.
+    return _frames(sys._current_frames().get(main), MAX_FRAMES)  # noqa: SLF001
 
 
 def _frames(innermost: FrameType | None, limit: int) -> tuple[Frame, ...]:

@@ -28,7 +28,7 @@ from tracedstore.diagnosis.judgement import stalled
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.watcher import WATCHER, Watch
+from tracedstore.recording.watcher import WATCHER
 
 # Seconds after which the serving rank publishes what it waits for.
 _PUBLISH_AFTER = 1.0
@@ -93,12 +93,21 @@ def _check_file(target: ConnectTarget) -> None:
 
 
 class ConnectingPhase:
-    """One call of a store's constructor.
+    """One call of a store's constructor, and the watch of it.
+
+    It is no `Watch` with a method of this object: the two would refer to each other,
+    and be left to garbage collection after every constructor.
 
     Args:
         target: Where it connects to.
         stall_after: Seconds after which it counts as stalled; infinity for never.
+
+    Attributes:
+        started: When the constructor began, by ``time.monotonic``.
+        due: When the watcher calls `report` next.
     """
+
+    observer = names.DIAGNOSIS
 
     def __init__(self, target: ConnectTarget, stall_after: float) -> None:
         self._target = target
@@ -111,7 +120,9 @@ class ConnectingPhase:
         if target.serving and not target.agents and (target.world_size or 0) > 1:
             self._server = ServerSide(target, time.time())
             first = min(first, _PUBLISH_AFTER)
-        self._watch = Watch(names.DIAGNOSIS, self._step, first)
+        self._watched = math.isfinite(first)
+        self.started = time.monotonic()
+        self.due = self.started + first
         self._lock = threading.Lock()
         self._busy = False
         self._ended = False
@@ -126,9 +137,9 @@ class ConnectingPhase:
         defect = self._target.check_spelling()
         if defect is not None:
             self._verdict = reach.from_defect(self._target, defect)
-            self._report()
-        if math.isfinite(self._watch.after):
-            WATCHER.add(self._watch)
+            self._report_verdict()
+        if self._watched:
+            WATCHER.add(self)
 
     def abandoned(self, _error: BaseException) -> None:
         """Note that a signal handler has ended the constructor."""
@@ -160,7 +171,7 @@ class ConnectingPhase:
         # The process that has the claim may have failed and ended a moment ago.
         due = math.isfinite(self._stall_after) and self._reported is None
         if due and not self._left_to_other:
-            self._report()
+            self._report_verdict()
         # The claim is kept: the constructors of the other ranks fail in a moment.
         stalled.failed(self)
 
@@ -200,17 +211,17 @@ class ConnectingPhase:
         return None if defect is None else reach.from_defect(self._target, defect)
 
     def _end(self) -> Verdict | None:
-        WATCHER.remove(self._watch)
+        WATCHER.remove(self)
         with self._lock:
             self._ended = True
             return self._verdict
 
     def _waited(self) -> float:
-        return time.monotonic() - self._watch.started
+        return time.monotonic() - self.started
 
     # In the watcher's thread and in bounded threads.
 
-    def _step(self) -> float:
+    def report(self) -> float:
         """Start what is due; return the seconds until the next step."""
         waited = self._waited()
         with self._lock:
@@ -252,11 +263,11 @@ class ConnectingPhase:
                 return
             self._verdict = found
         if self._waited() >= self._stall_after:
-            self._report()
+            self._report_verdict()
         elif found is not None and self._server is None:
             self._take_claim(found)
 
-    def _report(self) -> None:
+    def _report_verdict(self) -> None:
         verdict = self._verdict
         if verdict is None:
             return
