@@ -14,9 +14,9 @@ from support.hostile_json import ENTRY, JSON, PROCESS_STATUS
 from tracedstore.coordination.rank_registry import parse_entry
 from tracedstore.export import http_endpoint as endpoint
 from tracedstore.export import http_server as server
-from tracedstore.export import inflight_client
-from tracedstore.export.process_status import ProcessStatus
 from tracedstore.export.settings import Settings
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.tools.attach import inflight_client
 from tracedstore.tools.attach.job_state import JobState
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.status_text import status_lines
@@ -70,8 +70,8 @@ def _host_header(data: bytes) -> None:
 
 
 def _process_status(data: bytes) -> None:
-    status = ProcessStatus.from_bytes(data)
-    assert all(abs(call.waited_seconds) < float("inf") for call in status.calls)
+    status = ProcessFacts.from_page(data)
+    assert all(abs(call.waited_seconds) < float("inf") for call in status.in_flight)
 
 
 _INFO = parse_entry(json.dumps(ENTRY).encode())

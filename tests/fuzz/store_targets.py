@@ -26,7 +26,6 @@ from tracedstore.coordination.protocol import (
     encode_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
-from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.ask.questions import Question
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
@@ -35,6 +34,7 @@ from tracedstore.diagnosis.observe.incarnations import Replacement
 from tracedstore.diagnosis.observe.torch_key_table import ROWS
 from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.export.discovery import listed
+from tracedstore.local.facts import Frame, ProcessFacts, WrittenFamily
 from tracedstore.naming import rosters
 from tracedstore.rendezvous.state import Attendance, parse_state
 from tracedstore.tools.attach.collect import read_job_state, select_keys
@@ -123,7 +123,7 @@ def _diagnosis(data: bytes) -> None:
         Verdict.from_bytes,
         BlockedRecord.from_bytes,
         Question.from_bytes,
-        ProcessAnswer.from_bytes,
+        ProcessFacts.from_bytes,
         Replacement.from_bytes,
         Stamp.from_bytes,
     ):
@@ -277,7 +277,7 @@ _DIAGNOSES = st.sampled_from(
             started=1.0,
         ).to_bytes(),
         Question(number=1, ranks=frozenset([1]), families=("go/*",)).to_bytes(),
-        ProcessAnswer(
+        ProcessFacts(
             rank=2,
             host="node0",
             frames=(Frame(file="a.py", line=3, function="f"),),

@@ -18,16 +18,18 @@ from torch.distributed.elastic.multiprocessing import (
 from integration.harness import Running, pause, wait_until
 from support import stores
 from tracedstore.common import timeouts
-from tracedstore.diagnosis.ask import agent_workers, socket_directory
-from tracedstore.diagnosis.ask.agent_workers import AgentWorkers
-from tracedstore.diagnosis.ask.local_client import (
+from tracedstore.diagnosis.ask import agent_responder
+from tracedstore.diagnosis.ask.agent_responder import AgentResponder
+from tracedstore.diagnosis.ask.questions import ask
+from tracedstore.local import socket_directory
+from tracedstore.local.agent_workers import AgentWorkers
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.local.socket_client import (
     LocalReply,
     ask_local,
     local_processes,
 )
-from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
-from tracedstore.diagnosis.ask.questions import ask
+from tracedstore.local.socket_server import LOCAL_SOCKET
 
 LONG = 60.0
 SCRIPT = """\
@@ -79,20 +81,20 @@ def start_workers(store: Any, folder: Path, *commands: str) -> PContext:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentWorkers]:
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentResponder]:
     """An agent in this process, which polls fast."""
-    monkeypatch.setattr(agent_workers, "poll_interval", lambda *_: 0.05)
-    monkeypatch.setattr(agent_workers, "_FIRST_RETRY", 0.05)
-    workers = AgentWorkers()
-    yield workers
-    workers.stop()
+    monkeypatch.setattr(agent_responder, "poll_interval", lambda *_: 0.05)
+    monkeypatch.setattr(agent_responder, "_FIRST_RETRY", 0.05)
+    responder = AgentResponder(AgentWorkers())
+    yield responder
+    responder.stop()
     assert timeouts.join_bounded_threads(LONG)
 
 
 class TestAgentWorkers:
     """Workers that torch started, in every state."""
 
-    def test_states(self, agent: AgentWorkers, tmp_path: Path) -> None:
+    def test_states(self, agent: AgentResponder, tmp_path: Path) -> None:
         """Running, stopped, exited and killed workers, with their exit codes."""
         store = stores.tcp(tmp_path)
         processes = start_workers(
@@ -103,7 +105,9 @@ class TestAgentWorkers:
             pause(pids[1])
             os.kill(pids[2], signal.SIGKILL)
             agent.started(processes)
-            wait_until(lambda: [a.state for a in agent.answers()].count("gone") == 3)
+            wait_until(
+                lambda: [a.state for a in agent.workers.answers()].count("gone") == 3
+            )
 
             through_store = ask(stores.second_client(store), "status", range(5), LONG)
             own = ask_local(os.getpid(), "status", LONG)
@@ -125,18 +129,18 @@ class TestAgentWorkers:
             assert [one.pid for one in answers] == list(pids.values())
             assert not any(one.registered for one in answers)
 
-    def test_exit_code_after_wait(self, agent: AgentWorkers, tmp_path: Path) -> None:
+    def test_exit_code_after_wait(self, agent: AgentResponder, tmp_path: Path) -> None:
         """The exit code is known after torch has waited for the worker."""
         store = stores.tcp(tmp_path)
         processes = start_workers(store, tmp_path / "logs", "exit 5")
         agent.started(processes)
         processes.wait(LONG)
 
-        (answer,) = agent.answers()
+        (answer,) = agent.workers.answers()
 
         assert (answer.state, answer.detail) == ("gone", "exited with code 5")
 
-    def test_restart(self, agent: AgentWorkers, tmp_path: Path) -> None:
+    def test_restart(self, agent: AgentResponder, tmp_path: Path) -> None:
         """After a restart the agent answers for the new workers only."""
         store = stores.tcp(tmp_path)
         before = start_workers(store, tmp_path / "logs0", "exec sleep 100")
@@ -146,7 +150,7 @@ class TestAgentWorkers:
         try:
             agent.started(after)
 
-            (answer,) = agent.answers()
+            (answer,) = agent.workers.answers()
             found = ask(stores.second_client(store), "status", [0], LONG)
         finally:
             after.close(signal.SIGKILL)
@@ -154,7 +158,9 @@ class TestAgentWorkers:
         assert answer.pid == after.pids()[0]
         assert found[0].pid == answer.pid
 
-    def test_store_that_is_not_there(self, agent: AgentWorkers, tmp_path: Path) -> None:
+    def test_store_that_is_not_there(
+        self, agent: AgentResponder, tmp_path: Path
+    ) -> None:
         """The agent waits for the workers' store, quietly."""
         store = stores.tcp(tmp_path)
         port = store.port
@@ -174,7 +180,7 @@ class TestAgentWorkers:
 
         assert found[0].source == "its agent"
 
-    def test_disabled(self, agent: AgentWorkers, runtime_dir: Path) -> None:
+    def test_disabled(self, agent: AgentResponder, runtime_dir: Path) -> None:
         """With answers off, nothing is read and nothing is started."""
         LOCAL_SOCKET.enable(on=False)
         try:
@@ -182,10 +188,10 @@ class TestAgentWorkers:
         finally:
             LOCAL_SOCKET.enable(on=True)
 
-        assert agent.answers() == []
+        assert agent.workers.answers() == []
         assert not runtime_dir.exists()
 
-    def test_other_torch(self, agent: AgentWorkers) -> None:
+    def test_other_torch(self, agent: AgentResponder) -> None:
         """A torch with another PContext raises, which the patch counts."""
         with pytest.raises(AttributeError):
             agent.started(object())
@@ -238,7 +244,7 @@ def test_torchrun(tmp_path: Path) -> None:
         found = wait_until(settled)
         host, _, port = found[None].identity.master.rpartition(":")
         connection = dist.TCPStore(host, int(port), None, is_master=False)
-        through_store: dict[int, ProcessAnswer] = ask(
+        through_store: dict[int, ProcessFacts] = ask(
             connection, "status", range(3), LONG
         )
     finally:

@@ -19,14 +19,13 @@ import pytest
 from integration.harness import Child, in_background, pause, wait_until
 from tracedstore import names
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask import socket_directory
-from tracedstore.diagnosis.ask.local_client import ask_local, local_processes
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.local_ranks import ask_host, ranks_of_host
-from tracedstore.diagnosis.ask.local_socket import (
+from tracedstore.local import socket_directory
+from tracedstore.local.host_ranks import ask_host, ranks_of_host
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_client import ask_local, local_processes
+from tracedstore.local.socket_server import (
     LOCAL_SOCKET,
     METRICS_PAGE,
-    STATUS_PAGE,
 )
 from tracedstore.recording.recorder import RECORDER
 
@@ -267,7 +266,7 @@ class TestPages:
     """What a worker lets its agent serve."""
 
     def test_page_that_blocks(self) -> None:
-        """A collector that blocks delays neither questions nor other pages."""
+        """A collector that blocks does not delay questions."""
         began, end = threading.Event(), threading.Event()
 
         def blocks() -> list[int]:
@@ -275,16 +274,13 @@ class TestPages:
             end.wait(LONG)
             return [7]
 
-        LOCAL_SOCKET.pages = {METRICS_PAGE: blocks, STATUS_PAGE: lambda: "in flight"}
+        LOCAL_SOCKET.metrics = blocks
         LOCAL_SOCKET.start()
         pid = os.getpid()
         first = in_background(lambda: ask_local(pid, METRICS_PAGE, LONG))
         assert began.wait(LONG)
 
         assert ask_local(pid, "status", LONG) is not None
-        status = ask_local(pid, STATUS_PAGE, LONG)
-        assert status is not None
-        assert status.page == "in flight"
         # One thread renders a page.
         assert ask_local(pid, METRICS_PAGE, LONG) is None
         end.set()
@@ -295,7 +291,7 @@ class TestPages:
 
     def test_page_that_fails(self) -> None:
         """A page that cannot be rendered is no reply, and a counted failure."""
-        LOCAL_SOCKET.pages = {METRICS_PAGE: lambda: 1 / 0}
+        LOCAL_SOCKET.metrics = lambda: 1 / 0
         LOCAL_SOCKET.start()
 
         assert ask_local(os.getpid(), METRICS_PAGE, LONG) is None

@@ -19,9 +19,8 @@ from torch.distributed import Store
 from support import stores
 from tracedstore.common import procfs
 from tracedstore.coordination.rank_registry import RankInfo, register
-from tracedstore.diagnosis.ask import questions, socket_directory
+from tracedstore.diagnosis.ask import questions
 from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.diagnosis.ask.questions import (
     Question,
     ask,
@@ -29,6 +28,8 @@ from tracedstore.diagnosis.ask.questions import (
     polling_interval_of_rank,
 )
 from tracedstore.diagnosis.ask.responder import Responder
+from tracedstore.local import socket_directory
+from tracedstore.local.socket_server import LOCAL_SOCKET
 
 LONG = 60.0
 Connect = Callable[[], Any]

@@ -21,7 +21,15 @@ ENTRY = {
 REPORT = json.loads(MissingReport.unknown(4).to_bytes())
 LAST_ARRIVAL = json.loads(last_arrival(3, "00-0"))
 PROCESS_STATUS = {
-    "process": {"rank": 0},
+    **dict.fromkeys(("host", "operation", "detail", "source"), "x"),
+    "rank": 0,
+    "pid": 8,
+    "state": "running",
+    "registered": True,
+    "idle_seconds": 1.0,
+    "frames": [{"file": "f.py", "line": 1, "function": "f"}],
+    "wrote": [],
+    "stacks": {},
     "recording": True,
     "in_flight": [
         {

@@ -1,7 +1,7 @@
 """What ranks answered, as text of ``tracedstore status --ask``."""
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
+from tracedstore.local.facts import Frame, ProcessFacts
 from tracedstore.tools.attach.answers_text import answer_lines
 from tracedstore.tools.attach.asking import Answers
 
@@ -17,7 +17,7 @@ def answers(world_size: int, functions: dict[int, str]) -> Answers:
             for rank in functions
         },
         answers={
-            rank: ProcessAnswer(
+            rank: ProcessFacts(
                 rank=rank,
                 host="node4",
                 pid=100 + rank,

@@ -20,7 +20,8 @@ ALLOWED_IMPORTS = {
     "naming": {"common"},
     "signals": {"names", "otel_names", "common", "recording"},
     "coordination": {"names", "common", "recording", "naming"},
-    "diagnosis": {"names", "common", "recording", "naming", "coordination"},
+    "local": {"names", "common", "recording", "naming", "signals", "coordination"},
+    "diagnosis": {"names", "common", "recording", "naming", "coordination", "local"},
     "etcd": {"names", "common", "recording"},
     "native": {"names", "common", "recording"},
     "export": {
@@ -32,6 +33,7 @@ ALLOWED_IMPORTS = {
         "signals",
         "coordination",
         "diagnosis",
+        "local",
     },
     "testing": {"common", "recording"},
     "store": {"names", "common", "recording", "etcd", "export", "native"},
@@ -56,6 +58,7 @@ ALLOWED_IMPORTS = {
         "export",
         "store",
         "barrier_patch",
+        "local",
     },
     "auto": {
         "names",
@@ -69,6 +72,7 @@ ALLOWED_IMPORTS = {
         "rendezvous",
         "store",
         "barrier_patch",
+        "local",
     },
     "_public": {
         "common",
@@ -97,6 +101,7 @@ ALLOWED_IMPORTS = {
         "export",
         "rendezvous",
         "tools/terminal",
+        "local",
     },
     "tools/top": {
         "names",
@@ -109,6 +114,7 @@ ALLOWED_IMPORTS = {
         "tools/attach",
         "tools/report",
         "tools/terminal",
+        "local",
     },
     "tools/demo": {
         "names",
@@ -124,6 +130,7 @@ ALLOWED_IMPORTS = {
         "tools/attach",
         "tools/terminal",
         "tools/top",
+        "local",
     },
     "tools/cli": {
         "common",
@@ -332,7 +339,7 @@ class TestPublicSurface:
     def test_all(self) -> None:
         """__all__ is sorted and complete, and every name is documented."""
         modules = {"auto", "barrier_patch", "common", "coordination", "diagnosis"}
-        modules |= {"elastic", "etcd", "export", "names", "naming", "native"}
+        modules |= {"elastic", "etcd", "export", "local", "names", "naming", "native"}
         modules |= {"otel_names", "recording", "rendezvous", "signals", "store"}
         modules |= {"testing", "tools"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}

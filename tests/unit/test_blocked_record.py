@@ -10,7 +10,6 @@ from torch.distributed import HashStore
 
 from support.hostile_json import values
 from tracedstore.common import ranges
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
 from tracedstore.diagnosis.observe import blocked_record
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
@@ -20,6 +19,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
     read_blocked,
     withdraw_blocked,
 )
+from tracedstore.local.facts import WrittenFamily
 
 RECORD = BlockedRecord(
     rank=2,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.diagnosis.ask import socket_directory
 from tracedstore.diagnosis.ask.claims import claim
+from tracedstore.local import socket_directory
 
 CLAIM = """
 import sys
-from tracedstore.diagnosis.ask import socket_directory
+from tracedstore.local import socket_directory
 from tracedstore.diagnosis.ask.claims import claim
 socket_directory.candidates = lambda: sys.argv[1:]
 claimed = claim("what")

@@ -7,10 +7,10 @@ import pytest
 from tracedstore.common.causes import Cause
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.export.inflight_client import Reply
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight
 from tracedstore.tools.attach.confirmation import Processes, find_doubt
+from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 
 CALL = InFlight(
@@ -59,9 +59,7 @@ def doubt(
     replies = {
         infos[rank]: Reply(
             state="answered",
-            status=ProcessStatus(
-                process={}, recording=True, calls=some, more_calls=0, barriers=()
-            ),
+            status=ProcessFacts(host="", recording=True, in_flight=some),
         )
         for rank, some in (calls or {}).items()
     }

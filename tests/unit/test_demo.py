@@ -11,7 +11,7 @@ import pytest
 
 from tracedstore import names
 from tracedstore.common.errors import CommandError
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.cli.main import USAGE, main
 from tracedstore.tools.demo import outputs as demo_outputs
 from tracedstore.tools.demo import scenarios, store_servers, summary
@@ -43,9 +43,7 @@ def checkpoint(folder: OutputFolder, **different: list[int]) -> RankOutputs:
     """Return outputs of rank 1, which misses ranks 0 and 2, or others in a source."""
     lists = {source: [0, 2] for source in SOURCES} | different
     outputs = RankOutputs(folder, [0, 1, 2])
-    outputs.statuses[1] = ProcessStatus(
-        process={}, recording=True, calls=(), more_calls=0, barriers=()
-    )
+    outputs.statuses[1] = ProcessFacts(host="", recording=True, in_flight=())
 
     def event(name: str, ranks: list[int]) -> dict[str, Any]:
         return {
@@ -247,10 +245,7 @@ class TestReading:
                 return b""
             return json.dumps(
                 {
-                    "process": {},
-                    "recording": True,
-                    "in_flight": [],
-                    "more_in_flight": 0,
+                    **ProcessFacts(host="").to_fields(),
                     "barriers": [{**missing, "possibly_missing_count": 0}]
                     * (rank == 13),
                 }

@@ -34,7 +34,6 @@ from tracedstore.coordination import arrivals, rank_registry
 from tracedstore.coordination.connections import close_connection
 from tracedstore.diagnosis import service, session
 from tracedstore.diagnosis.ask import inquiry
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.judgement.stalled import VERDICT, StalledJob
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import blocked_waits as waits
@@ -47,6 +46,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
 from tracedstore.diagnosis.observe.blocked_waits import Repeats, Wait, blocked_calls
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.recording.counters import handle_of
 from tracedstore.recording.recorder import RECORDER
 
@@ -205,9 +205,9 @@ def test_rank_whose_record_is_on_the_way_is_not_named(
     monkeypatch.setattr(service, "_RECORDS_TIMEOUT", 60.0)
     looked = threading.Semaphore(0)
 
-    def examine(*_args: Any, **_kwargs: Any) -> dict[int, ProcessAnswer]:
+    def examine(*_args: Any, **_kwargs: Any) -> dict[int, ProcessFacts]:
         looked.release()
-        answer = ProcessAnswer(
+        answer = ProcessFacts(
             rank=1, host="node", pid=1, state="running", operation="get back"
         )
         return {1: answer}
@@ -241,7 +241,7 @@ def test_rank_in_a_call_without_a_record_is_named_in_time(
     bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits in another store: the report is not put off for ever."""
-    answer = ProcessAnswer(
+    answer = ProcessFacts(
         rank=1, host="node", pid=1, state="running", operation="get back"
     )
     monkeypatch.setattr(inquiry, "examine", lambda *_args, **_kwargs: {1: answer})

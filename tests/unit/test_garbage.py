@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tracedstore.diagnosis.ask.own_process import all_stacks, own_answer
 
 import tracedstore
-from tracedstore.diagnosis.ask.own_process import all_stacks, own_answer
 
 
 class _Kept:

@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask import inquiry
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
+from tracedstore.local.facts import ProcessFacts
 
 Answering = Callable[..., None]
 MEMBER = Member(rank=0, world_size=3, host_of=lambda _rank: "")
@@ -48,10 +48,10 @@ def store() -> HashStore:
 def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     """Let processes answer."""
 
-    def answer(*answers: ProcessAnswer) -> None:
+    def answer(*answers: ProcessFacts) -> None:
         found = {one.rank: one for one in answers}
 
-        def examine(*args: Any, **_kwargs: Any) -> dict[int, ProcessAnswer]:
+        def examine(*args: Any, **_kwargs: Any) -> dict[int, ProcessFacts]:
             return {rank: found[rank] for rank in args[2] if rank in found}
 
         monkeypatch.setattr(inquiry, "examine", examine)
@@ -59,9 +59,9 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     return answer
 
 
-def running(rank: int, operation: str = "") -> ProcessAnswer:
+def running(rank: int, operation: str = "") -> ProcessFacts:
     """Return the answer of a process that runs."""
-    return ProcessAnswer(
+    return ProcessFacts(
         rank=rank, host="node", pid=1, state="running", operation=operation
     )
 
@@ -115,7 +115,7 @@ class TestSuspectInACall:
         ],
     )
     def test_another_one_is_named_at_once(
-        self, store: HashStore, answering: Answering, answer: ProcessAnswer
+        self, store: HashStore, answering: Answering, answer: ProcessFacts
     ) -> None:
         """It publishes no record."""
         answering(answer)
@@ -138,9 +138,9 @@ class TestSuspectInACall:
         assert verdict.awaited_ranks == (2,)
 
 
-def ended(rank: int) -> ProcessAnswer:
+def ended(rank: int) -> ProcessFacts:
     """Return what is known of a process that has ended."""
-    return ProcessAnswer(rank=rank, host="node", pid=1, state="gone")
+    return ProcessFacts(rank=rank, host="node", pid=1, state="gone")
 
 
 def verdict_on(store: HashStore, own: BlockedRecord) -> tuple[str, tuple[int, ...]]:
@@ -168,7 +168,7 @@ class TestFailedCall:
         [
             (ended(1), 20.0, ("circular", (0, 1))),
             # No process of its host is left to answer.
-            (ProcessAnswer(rank=1, host="node"), 20.0, ("circular", (0, 1))),
+            (ProcessFacts(rank=1, host="node"), 20.0, ("circular", (0, 1))),
             # It is about to end, or to repeat its call.
             (running(1), 1.0, ("circular", (0, 1))),
             # It does something else now.
@@ -184,7 +184,7 @@ class TestFailedCall:
         self,
         store: HashStore,
         answering: Answering,
-        answer: ProcessAnswer,
+        answer: ProcessFacts,
         failed: float | None,
         expected: tuple[str, tuple[int, ...]],
     ) -> None:

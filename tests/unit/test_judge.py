@@ -6,10 +6,10 @@ import time
 import pytest
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
 from tracedstore.diagnosis.judgement.judge import find_suspects, judge
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.local.facts import Frame, ProcessFacts
 
 NOW = 1_000_000.0
 
@@ -50,7 +50,7 @@ def info(rank: int) -> RankInfo:
 def verdict_on(
     *records: BlockedRecord,
     world_size: int = 4,
-    answers: tuple[ProcessAnswer, ...] = (),
+    answers: tuple[ProcessFacts, ...] = (),
     registered: tuple[int, ...] = (0, 1, 2, 3),
 ) -> Verdict:
     """Judge these records."""
@@ -59,16 +59,16 @@ def verdict_on(
         blocked,
         find_suspects(blocked, world_size),
         world_size,
-        {answer.rank: answer for answer in answers},
+        {answer.rank or 0: answer for answer in answers},
         {rank: info(rank) for rank in registered},
         lambda rank: f"roster{rank}",
         NOW,
     )
 
 
-def running(rank: int) -> ProcessAnswer:
+def running(rank: int) -> ProcessFacts:
     """Return the answer of a rank that is busy elsewhere."""
-    return ProcessAnswer(
+    return ProcessFacts(
         rank=rank,
         host=f"node{rank}",
         pid=100 + rank,
@@ -109,7 +109,7 @@ class TestWriters:
     )
     def test_state_of_the_process_is_the_cause(self, state: str, cause: str) -> None:
         """An ended or stopped process is not busy."""
-        answer = ProcessAnswer(rank=2, host="node2", pid=102, state=state)  # type: ignore[arg-type]  # parametrized
+        answer = ProcessFacts(rank=2, host="node2", pid=102, state=state)  # type: ignore[arg-type]  # parametrized
         verdict = verdict_on(record(0, awaits=(2,)), answers=(answer,))
         assert (verdict.cause, verdict.awaited_ranks) == (cause, (2,))
 
@@ -151,7 +151,7 @@ class TestElimination:
     def test_process_that_cannot_arrive_is_named(self) -> None:
         """A rank that has ended cannot write the key, a busy one can."""
         waits = [record(rank, phase="key go", protocol="", group="") for rank in (0, 1)]
-        gone = ProcessAnswer(rank=3, host="node3", pid=103, state="gone")
+        gone = ProcessFacts(rank=3, host="node3", pid=103, state="gone")
         verdict = verdict_on(*waits, answers=(running(2), gone))
         assert (verdict.cause, verdict.awaited_ranks) == ("gone", (3,))
 
@@ -167,7 +167,7 @@ class TestElimination:
     ) -> None:
         """The busy rank may be the writer; the text has what is known of both."""
         waits = [record(rank, phase="key go", protocol="", group="") for rank in (0, 1)]
-        answer = ProcessAnswer(rank=3, host="node3", state=state, detail=detail)  # type: ignore[arg-type]  # parametrized
+        answer = ProcessFacts(rank=3, host="node3", state=state, detail=detail)  # type: ignore[arg-type]  # parametrized
         verdict = verdict_on(*waits, answers=(running(2), answer))
         assert (verdict.cause, verdict.awaited_ranks) == ("unknown", ())
         assert detail in verdict.describe()

@@ -1,11 +1,11 @@
-"""Tests of diagnosis.last_call."""
+"""Tests of local.last_call."""
 
 from typing import Any
 
 import torch.distributed as dist
 
 import tracedstore
-from tracedstore.diagnosis.observe.last_call import LastCall
+from tracedstore.local.last_call import LastCall
 from tracedstore.recording.recorder import RECORDER
 
 OPERATION: Any = None  # it is not read

@@ -3,8 +3,8 @@
 import pytest
 
 from tracedstore.common.keys import fold_numbers
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
 from tracedstore.diagnosis.observe.learned_writers import learned_writers
+from tracedstore.local.facts import WrittenFamily
 
 
 def wrote(key: str, *positions: int) -> tuple[WrittenFamily, ...]:

@@ -14,9 +14,10 @@ import pytest
 import tracedstore
 from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export import process_status
+from tracedstore.export import pages
 from tracedstore.export.http_server import Server
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local import own_facts
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight
 from tracedstore.tools.attach.rank_endpoints import query_ranks
@@ -41,16 +42,11 @@ STALLED = StalledBarrier(
 )
 
 
-def make_status(rank: int = 0, **fields: Any) -> ProcessStatus:
+def make_status(rank: int = 0, **fields: Any) -> ProcessFacts:
     """Return the status of a rank."""
-    default: dict[str, Any] = {
-        "recording": True,
-        "calls": (),
-        "more_calls": 0,
-        "barriers": (),
-    }
-    process = {"rank": rank, "pid": os.getpid()}
-    return ProcessStatus(process=process, **(default | fields))
+    return ProcessFacts(
+        rank=rank, host="", pid=os.getpid(), state="running", recording=True, **fields
+    )
 
 
 class TestStatus:
@@ -58,10 +54,10 @@ class TestStatus:
 
     def test_round_trip(self) -> None:
         """Decoding returns the encoded status; missing ranks are folded."""
-        status = make_status(calls=(CALL,), more_calls=3, barriers=(STALLED,))
+        status = make_status(in_flight=(CALL,), more_in_flight=3, barriers=(STALLED,))
         encoded = status.to_bytes()
 
-        assert ProcessStatus.from_bytes(encoded) == status
+        assert ProcessFacts.from_page(encoded) == status
         assert json.loads(encoded)["barriers"][0]["missing"] == {
             "node1": "1-2",
             "rank 4": "4",
@@ -75,7 +71,7 @@ class TestStatus:
             b"[]",
             b"{}",
             b'{"process": 1}',
-            make_status(calls=(CALL,)).to_bytes().replace(b"12.34", b'"long"'),
+            make_status(in_flight=(CALL,)).to_bytes().replace(b"12.34", b'"long"'),
             make_status(barriers=(STALLED,))
             .to_bytes()
             .replace(b'"1-2"', b'"0-9999999"'),
@@ -84,7 +80,7 @@ class TestStatus:
     def test_other_bodies(self, body: bytes) -> None:
         """Another program may listen at the address of a rank."""
         with pytest.raises(ValueError, match=r"."):
-            ProcessStatus.from_bytes(body)
+            ProcessFacts.from_page(body)
 
     def test_served(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The page has the process, its calls and its stalled barriers."""
@@ -92,21 +88,22 @@ class TestStatus:
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
         RECORDER.cold.begin("a barrier", STALLED)
-        server = Server({"/": process_status.page}, "127.0.0.1", 0)
+        server = Server({"/": pages.facts_page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
             with urllib.request.urlopen(url, timeout=10) as response:
-                status = ProcessStatus.from_bytes(response.read())
+                body = response.read()
         finally:
             server.stop(5)
 
-        assert status.process == {
+        status = ProcessFacts.from_page(body)
+        assert json.loads(body)["process"] == {
             "rank": 3,
             "run_id": "run-7",
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        assert (status.recording, status.calls) == (True, ())
+        assert (status.recording, status.in_flight) == (True, ())
         assert status.barriers == (STALLED,)
 
     def test_failure(
@@ -117,9 +114,9 @@ class TestStatus:
         def broken(_recorder: Any) -> list[InFlight]:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(process_status, "in_flight", broken)
+        monkeypatch.setattr(own_facts, "in_flight", broken)
         tracedstore.configure(log_format="off")
-        server = Server({"/": process_status.page}, "127.0.0.1", 0)
+        server = Server({"/": pages.facts_page}, "127.0.0.1", 0)
         try:
             with pytest.raises(urllib.error.HTTPError, match="500"):
                 urllib.request.urlopen(f"http://127.0.0.1:{server.port}", timeout=10)

@@ -1,5 +1,6 @@
 """configure() and shutdown(), alone and with the application's own SDK."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import ConfigurationError
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.export.pages import facts_page
 from tracedstore.export.setup import set_identity
 
 # The package that is tested, also if another checkout is installed.
@@ -147,7 +148,7 @@ class TestConfigure:
         """``/inflight`` has the rank of the process group."""
         set_identity(3, 8)
 
-        process = ProcessStatus.now().process
+        process = json.loads(facts_page("").body)["process"]
 
         assert (process["rank"], process["world_size"]) == (3, 8)
 
@@ -279,7 +280,7 @@ in_child(check)
             + """
 from tracedstore.diagnosis.ask import claims
 from tracedstore.diagnosis.connection import connecting, server_examination as server
-from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS, Worker
+from tracedstore.local.agent_workers import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
 tracedstore.configure(log_format="off")

@@ -3,7 +3,7 @@
 import json
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer, State
+from tracedstore.local.facts import Frame, ProcessFacts, State
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.attach.stacks_text import group_by_stacks, stack_lines, to_json
 
@@ -19,10 +19,10 @@ def answer(
     frames: tuple[Frame, ...] = (),
     state: State = "running",
     detail: str = "",
-) -> ProcessAnswer:
+) -> ProcessFacts:
     """Return the answer of a rank whose main thread has these frames."""
     stacks = {"MainThread": frames, f"worker-{rank}": LOAD} if frames else {}
-    return ProcessAnswer(
+    return ProcessFacts(
         rank=rank,
         host=f"node{rank}",
         pid=100 + rank,
@@ -33,17 +33,21 @@ def answer(
     )
 
 
-def answers(world_size: int, *given: ProcessAnswer) -> Answers:
+def answers(world_size: int, *given: ProcessFacts) -> Answers:
     """Return the answers of a job; all ranks that answered have registered."""
     return Answers(
         world_size=world_size,
         registered={
-            one.rank: RankInfo(
-                rank=one.rank, host=one.host, pid=1, world_size=world_size, started=1
+            one.rank or 0: RankInfo(
+                rank=one.rank or 0,
+                host=one.host,
+                pid=1,
+                world_size=world_size,
+                started=1,
             )
             for one in given
         },
-        answers={one.rank: one for one in given},
+        answers={one.rank or 0: one for one in given},
     )
 
 

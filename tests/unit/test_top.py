@@ -16,10 +16,10 @@ from tracedstore.common.causes import Cause
 from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
 from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export.inflight_client import Reply
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight
 from tracedstore.tools.attach.collect import read_job_state, select_keys
+from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.store_contents import StoreSnapshot
 from tracedstore.tools.report.records import Records
@@ -284,9 +284,7 @@ def _answered(info: RankInfo, waited: float) -> Reply:
         waited_seconds=waited,
         thread="MainThread",
     )
-    status = ProcessStatus(
-        process={}, recording=True, calls=(call,), more_calls=0, barriers=()
-    )
+    status = ProcessFacts(host="", recording=True, in_flight=(call,))
     return Reply(state="answered", info=info, status=status)
 
 

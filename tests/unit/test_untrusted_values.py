@@ -25,7 +25,7 @@ from tracedstore.coordination.protocol import (
     encode_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.collect import read_job_state
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.status_text import status_lines
@@ -114,12 +114,12 @@ def test_ledger(value: bytes) -> None:
 
 @given(values(PROCESS_STATUS))
 def test_process_status(value: bytes) -> None:
-    """ProcessStatus.from_bytes raises nothing but ValueError."""
+    """ProcessFacts.from_page raises nothing but ValueError."""
     try:
-        status = ProcessStatus.from_bytes(value)
+        status = ProcessFacts.from_page(value)
     except ValueError:
         return
-    assert all(abs(call.waited_seconds) < float("inf") for call in status.calls)
+    assert all(abs(call.waited_seconds) < float("inf") for call in status.in_flight)
 
 
 def test_many_ranges_in_process_status() -> None:
@@ -131,20 +131,20 @@ def test_many_ranges_in_process_status() -> None:
     started = time.thread_time()
 
     with pytest.raises(ValueError, match="more than 0 ranks"):
-        ProcessStatus.from_bytes(written)
+        ProcessFacts.from_page(written)
 
     # Expanding all ranges takes an hour.
     assert time.thread_time() - started < 20
 
 
-_AGENT = PROCESS_STATUS | {"process": {"pid": 7}, "workers": {"0": PROCESS_STATUS}}
+_AGENT = PROCESS_STATUS | {"pid": 7, "workers": {"0": PROCESS_STATUS}}
 
 
 @given(values(_AGENT))
 def test_status_of_worker(value: bytes) -> None:
-    """ProcessStatus.of_worker raises nothing but ValueError."""
+    """ProcessFacts.of_worker raises nothing but ValueError."""
     try:
-        ProcessStatus.of_worker(value, 7, 0)
+        ProcessFacts.of_worker(value, 7, 0)
     except ValueError:
         return
 
@@ -153,19 +153,19 @@ def test_valid_status_of_worker() -> None:
     """The status of a worker is that of its rank, on the page of its own agent."""
     written = json.dumps(_AGENT | {"workers": {"0": PROCESS_STATUS, "1": None}})
 
-    worker = ProcessStatus.of_worker(written.encode(), 7, 0)
+    worker = ProcessFacts.of_worker(written.encode(), 7, 0)
 
     assert worker is not None
-    assert worker.process == PROCESS_STATUS["process"]
-    assert ProcessStatus.of_worker(written.encode(), 7, 1) is None
+    assert worker.pid == PROCESS_STATUS["pid"]
+    assert ProcessFacts.of_worker(written.encode(), 7, 1) is None
     with pytest.raises(ValueError, match="another process responds"):
-        ProcessStatus.of_worker(written.encode(), 8, 0)
+        ProcessFacts.of_worker(written.encode(), 8, 0)
 
 
 def test_valid_process_status() -> None:
     """The status that the test above changes is valid."""
     written = json.dumps(PROCESS_STATUS).encode()
-    assert len(ProcessStatus.from_bytes(written).barriers) == 1
+    assert len(ProcessFacts.from_page(written).barriers) == 1
 
 
 BARRIER_VALUES = values(REPORT) | st.sampled_from(

@@ -8,8 +8,8 @@ import sys
 
 from tracedstore import names
 from tracedstore.common.errors import ConfigurationError
-from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.export.settings import Settings
+from tracedstore.local.socket_server import LOCAL_SOCKET
 from tracedstore.recording.recorder import RECORDER
 
 

@@ -113,6 +113,11 @@ Seconds = Annotated[float, Kind(lambda value, _: validation.seconds(value))]
 Text = Annotated[str, Kind(lambda value, _: validation.text(value))]
 Printable = Annotated[str, Kind(lambda value, _: printable_text(value))]
 Words = Annotated[str, Kind(lambda value, _: words(value))]
+# As `Words`, but a longer text is cut and not refused: the path of a file, for example.
+Cut = Annotated[
+    str,
+    Kind(lambda value, _: words(validation.any_text(value)[: validation.MAX_TEXT])),
+]
 # What the reader of the field validates.
 Unchecked = Annotated[Any, Kind(lambda value, _: value)]
 HttpUrl = Annotated[str, Kind(lambda value, _: validation.http_url(value))]

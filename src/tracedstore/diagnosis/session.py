@@ -20,7 +20,6 @@ from tracedstore.coordination.connections import (
     is_one_connection,
 )
 from tracedstore.diagnosis.ask.allowance import Allowance
-from tracedstore.diagnosis.ask.local_client import host_has_agent
 from tracedstore.diagnosis.ask.questions import (
     MAX_POLLING_RANKS,
     polling_interval_of_rank,
@@ -36,6 +35,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
     withdraw_blocked,
 )
 from tracedstore.diagnosis.observe.incarnations import check_replaced
+from tracedstore.local.socket_client import host_has_agent
 from tracedstore.naming import decoders
 from tracedstore.recording.counters import ActiveCall, StoreState, handle_of, store_of
 

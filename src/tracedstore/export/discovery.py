@@ -16,7 +16,8 @@ from tracedstore.common.identity import number
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.connections import close_connection, side_connection
-from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS, connect
+from tracedstore.diagnosis.ask.agent_responder import connect
+from tracedstore.local.agent_workers import AGENT_WORKERS
 from tracedstore.recording.counters import store_of
 from tracedstore.recording.recorder import RECORDER
 

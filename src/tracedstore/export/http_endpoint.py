@@ -12,11 +12,11 @@ from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.common.validation import MAX_PORT
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
 from tracedstore.export import node_endpoint
 from tracedstore.export.http_server import Access, Server, base_url
-from tracedstore.export.pages import pages, pages_for_agent
+from tracedstore.export.pages import metrics_for_agent, pages
 from tracedstore.export.settings import PREFIX, Settings
+from tracedstore.local.socket_server import LOCAL_SOCKET
 from tracedstore.recording.recorder import RECORDER
 
 
@@ -57,7 +57,7 @@ class Endpoint:
         if agent is not None:
             RECORDER.failures.guarded(names.ENDPOINT, LOCAL_SOCKET.start)
         if agent is not None and LOCAL_SOCKET.listening:
-            LOCAL_SOCKET.pages = pages_for_agent(self._registry)
+            LOCAL_SOCKET.metrics = metrics_for_agent(self._registry)
             rank_registry.set_metrics_address(agent.url, agent.pid)
             return
         url = self._listen(settings.http_port, per_node=per_node)
@@ -99,7 +99,7 @@ class Endpoint:
 
     @staticmethod
     def _withdraw() -> None:
-        LOCAL_SOCKET.pages = {}
+        LOCAL_SOCKET.metrics = None
         node_endpoint.offer(None)
 
 

@@ -12,11 +12,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from tracedstore import names
-from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS, Worker
-from tracedstore.diagnosis.ask.local_client import LocalReply
-from tracedstore.diagnosis.ask.local_socket import METRICS_PAGE
 from tracedstore.export.family_fields import from_fields
-from tracedstore.export.worker_replies import ask_workers
+from tracedstore.local.agent_workers import AGENT_WORKERS, Worker, ask_workers
+from tracedstore.local.socket_client import LocalReply
+from tracedstore.local.socket_server import METRICS_PAGE
 from tracedstore.recording.recorder import RECORDER
 
 # Seconds for all workers to answer. Prometheus waits for 10 s by default.

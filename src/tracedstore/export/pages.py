@@ -10,18 +10,22 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from tracedstore.diagnosis.ask.local_socket import METRICS_PAGE, STATUS_PAGE
-from tracedstore.export import process_status
+from tracedstore.common.identity import process_identity
 from tracedstore.export.discovery import targets
 from tracedstore.export.family_fields import to_fields
 from tracedstore.export.http_server import Page, Response
 from tracedstore.export.node_metrics import node_registry
+from tracedstore.local.agent_workers import AGENT_WORKERS, Worker, ask_workers
+from tracedstore.local.own_facts import own_facts
+from tracedstore.local.socket_client import LocalReply
 
 # Seconds for which a response is cached.
 _METRICS_MAX_AGE = 0.5
 _TARGETS_MAX_AGE = 5.0
 # Seconds that a request waits for the rendering that another one has begun.
 _RENDER_TIMEOUT = 4.0
+# Seconds for the workers of an agent to reply. Clients wait for a second.
+_WORKERS_TIMEOUT = 0.7
 
 
 def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str, Page]:
@@ -32,7 +36,7 @@ def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str
         per_node: The pages of torchrun's agent have those of its workers too.
     """
     source = node_registry(registry) if per_node else registry
-    in_flight = process_status.node_page if per_node else process_status.page
+    in_flight = node_facts_page if per_node else facts_page
 
     def metrics(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
@@ -52,12 +56,47 @@ def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str
     }
 
 
-def pages_for_agent(registry: CollectorRegistry) -> Mapping[str, Callable[[], Any]]:
-    """Return what the agent of this process serves for it, as JSON values."""
-    return {
-        METRICS_PAGE: lambda: to_fields(registry.collect()),
-        STATUS_PAGE: process_status.own_fields,
+def metrics_for_agent(registry: CollectorRegistry) -> Callable[[], Any]:
+    """Return what collects the metrics that the agent serves, as JSON values."""
+    return lambda: to_fields(registry.collect())
+
+
+def facts_page(_accept: str) -> Response:
+    """Return the page ``/inflight``."""
+    return _json(_own_page())
+
+
+def node_facts_page(_accept: str) -> Response:
+    """Return the page ``/inflight`` of an agent, with its workers by rank."""
+    page = _own_page()
+    if workers := AGENT_WORKERS.workers:
+        replies = ask_workers(workers, "status", _WORKERS_TIMEOUT)
+        page["workers"] = {
+            str(worker.rank): _worker_page(worker, replies.get(worker))
+            for worker in workers
+        }
+    return _json(page)
+
+
+def _own_page() -> dict[str, Any]:
+    identity = process_identity()
+    facts = own_facts(identity.rank)
+    return {"process": identity.fields()} | facts.to_fields()
+
+
+def _worker_page(worker: Worker, reply: LocalReply | None) -> dict[str, Any] | None:
+    if reply is None or reply.answer is None:
+        return None
+    known: dict[str, Any] = {
+        "run_id": reply.identity.run_id,
+        "rank": worker.rank,
+        "local_rank": worker.local_rank,
+        "world_size": reply.identity.world_size,
+        "host": reply.answer.host,
+        "pid": worker.pid,
     }
+    process = {name: value for name, value in known.items() if value is not None}
+    return {"process": process} | reply.answer.to_fields()
 
 
 def _json(value: Any) -> Response:

@@ -20,8 +20,7 @@ from tracedstore.common.clock import SYSTEM_CLOCK, Clock
 from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.coordination import connections, rank_registry
-from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
-from tracedstore.diagnosis.ask.local_socket import LOCAL_SOCKET
+from tracedstore.diagnosis.ask.agent_responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connecting
 from tracedstore.diagnosis.connection import server_examination as server
 from tracedstore.diagnosis.observe import groups
@@ -31,6 +30,7 @@ from tracedstore.export.http_endpoint import Endpoint
 from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
 from tracedstore.export.settings import Settings
 from tracedstore.export.stall_watch import StallWatch
+from tracedstore.local.socket_server import LOCAL_SOCKET
 from tracedstore.recording.budget import budget_of
 from tracedstore.recording.deferred import DeferredWork
 from tracedstore.recording.observer import Observer
@@ -429,7 +429,7 @@ def _after_fork() -> None:
     WATCHER.reset()
     rank_registry.reset()
     groups.reset()
-    AGENT_WORKERS.reset()
+    AGENT_RESPONDER.reset()
     connecting.reset()
     server.reset()
     discovery.reset()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracedstore import names
-from tracedstore.diagnosis.observe.key_writers import KEY_WRITERS
-from tracedstore.diagnosis.observe.last_call import LAST_CALL
 from tracedstore.diagnosis.service import Diagnosis
+from tracedstore.local.key_writers import KEY_WRITERS
+from tracedstore.local.last_call import LAST_CALL
 from tracedstore.recording.counters import Call
 from tracedstore.recording.observer import Observer
 from tracedstore.recording.recorder import RECORDER

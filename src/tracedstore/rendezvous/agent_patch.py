@@ -1,7 +1,8 @@
 """Replaces the method with which torchrun's agent starts its workers.
 
-Afterwards the agent answers for its workers (`diagnosis.agent_workers`), and serves
-their metrics. A torch without this method is not patched: then the agent does neither.
+Afterwards the agent answers for its workers (`diagnosis.ask.agent_responder`), and
+serves their metrics. A torch without this method is not patched: then the agent does
+neither.
 """
 
 import functools
@@ -10,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from tracedstore import names
-from tracedstore.diagnosis.ask.agent_workers import AGENT_WORKERS
+from tracedstore.diagnosis.ask.agent_responder import AGENT_RESPONDER
 from tracedstore.export import node_endpoint
 from tracedstore.export.setup import try_to_configure
 from tracedstore.recording.recorder import RECORDER
@@ -38,7 +39,9 @@ def replace() -> None:
             started = original(self, *args, **kwargs)
         if on:
             processes = getattr(self, "_pcontext", None)
-            RECORDER.failures.guarded(names.DIAGNOSIS, AGENT_WORKERS.started, processes)
+            RECORDER.failures.guarded(
+                names.DIAGNOSIS, AGENT_RESPONDER.started, processes
+            )
         return started
 
     setattr(agent, _METHOD, start_workers)

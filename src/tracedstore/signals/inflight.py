@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tracedstore import names
+from tracedstore.common.codec import Cut, Large, Seconds
 from tracedstore.common.keys import shown
 from tracedstore.recording.counters import ActiveCall, Call, thread_names
 from tracedstore.recording.recorder import Recorder
@@ -36,15 +37,15 @@ class InFlight:
         thread: The thread that made it.
     """
 
-    operation: str
-    store: str
-    server: str
-    key: str
-    key_count: int
-    key_family: str
-    started: float
-    waited_seconds: float
-    thread: str
+    operation: Cut
+    store: Cut
+    server: Cut
+    key: Cut
+    key_count: Large
+    key_family: Cut
+    started: Seconds
+    waited_seconds: Seconds
+    thread: Cut
 
 
 def in_flight(recorder: Recorder) -> list[InFlight]:

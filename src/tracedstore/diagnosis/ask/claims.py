@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from tracedstore.diagnosis.ask import socket_directory
+from tracedstore.local import socket_directory
 
 _FILE: Final = "claims"
 # struct flock: type, whence, start, length and pid.

@@ -10,9 +10,9 @@ from typing import Any
 from tracedstore.common.identity import process_identity
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.local_ranks import ask_host
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.ask.questions import ask
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.local.host_ranks import ask_host
 from tracedstore.recording.recorder import RECORDER
 
 # Seconds for the processes of this host, and the share of the timeout at most.
@@ -30,7 +30,7 @@ def examine(
     *,
     kind: str = "status",
     families: Iterable[str] = (),
-) -> dict[int, ProcessAnswer]:
+) -> dict[int, ProcessFacts]:
     """Return what is known about these ranks; those without any answer are omitted.
 
     It never raises, and takes at most a second longer than the timeout. A store that
@@ -51,14 +51,14 @@ def examine(
     families = tuple(families)
     if not wanted:
         return {}
-    answers: dict[int, ProcessAnswer] = {}
+    answers: dict[int, ProcessFacts] = {}
     with suppress(OSError, ValueError):
         host_timeout = min(_HOST_TIMEOUT, _HOST_SHARE * timeout)
         answers = ask_host(infos, wanted, host_timeout, kind=kind, families=families)
     elsewhere = wanted - answers.keys()
     remaining = deadline - time.monotonic()
     if elsewhere and remaining > 0:
-        through_store: dict[int, ProcessAnswer] = {}
+        through_store: dict[int, ProcessFacts] = {}
         with suppress(Exception):  # whatever a store raises: nothing more is known
             run_with_timeout(
                 remaining + _STORE_GRACE,

@@ -16,7 +16,6 @@ from tracedstore.common.keys import fold
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer, WrittenFamily
 from tracedstore.diagnosis.judgement.excess_arrivals import find_excess
 from tracedstore.diagnosis.judgement.judge import find_suspects, judge, still_waits
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, Verdict
@@ -25,11 +24,12 @@ from tracedstore.diagnosis.observe.blocked_call import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.observe.learned_writers import learned_writers
 from tracedstore.diagnosis.observe.rank_keys import find_awaited
+from tracedstore.local.facts import ProcessFacts, WrittenFamily
 from tracedstore.recording.operation import METHODS
 
 _MAX_FAMILIES_ASKED = 16
 _BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
-Answers = Mapping[int, ProcessAnswer]
+Answers = Mapping[int, ProcessFacts]
 
 
 def inquire(
@@ -129,7 +129,7 @@ def still_holds(
     return awaited.issuperset(verdict.awaited_ranks)
 
 
-def _is_blocked(answer: ProcessAnswer | None) -> bool:
+def _is_blocked(answer: ProcessFacts | None) -> bool:
     """Return whether a process answered that it is in a Store call that may block."""
     if answer is None or answer.state != "running":
         return False
@@ -266,7 +266,7 @@ def _examine_agents(member: Member, ranks: Sequence[int]) -> Answers:
     for rank in ranks:
         host, pid = processes.get(rank, ("", 0))
         if host and host == own_host and procfs.is_absent(pid):
-            answers[rank] = ProcessAnswer(
+            answers[rank] = ProcessFacts(
                 rank=rank, host=host, pid=pid, state="gone", source="/proc of its host"
             )
     return answers

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges, validation
@@ -29,12 +29,12 @@ from tracedstore.coordination.arrivals import (
     read_items,
 )
 from tracedstore.diagnosis.ask.allowance import Allowance
-from tracedstore.diagnosis.ask.local_socket import KINDS
-from tracedstore.diagnosis.ask.process_answer import (
+from tracedstore.local.facts import (
     MAX_ANSWER_BYTES,
     MAX_FAMILIES,
-    ProcessAnswer,
+    ProcessFacts,
 )
+from tracedstore.local.socket_server import KINDS
 
 QUESTIONS: Final = "tracedstore/QUESTIONS"
 _QUESTION: Final = "tracedstore/QUESTION"
@@ -206,15 +206,27 @@ def read_question(
     return question if question.number == number else None
 
 
-def write_answer(connection: Any, question: Question, answer: ProcessAnswer) -> None:
+def write_answer(connection: Any, question: Question, answer: ProcessFacts) -> None:
     """Write the answer about a rank."""
-    fields = {"question": question.number, **answer.to_fields()}
-    value = json.dumps(fields).encode()
+    if answer.rank is None:
+        return
+    value = _encoded(question, answer)
+    if len(value) > _max_answer_bytes(question):
+        # Many names of missing ranks, or long keys. The rest of the facts is short.
+        calls = len(answer.in_flight) + answer.more_in_flight
+        value = _encoded(
+            question, replace(answer, in_flight=(), more_in_flight=calls, barriers=())
+        )
     if len(value) > _max_answer_bytes(question):
         return
     connection.set(answer_key(question.number, answer.rank), value)
     if connection.has_extended_api():
         connection.append(_answered_key(question.number), f"{answer.rank},")
+
+
+def _encoded(question: Question, answer: ProcessFacts) -> bytes:
+    fields = {"question": question.number, **answer.to_fields()}
+    return json.dumps(fields).encode()
 
 
 def answered_ranks(
@@ -250,8 +262,8 @@ def ask(
     *,
     families: Iterable[str] = (),
     asked_by: str = "",
-    answers: dict[int, ProcessAnswer] | None = None,
-) -> dict[int, ProcessAnswer]:
+    answers: dict[int, ProcessFacts] | None = None,
+) -> dict[int, ProcessFacts]:
     """Ask ranks through the store; return the answers that arrived in time.
 
     It returns when all of the named ranks have answered, or after the timeout. Store
@@ -316,7 +328,7 @@ class _AnswerReader:
         # Keys whose values are no answers.
         self._refused: set[str] = set()
 
-    def read(self, ranks: frozenset[int]) -> dict[int, ProcessAnswer]:
+    def read(self, ranks: frozenset[int]) -> dict[int, ProcessFacts]:
         """Read the answers about these ranks that exist."""
         contents = etcd_contents(self._connection)
         in_etcd = None if contents is None else contents.items
@@ -360,15 +372,16 @@ def _max_answer_bytes(question: Question) -> int:
     return MAX_ANSWER_BYTES if question.kind == "stacks" else _MAX_STATUS_BYTES
 
 
-def _parsed(values: Iterable[bytes], question: Question) -> dict[int, ProcessAnswer]:
+def _parsed(values: Iterable[bytes], question: Question) -> dict[int, ProcessFacts]:
     """Decode answers; those malformed or to an earlier question are omitted."""
-    answers: dict[int, ProcessAnswer] = {}
+    answers: dict[int, ProcessFacts] = {}
     for value in values:
         with suppress(ValueError):
             fields = validation.load_json(value, _max_answer_bytes(question))
             if type(fields) is dict and fields.get("question") == question.number:
-                answer = codec.from_fields(ProcessAnswer, fields)
-                answers[answer.rank] = answer
+                answer = codec.from_fields(ProcessFacts, fields)
+                if answer.rank is not None:
+                    answers[answer.rank] = answer
     return answers
 
 

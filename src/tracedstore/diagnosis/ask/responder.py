@@ -5,10 +5,6 @@ from typing import Any, Final, Literal
 
 from tracedstore.coordination.rank_registry import read_entries
 from tracedstore.diagnosis.ask.allowance import Allowance
-from tracedstore.diagnosis.ask.local_client import local_processes
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.local_ranks import known_ranks, ranks_of_host
-from tracedstore.diagnosis.ask.own_process import own_answer
 from tracedstore.diagnosis.ask.questions import (
     MAX_POLLING_RANKS,
     Question,
@@ -17,7 +13,11 @@ from tracedstore.diagnosis.ask.questions import (
     read_question,
     write_answer,
 )
-from tracedstore.diagnosis.observe.last_call import LAST_CALL
+from tracedstore.local.host_ranks import known_ranks, ranks_of_host
+from tracedstore.local.last_call import LAST_CALL
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.own_facts import own_facts
+from tracedstore.local.socket_client import local_processes
 
 # The newest questions that are answered; earlier ones are over.
 _MAX_QUESTIONS: Final = 4
@@ -127,7 +127,7 @@ class Responder:
 
     def _answer_for_self(self, connection: Any, question: Question, rank: int) -> None:
         with_stacks = question.kind == "stacks"
-        answer = own_answer(rank, question.families, with_stacks=with_stacks)
+        answer = own_facts(rank, question.families, with_stacks=with_stacks)
         write_answer(connection, question, answer)
 
     def _answer_for_host(self, connection: Any, question: Question) -> None:

@@ -21,9 +21,6 @@ from tracedstore.common.identity import host_name, restart_count
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.ask.local_client import local_processes
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.connection.addresses import check_loopback
 from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 from tracedstore.diagnosis.connection.connection_attempt import (
@@ -39,6 +36,9 @@ from tracedstore.diagnosis.observe.blocked_record import (
     publish_blocked,
     withdraw_blocked,
 )
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_client import local_processes
 from tracedstore.naming.decoders import auto, by_host, default_name, name_of
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)
@@ -56,7 +56,7 @@ _LOCAL_TIMEOUT = 1.0
 # torchrun's run id of jobs that were given none.
 _NO_RUN_ID = "none"
 
-Answers = Mapping[int, ProcessAnswer]
+Answers = Mapping[int, ProcessFacts]
 
 
 class ServerSide:

@@ -13,9 +13,9 @@ from tracedstore.common import ranges
 from tracedstore.common.causes import REMEDIES, Cause, worst
 from tracedstore.common.procfs import EXITED_WELL
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.process_answer import NO_ANSWER, ProcessAnswer
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.local.facts import NO_ANSWER, ProcessFacts
 
 # Processes that cannot be waiting for anything: naming them needs no further reason.
 _CANNOT_ARRIVE: tuple[Cause, ...] = ("not_started", "gone", "stopped")
@@ -48,9 +48,7 @@ class Suspects:
         return [*sorted(self.writers), *sorted(self.candidates - self.writers)]
 
 
-def still_waits(
-    record: BlockedRecord, answer: ProcessAnswer | None, now: float
-) -> bool:
+def still_waits(record: BlockedRecord, answer: ProcessFacts | None, now: float) -> bool:
     """Return whether what a rank waits for counts, by what is known of its process.
 
     It counts too if the process has ended because its call failed: the rank is not
@@ -91,7 +89,7 @@ def judge(
     blocked: Mapping[int, BlockedRecord],
     suspects: Suspects,
     world_size: int,
-    answers: Mapping[int, ProcessAnswer],
+    answers: Mapping[int, ProcessFacts],
     registered: Mapping[int, RankInfo],
     host_of: Callable[[int], str],
     now: float,
@@ -135,7 +133,7 @@ def judge(
 
 
 def examine(
-    rank: int, answer: ProcessAnswer | None, info: RankInfo | None, host: str
+    rank: int, answer: ProcessFacts | None, info: RankInfo | None, host: str
 ) -> AwaitedRank:
     """Return what is known about a rank that does not arrive."""
     if answer is not None:
@@ -188,7 +186,7 @@ def _describe_waiting(blocked: Mapping[int, BlockedRecord], now: float) -> Verdi
 def _eliminate(
     candidates: frozenset[int],
     found: Mapping[int, AwaitedRank],
-    answers: Mapping[int, ProcessAnswer],
+    answers: Mapping[int, ProcessFacts],
 ) -> tuple[list[int], str]:
     """Return the candidates that must be awaited, and why; none if several may be."""
     if len(candidates) == 1:
@@ -203,7 +201,7 @@ def _eliminate(
     return [], ""
 
 
-def _is_harmless(answer: ProcessAnswer | None) -> bool:
+def _is_harmless(answer: ProcessFacts | None) -> bool:
     """Return whether a process may have finished its work, or may be slow.
 
     Another rank may be the one that should write the key.
@@ -330,7 +328,7 @@ def describe_wait(record: BlockedRecord) -> str:
     return f"waited {what}, until its call failed"
 
 
-def _evidence(answers: Mapping[int, ProcessAnswer], named: Iterable[int]) -> list[str]:
+def _evidence(answers: Mapping[int, ProcessFacts], named: Iterable[int]) -> list[str]:
     """Return the sources of what is known about the named ranks."""
     by_source: dict[str, list[int]] = {}
     for rank in named:
@@ -343,15 +341,15 @@ def _evidence(answers: Mapping[int, ProcessAnswer], named: Iterable[int]) -> lis
     ]
 
 
-def _detail(answer: ProcessAnswer) -> str:
+def _detail(answer: ProcessFacts) -> str:
     return f": {answer.detail}" if answer.detail else ""
 
 
-def _place(answer: ProcessAnswer) -> str:
+def _place(answer: ProcessFacts) -> str:
     return f", in {answer.frames[0]}" if answer.frames else ""
 
 
-def _activity(answer: ProcessAnswer) -> str:
+def _activity(answer: ProcessFacts) -> str:
     parts = ["alive"]
     if answer.operation:
         parts.append(f"in {answer.operation}")

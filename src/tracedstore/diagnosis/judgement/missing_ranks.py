@@ -10,13 +10,13 @@ from tracedstore.coordination import membership, rank_registry
 from tracedstore.coordination.missing_report import Finding
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.ask.local_client import ask_processes
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.local_ranks import known_ranks
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.judgement import judge
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.local.host_ranks import known_ranks
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_client import ask_processes
 
 # Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
 # verdict of a barrier is due within 5 s of its timeout.
@@ -69,7 +69,7 @@ def find_causes(
 
 def _finding(
     rank: int,
-    answer: ProcessAnswer | None,
+    answer: ProcessFacts | None,
     info: RankInfo | None,
     record: BlockedRecord | None,
 ) -> Finding:

@@ -10,12 +10,12 @@ from tracedstore.common.keys import fold, shown
 from tracedstore.coordination.arrivals import absent_keys, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.protocol import BarrierKeys
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
 from tracedstore.diagnosis.observe import groups
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
-from tracedstore.diagnosis.observe.key_writers import KEY_WRITERS
 from tracedstore.diagnosis.observe.rank_keys import awaited_in
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
+from tracedstore.local.facts import WrittenFamily
+from tracedstore.local.key_writers import KEY_WRITERS
 from tracedstore.recording.counters import ActiveCall
 
 # Maximum number of keys of a call that are checked.

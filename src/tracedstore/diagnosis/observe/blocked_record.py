@@ -23,7 +23,7 @@ from tracedstore.common.codec import (
     Words,
 )
 from tracedstore.coordination.arrivals import read_existing, read_key
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.local.facts import WrittenFamily
 
 # The key of a rank is this, a slash, and the rank.
 BLOCKED: Final = "tracedstore/BLOCKED"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tracedstore.common.keys import fold_numbers
 from tracedstore.common.ranges import MAX_RANKS
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.local.facts import WrittenFamily
 
 # Writers whose rank was a number in their key, from which on that is a rule.
 _MIN_WRITERS = 2

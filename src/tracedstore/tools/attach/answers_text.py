@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator
 
 from tracedstore.common import ranges
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
 
@@ -19,21 +19,20 @@ def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
         answers: What the ranks answered.
         blocked: Ranks that are shown as blocked already.
     """
-    groups: dict[str, list[ProcessAnswer]] = {}
+    groups: dict[str, dict[int, ProcessFacts]] = {}
     for rank, answer in sorted(answers.answers.items()):
         if rank not in blocked:
             frame = f"{answer.frames[0]}" if answer.frames else ""
             what = f"{answer.state} {answer.operation} {frame} {answer.detail}"
-            groups.setdefault(what, []).append(answer)
+            groups.setdefault(what, {})[rank] = answer
     if groups:
         yield Line("ranks that are not blocked in a published call:", "bold")
     by_size = sorted(groups.values(), key=len)
     for members in by_size[:_MAX_GROUPS]:
-        first = members[0]
-        info = answers.registered.get(first.rank)
-        text = f"  {examine(first.rank, first, info, '').describe()}"
-        if len(members) > 1:
-            others = [answer.rank for answer in members[1:]]
+        first, *others = members
+        info = answers.registered.get(first)
+        text = f"  {examine(first, members[first], info, '').describe()}"
+        if others:
             text += f"; the same: {ranges.ranks_text(others)}"
         yield Line(text, "", 4)
     if len(by_size) > _MAX_GROUPS:

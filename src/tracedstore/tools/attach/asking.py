@@ -16,8 +16,8 @@ from tracedstore.coordination.rank_registry import (
     latest_world_size,
     read_ranks,
 )
-from tracedstore.diagnosis.ask.process_answer import ProcessAnswer
 from tracedstore.diagnosis.ask.questions import ask
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.child_process import Heartbeat
 from tracedstore.tools.attach.job_discovery import followed_stores
@@ -39,7 +39,7 @@ class Answers:
 
     world_size: int
     registered: dict[int, RankInfo]
-    answers: dict[int, ProcessAnswer]
+    answers: dict[int, ProcessFacts]
 
     @property
     def silent_ranks(self) -> list[int]:

@@ -12,7 +12,7 @@ from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_call import MAX_SIBLINGS
-from tracedstore.export.inflight_client import Reply
+from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 
 # What a rank does that is in no Store call while it waits.
@@ -89,7 +89,7 @@ def _may_wait(one: BlockedRank, verdict: Verdict, processes: Processes) -> bool:
         or one.operation == _CONNECTS
     ):
         return True
-    return bool(reply.status.calls)
+    return bool(reply.status.in_flight)
 
 
 def _awaited(

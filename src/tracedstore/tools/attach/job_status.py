@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tracedstore.common.text import plural
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.export.inflight_client import Reply
 from tracedstore.tools.attach.confirmation import Processes, find_doubt
+from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState
 from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 
@@ -229,7 +229,7 @@ def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
     rank = {"rank": info.rank, "host": info.host, "pid": info.pid}
     if reply.status is None:
         return rank | {"answered": False, "error": no_answer_reason(reply)}
-    calls = [asdict(call) for call in reply.status.calls]
+    calls = [asdict(call) for call in reply.status.in_flight]
     return rank | {"answered": True, "in_flight": calls}
 
 

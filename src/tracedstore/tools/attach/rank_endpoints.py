@@ -8,8 +8,13 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export.inflight_client import Reply, ResponseError, fetch, request_each
 from tracedstore.tools.attach.child_process import ChildTimeoutError, run_in_child
+from tracedstore.tools.attach.inflight_client import (
+    Reply,
+    ResponseError,
+    fetch,
+    request_each,
+)
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
 # Seconds for one rank, and for all of them together.

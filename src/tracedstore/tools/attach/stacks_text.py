@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracedstore.common import ranges
-from tracedstore.diagnosis.ask.process_answer import Frame, ProcessAnswer
 from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.local.facts import Frame, ProcessFacts
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
 
@@ -14,15 +14,15 @@ Stacks = tuple[tuple[str, tuple[Frame, ...]], ...]
 
 
 def group_by_stacks(
-    answers: Mapping[int, ProcessAnswer], *, all_threads: bool
-) -> list[tuple[Stacks, list[ProcessAnswer]]]:
+    answers: Mapping[int, ProcessFacts], *, all_threads: bool
+) -> list[tuple[Stacks, dict[int, ProcessFacts]]]:
     """Group ranks by their stacks, the smallest groups first.
 
     Args:
         answers: The answers with stacks.
         all_threads: Compare all threads; else the main threads only.
     """
-    groups: dict[tuple[str, Stacks], list[ProcessAnswer]] = {}
+    groups: dict[tuple[str, Stacks], dict[int, ProcessFacts]] = {}
     for rank in sorted(answers):
         answer = answers[rank]
         stacks = tuple(answer.stacks.items())
@@ -30,7 +30,7 @@ def group_by_stacks(
             stacks = stacks[:1]
         # Ranks without stacks are grouped by what is known about them.
         state = "" if stacks else f"{answer.state} {answer.detail}"
-        groups.setdefault((state, stacks), []).append(answer)
+        groups.setdefault((state, stacks), {})[rank] = answer
     by_size = sorted(groups.items(), key=lambda group: len(group[1]))
     return [(stacks, members) for (_, stacks), members in by_size]
 
@@ -39,12 +39,12 @@ def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
     """Return the lines for one group of a job."""
     groups = group_by_stacks(answers.answers, all_threads=all_threads)
     for stacks, members in groups:
-        named = ranges.ranks_text(answer.rank for answer in members)
+        named = ranges.ranks_text(members)
         where = f": {stacks[0][1][0]}" if stacks and stacks[0][1] else ""
         yield Line(f"{named}{where}", "bold")
-        for answer in members[:_MAX_PROCESSES_LISTED]:
-            info = answers.registered.get(answer.rank)
-            yield Line(f"  {examine(answer.rank, answer, info, '').describe()}", "", 4)
+        for rank, answer in list(members.items())[:_MAX_PROCESSES_LISTED]:
+            info = answers.registered.get(rank)
+            yield Line(f"  {examine(rank, answer, info, '').describe()}", "", 4)
         if len(members) > _MAX_PROCESSES_LISTED:
             yield Line(f"  and {len(members) - _MAX_PROCESSES_LISTED} more")
         for thread, frames in stacks:

@@ -307,10 +307,10 @@ def _in_flight(status: Status) -> Iterator[Line]:
     for info, reply in status.replies.items():
         if reply.status is None:
             unknown.setdefault(no_answer_reason(reply), []).append(info)
-        elif not reply.status.calls:
+        elif not reply.status.in_flight:
             idle.append(info)
         else:
-            for call in reply.status.calls:
+            for call in reply.status.in_flight:
                 caller = (call.waited_seconds, info)
                 by_call.setdefault((call.operation, call.key), []).append(caller)
     calls = sorted(by_call.items(), key=lambda one: -max(w for w, _ in one[1]))

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tracedstore import names
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.demo.fetch import fetch
 from tracedstore.tools.demo.output_folder import OutputFolder
 
@@ -140,7 +140,7 @@ class RankOutputs:
         self.events: list[Event] = []
         self.spans: list[ExportedSpan] = []
         self.metrics = {rank: ScrapedMetrics() for rank in ranks}
-        self.statuses: dict[int, ProcessStatus | None] = dict.fromkeys(self.metrics)
+        self.statuses: dict[int, ProcessFacts | None] = dict.fromkeys(self.metrics)
         self.missing: defaultdict[str, dict[int, dict[int, str]]] = defaultdict(dict)
         self._urls: dict[int, str] = {}
         self._turns = cycle(self.metrics)
@@ -175,7 +175,7 @@ class RankOutputs:
     def _query(self, rank: int, url: str, *, scrape: bool) -> None:
         try:
             in_flight = fetch(self.url_of(rank, "/inflight"), _FETCH_TIMEOUT)
-            status = self.statuses[rank] = ProcessStatus.from_bytes(in_flight)
+            status = self.statuses[rank] = ProcessFacts.from_page(in_flight)
             # Missing ranks are in the metrics only while a rank waits.
             page = fetch(url, _FETCH_TIMEOUT) if scrape or status.barriers else None
         except (OSError, HTTPException, ValueError):

@@ -317,7 +317,7 @@ class _Demo:
     def _ranks_wait(self) -> bool:
         statuses = [status for status in self._outputs.statuses.values() if status]
         return any(
-            call.operation == "wait" for status in statuses for call in status.calls
+            call.operation == "wait" for status in statuses for call in status.in_flight
         )
 
     @property

@@ -130,7 +130,7 @@ class FleetStates:
                 continue
             reply = replies[info]
             if reply.status is not None:
-                calls = [c for c in reply.status.calls if c.operation]
+                calls = [c for c in reply.status.in_flight if c.operation]
                 longest = max(calls, key=lambda c: c.waited_seconds, default=None)
                 if longest is not None and longest.waited_seconds >= _LONG_CALL:
                     doing = _call_text(longest.operation, longest.key)

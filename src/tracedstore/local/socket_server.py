@@ -9,8 +9,8 @@ request is one line of JSON, and so is the answer:
     {"kind": "metrics"}
     {"identity": {...}, "answer": null, "workers": [], "page": [...]}
 
-A page may run code of the application, so it is rendered in a thread of its own. While
-that thread is busy, further requests for the same page are not answered.
+Collecting metrics may run code of the application, so it is done in a thread of its
+own. While that thread is busy, further requests for them are not answered.
 
 A process that is stopped, or that holds the GIL, does not answer in time. Its client
 reads /proc then.
@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -31,17 +31,15 @@ from tracedstore import names
 from tracedstore.common import codec, validation
 from tracedstore.common.keys import key_text
 from tracedstore.common.threads import DaemonThread
-from tracedstore.diagnosis.ask import socket_directory
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.own_process import own_answer
-from tracedstore.diagnosis.ask.process_answer import MAX_FAMILIES, ProcessAnswer
+from tracedstore.local import socket_directory
+from tracedstore.local.facts import MAX_FAMILIES, ProcessFacts
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.own_facts import own_facts
 from tracedstore.recording.recorder import RECORDER
 
 KINDS: Final = ("status", "stacks")
-# What torchrun's agent asks its workers for, to serve it for them.
+# The page that torchrun's agent asks its workers for, to serve it for them.
 METRICS_PAGE: Final = "metrics"
-STATUS_PAGE: Final = "inflight"
-_PAGES: Final = (METRICS_PAGE, STATUS_PAGE)
 MAX_REQUEST_BYTES: Final = 64 * 1024
 # Seconds for one client to send its request and to receive the answer.
 _CLIENT_TIMEOUT = 1.0
@@ -51,7 +49,7 @@ _BACKLOG = 128
 _EXIT_TIMEOUT = 1.0
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 
-Workers = Callable[[], list[ProcessAnswer]]
+Workers = Callable[[], list[ProcessFacts]]
 # Returns JSON values.
 Page = Callable[[], Any]
 
@@ -63,7 +61,7 @@ class LocalSocket:
         enabled: The setting ``answers``: nothing is started while it is off.
         identity: Returns the identity of this process.
         workers: Returns what an agent of torchrun knows about its workers.
-        pages: What this process lets its agent serve, by the kind of the request.
+        metrics: Returns the metrics that this process lets its agent serve.
     """
 
     def __init__(self) -> None:
@@ -82,8 +80,8 @@ class LocalSocket:
         self._listening = None
         self._thread: DaemonThread | None = None
         self._lock = threading.Lock()
-        self._rendering = {kind: threading.Lock() for kind in _PAGES}
-        self.pages: Mapping[str, Page] = {}
+        self._rendering = threading.Lock()
+        self.metrics: Page | None = None
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
 
@@ -162,24 +160,23 @@ class LocalSocket:
             return False
         deadline = time.monotonic() + _CLIENT_TIMEOUT
         kind, families = _request(receive_line(client, MAX_REQUEST_BYTES, deadline))
-        if kind not in _PAGES:
+        if kind != METRICS_PAGE:
             _send(client, self._state(kind, families), deadline)
             return False
         # An agent that has waited in vain may have asked again since.
-        if _is_gone(client) or not self._rendering[kind].acquire(blocking=False):
+        if _is_gone(client) or not self._rendering.acquire(blocking=False):
             return False
-        thread = DaemonThread(self._send_page, client, kind, name="tracedstore-page")
+        thread = DaemonThread(self._send_page, client, name="tracedstore-page")
         try:
             thread.start()
         except RuntimeError:
-            self._rendering[kind].release()
+            self._rendering.release()
             return False
         return True
 
-    def _send_page(self, client: socket.socket, kind: str) -> None:
+    def _send_page(self, client: socket.socket) -> None:
         try:
-            render = self.pages.get(kind)
-            page = None if render is None else render()
+            page = None if self.metrics is None else self.metrics()
             reply: dict[str, Any] = {
                 "identity": codec.to_fields(self.identity()),
                 "answer": None,
@@ -193,13 +190,13 @@ class LocalSocket:
             RECORDER.failures.add(names.ENDPOINT, error)
         finally:
             client.close()
-            self._rendering[kind].release()
+            self._rendering.release()
 
     def _state(self, kind: str, families: list[str]) -> dict[str, Any]:
         identity = self.identity()
         answer = None
         if identity.rank is not None:
-            answer = own_answer(
+            answer = own_facts(
                 identity.rank, families, with_stacks=kind == "stacks"
             ).to_fields()
         return {
@@ -268,7 +265,7 @@ def receive_line(peer: socket.socket, max_bytes: int, deadline: float) -> bytes:
 
 def _request(line: bytes) -> tuple[str, list[str]]:
     fields = validation.load_json(line, MAX_REQUEST_BYTES)
-    if type(fields) is not dict or fields.get("kind") not in KINDS + _PAGES:
+    if type(fields) is not dict or fields.get("kind") not in (*KINDS, METRICS_PAGE):
         raise ValueError("not a question")
     families = fields.get("families", [])
     if type(families) is not list:

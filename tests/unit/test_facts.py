@@ -1,4 +1,4 @@
-"""Tests of diagnosis.process_answer: what is read may be hostile."""
+"""Tests of local.facts: what is read may be hostile."""
 
 import json
 from typing import Any, ClassVar
@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from tracedstore.common import procfs
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.ask.process_answer import (
+from tracedstore.local.facts import (
     MAX_ANSWER_BYTES,
     Frame,
-    ProcessAnswer,
+    ProcessFacts,
     WrittenFamily,
 )
 
 FRAME = Frame(file="train/data.py", line=88, function="load_dataset")
-ANSWER = ProcessAnswer(
+ANSWER = ProcessFacts(
     rank=2,
     host="node4",
     pid=812,
@@ -39,7 +39,7 @@ class TestProcessAnswer:
 
     def test_round_trip(self) -> None:
         """An answer is decoded as it was encoded."""
-        assert ProcessAnswer.from_bytes(ANSWER.to_bytes()) == ANSWER
+        assert ProcessFacts.from_bytes(ANSWER.to_bytes()) == ANSWER
 
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -68,7 +68,7 @@ class TestProcessAnswer:
         """An answer with a value that is not valid is no answer."""
         fields = json.loads(ANSWER.to_bytes()) | {field: value}
 
-        assert ProcessAnswer.from_bytes(json.dumps(fields).encode()) is None
+        assert ProcessFacts.from_bytes(json.dumps(fields).encode()) is None
 
     def test_bounds(self) -> None:
         """Long lists are cut, control characters are replaced."""
@@ -77,11 +77,11 @@ class TestProcessAnswer:
         fields["stacks"] = {str(n): fields["frames"] for n in range(100)}
         fields["detail"] = "\x1b[31m"
 
-        found = ProcessAnswer.from_bytes(json.dumps(fields).encode()[:])
+        found = ProcessFacts.from_bytes(json.dumps(fields).encode()[:])
 
         assert found is None  # too large as a whole
         fields["stacks"] = {str(n): fields["frames"][:70] for n in range(100)}
-        found = ProcessAnswer.from_bytes(json.dumps(fields).encode())
+        found = ProcessFacts.from_bytes(json.dumps(fields).encode())
         assert found is not None
         assert len(found.frames) == 8
         assert len(found.stacks) == 64
@@ -92,7 +92,7 @@ class TestProcessAnswer:
     @given(st.binary(max_size=200))
     def test_any_bytes(self, value: bytes) -> None:
         """Any bytes are an answer or none; nothing raises."""
-        ProcessAnswer.from_bytes(value)
+        ProcessFacts.from_bytes(value)
 
 
 class TestRegistryEntry:

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tracedstore.common.threads import DaemonThread
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export.process_status import ProcessStatus
+from tracedstore.local.facts import ProcessFacts
 
 # Below the limit of open files, which is commonly 1024.
 _MAX_REQUESTS = 512
@@ -46,7 +46,7 @@ class Reply:
 
     state: State
     info: RankInfo | None = None
-    status: ProcessStatus | None = None
+    status: ProcessFacts | None = None
     error: str = ""
 
 
@@ -110,29 +110,30 @@ async def _reply(
     except Exception as error:  # no route, a closed connection, or no HTTP
         reason = f"{type(error).__name__}: {error}"
     else:
-        if _is(status.process, info):
+        if _is(status, info):
             return Reply(state="answered", info=info, status=status)
         reason = "another process responds at its address"
     return Reply(state="silent", info=info, error=reason)
 
 
-def _status(body: bytes, info: RankInfo) -> ProcessStatus:
+def _status(body: bytes, info: RankInfo) -> ProcessFacts:
     if info.agent is None:
-        return ProcessStatus.from_bytes(body)
-    status = ProcessStatus.of_worker(body, info.agent, info.rank)
+        return ProcessFacts.from_page(body)
+    status = ProcessFacts.of_worker(body, info.agent, info.rank)
     if status is None:
         raise ResponseError("it does not answer its agent")
     return status
 
 
-def _is(process: Mapping[str, Any], info: RankInfo) -> bool:
+def _is(facts: ProcessFacts, info: RankInfo) -> bool:
     """Return whether the rank itself responded: an address may be in use again.
 
     The pid has to match, and rank and host where the process knows them.
     """
-    identity = {name: process.get(name) for name in ("rank", "host", "pid")}
-    return identity["pid"] == info.pid and all(
-        value in (None, getattr(info, name)) for name, value in identity.items()
+    return (
+        facts.pid == info.pid
+        and facts.rank in (None, info.rank)
+        and facts.host in ("", info.host)
     )
 
 

@@ -8,9 +8,9 @@ from typing import Final
 from tracedstore.common import procfs
 from tracedstore.common.identity import process_identity
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.local_client import LocalReply, local_processes
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.process_answer import NO_ANSWER, ProcessAnswer
+from tracedstore.local.facts import NO_ANSWER, ProcessFacts
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_client import LocalReply, local_processes
 
 FROM_PROC: Final = "/proc of its host"
 # By pid; None for a process that listens and did not answer.
@@ -24,7 +24,7 @@ def ask_host(
     *,
     kind: str = "status",
     families: Iterable[str] = (),
-) -> dict[int, ProcessAnswer]:
+) -> dict[int, ProcessFacts]:
     """Ask the processes of this host, and return what is known about these ranks.
 
     Args:
@@ -45,7 +45,8 @@ def ranks_of_host(replies: Replies, job: LocalIdentity) -> set[int]:
         identity = LocalIdentity.of_process(pid) if reply is None else reply.identity
         if identity is None or not identity.same_job(job):
             continue
-        found.update(worker.rank for worker in (reply.workers if reply else ()))
+        workers = reply.workers if reply else ()
+        found.update(one.rank for one in workers if one.rank is not None)
         if identity.rank is not None:
             found.add(identity.rank)
     return found
@@ -57,7 +58,7 @@ def known_ranks(
     ranks: Iterable[int],
     job: LocalIdentity,
     timeout: float,
-) -> dict[int, ProcessAnswer]:
+) -> dict[int, ProcessFacts]:
     """Return what is known on this host about these ranks; the others are omitted.
 
     A process that has not registered is taken for a rank only if it belongs to the
@@ -80,7 +81,7 @@ def known_ranks(
         for worker in reply.workers
         if worker.rank in wanted
     }
-    answers: dict[int, ProcessAnswer] = {}
+    answers: dict[int, ProcessFacts] = {}
     for rank in wanted:
         found = registered.get(rank)
         # The process of an earlier attempt is gone, and the next one is on its way.
@@ -90,14 +91,14 @@ def known_ranks(
     return answers
 
 
-def _has_registered(worker: ProcessAnswer, infos: Mapping[int, RankInfo]) -> bool:
-    info = infos.get(worker.rank)
+def _has_registered(worker: ProcessFacts, infos: Mapping[int, RankInfo]) -> bool:
+    info = None if worker.rank is None else infos.get(worker.rank)
     return info is not None and info.pid == worker.pid
 
 
 def _best(
-    rank: int, found: ProcessAnswer | None, by_agent: ProcessAnswer | None
-) -> dict[int, ProcessAnswer]:
+    rank: int, found: ProcessFacts | None, by_agent: ProcessFacts | None
+) -> dict[int, ProcessFacts]:
     if by_agent is None:
         return {} if found is None else {rank: found}
     if found is None:
@@ -112,9 +113,9 @@ def _best(
 
 def _registered(
     infos: Mapping[int, RankInfo], wanted: set[int], replies: Replies, timeout: float
-) -> dict[int, ProcessAnswer]:
+) -> dict[int, ProcessFacts]:
     """Return the answers of registered ranks whose processes are on this host."""
-    answers: dict[int, ProcessAnswer] = {}
+    answers: dict[int, ProcessFacts] = {}
     namespace = procfs.own_namespace()
     for rank in wanted & infos.keys():
         info = infos[rank]
@@ -139,7 +140,7 @@ def _claimed(
     job: LocalIdentity,
     infos: Mapping[int, RankInfo],
     timeout: float,
-) -> dict[int, ProcessAnswer]:
+) -> dict[int, ProcessFacts]:
     """Return the answers of processes that have a rank and have not registered it."""
     candidates: dict[int, list[LocalIdentity]] = {}
     for pid, reply in replies.items():
@@ -149,7 +150,7 @@ def _claimed(
         info = infos.get(found.rank)
         if info is None or info.pid != found.pid:
             candidates.setdefault(found.rank, []).append(found)
-    answers: dict[int, ProcessAnswer] = {}
+    answers: dict[int, ProcessFacts] = {}
     for rank, claimants in candidates.items():
         pid = _eldest(claimants).pid
         reply = replies[pid]
@@ -181,9 +182,9 @@ def _eldest(claimants: list[LocalIdentity]) -> LocalIdentity:
 
 def _from_proc(
     rank: int, pid: int, state: procfs.ProcState, *, listens: bool, timeout: float
-) -> ProcessAnswer:
+) -> ProcessFacts:
     """Return what /proc has about a process that did not answer itself."""
-    answer = ProcessAnswer(
+    answer = ProcessFacts(
         rank=rank, host=process_identity().host, pid=pid, source=FROM_PROC
     )
     if state == "gone":

@@ -10,19 +10,22 @@ import tracedstore
 from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import shown
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.ask.process_answer import (
+from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.local.facts import (
+    MAX_CALLS,
     MAX_FAMILIES,
     MAX_FRAMES,
     MAX_NAME,
     MAX_STACK_FRAMES,
     MAX_THREADS,
     Frame,
-    ProcessAnswer,
+    ProcessFacts,
 )
-from tracedstore.diagnosis.observe.key_writers import KEY_WRITERS
-from tracedstore.diagnosis.observe.last_call import LAST_CALL
+from tracedstore.local.key_writers import KEY_WRITERS
+from tracedstore.local.last_call import LAST_CALL
 from tracedstore.recording.counters import thread_names
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.signals.inflight import in_flight
 
 ITSELF = "itself"
 _PACKAGE = f"{Path(tracedstore.__file__).parent}/"
@@ -30,19 +33,20 @@ _PACKAGE = f"{Path(tracedstore.__file__).parent}/"
 _DEMO = f"{_PACKAGE}tools/demo/"
 
 
-def own_answer(
-    rank: int, families: Iterable[str] = (), *, with_stacks: bool = False
-) -> ProcessAnswer:
-    """Return the answer of this process about itself.
+def own_facts(
+    rank: int | None, families: Iterable[str] = (), *, with_stacks: bool = False
+) -> ProcessFacts:
+    """Return the facts about this process.
 
     Args:
-        rank: Its rank.
+        rank: Its rank, None for a process without one.
         families: The key families of which it reports what it wrote.
         with_stacks: Add the stacks of all threads.
     """
     identity = process_identity()
+    calls = in_flight(RECORDER)
     known = [KEY_WRITERS.wrote(family) for family in list(families)[:MAX_FAMILIES]]
-    return ProcessAnswer(
+    return ProcessFacts(
         rank=rank,
         host=identity.host,
         pid=identity.fields()["pid"],
@@ -50,6 +54,10 @@ def own_answer(
         registered=bool(rank_registry.registered_stores()),
         idle_seconds=LAST_CALL.idle_seconds(),
         operation=_operation(),
+        recording=RECORDER.on,
+        in_flight=tuple(calls[:MAX_CALLS]),
+        more_in_flight=max(0, len(calls) - MAX_CALLS),
+        barriers=tuple(RECORDER.cold.states(StalledBarrier)),
         frames=_main_frames(),
         wrote=tuple(written for written in known if written is not None),
         stacks=all_stacks() if with_stacks else {},

@@ -14,10 +14,10 @@ from typing import Annotated
 from tracedstore.common import codec, validation
 from tracedstore.common.codec import Unchecked, UpTo
 from tracedstore.common.procfs import ancestors
-from tracedstore.diagnosis.ask import socket_directory
-from tracedstore.diagnosis.ask.local_identity import LocalIdentity
-from tracedstore.diagnosis.ask.local_socket import may_connect
-from tracedstore.diagnosis.ask.process_answer import MAX_ANSWER_BYTES, ProcessAnswer
+from tracedstore.local import socket_directory
+from tracedstore.local.facts import MAX_ANSWER_BYTES, ProcessFacts
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_server import may_connect
 
 # Connections at a time: the job needs its descriptors for itself.
 _MAX_CONNECTIONS = 256
@@ -38,8 +38,8 @@ class LocalReply:
     """
 
     identity: LocalIdentity
-    answer: ProcessAnswer | None
-    workers: Annotated[tuple[ProcessAnswer, ...], UpTo(_MAX_WORKERS)]
+    answer: ProcessFacts | None
+    workers: Annotated[tuple[ProcessFacts, ...], UpTo(_MAX_WORKERS)]
     page: Unchecked = None
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import Final
 from tracedstore import names
 from tracedstore.common import keys
 from tracedstore.common.identity import process_identity
-from tracedstore.diagnosis.ask.process_answer import WrittenFamily
+from tracedstore.local.facts import WrittenFamily
 from tracedstore.recording.operation import Operation
 
 _WRITES: Final = frozenset(
