@@ -123,8 +123,8 @@ class _Submit:
     def __init__(self, lines: LogLines) -> None:
         self._lines = lines
 
-    def __call__(self, write: Any, *, wait: bool) -> None:  # noqa: ARG002 - of the protocol
-        self._lines.add(write.args[0], CLOCK.time())
+    def __call__(self, work: Any, *, wait: float = 0.0) -> None:  # noqa: ARG002 - of the protocol
+        self._lines.add(work.args[0], CLOCK.time())
 
 
 def _events(rank: int, world_size: int, lines: LogLines) -> Events:

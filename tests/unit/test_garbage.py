@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tracedstore.diagnosis.ask.own_process import all_stacks, own_answer
 
 import tracedstore
+from tracedstore.local.own_facts import all_stacks, own_facts
 
 
 class _Kept:
@@ -46,7 +46,7 @@ def garbage() -> Iterator[Callable[[], list[Any]]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("look", [all_stacks, lambda: own_answer(0)])
+@pytest.mark.parametrize("look", [all_stacks, lambda: own_facts(0)])
 def test_stacks_keep_no_frame(
     look: Callable[[], object], garbage: Callable[[], list[Any]]
 ) -> None:

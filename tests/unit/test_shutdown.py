@@ -6,17 +6,20 @@ import pytest
 
 from tracedstore.common.threads import DaemonThread
 from tracedstore.export import shutdown
-from tracedstore.export.shutdown import SpareThread, export_with_timeout
+from tracedstore.export.shutdown import export_with_timeout
+from tracedstore.recording.observer import Failures
+from tracedstore.recording.queue_worker import QueueWorker
+from tracedstore.recording.telemetry import NullTelemetry
 
 
 class TestNoThreadCanBeStarted:
     """CPython 3.12 starts no thread while it ends."""
 
     @pytest.fixture
-    def spare(self, monkeypatch: pytest.MonkeyPatch) -> SpareThread:
+    def spare(self, monkeypatch: pytest.MonkeyPatch) -> QueueWorker:
         """A spare thread that was started before."""
-        spare = SpareThread()
-        spare.start()
+        spare = QueueWorker("tracedstore-spare", "spans", Failures(NullTelemetry()))
+        assert spare.start()
         monkeypatch.setattr(shutdown, "SPARE_THREAD", spare)
 
         def fail(_thread: threading.Thread) -> None:

@@ -18,9 +18,9 @@ from tracedstore import names
 from tracedstore.common.identity import process_identity
 from tracedstore.export.settings import Settings
 from tracedstore.export.shutdown import SPARE_THREAD, export_with_timeout
+from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import MetricSource
-from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.log_records import LogRecords, application_provider
 from tracedstore.signals.spans import process_attributes
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tracedstore.export.otlp import PeriodicExport
 
 # Apart from the writer of the log: a provider that blocks must not block that.
-RECORD_WRITER: Final = EventWriter(
-    RECORDER.failures, part=names.OTEL_LOGS, stuck_after=10.0
+RECORD_WRITER: Final = QueueWorker(
+    "tracedstore-otel_logs-writer", names.OTEL_LOGS, RECORDER.failures, stuck_after=10.0
 )
 
 

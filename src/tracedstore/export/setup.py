@@ -32,20 +32,45 @@ from tracedstore.export.settings import Settings
 from tracedstore.export.stall_watch import StallWatch
 from tracedstore.local.socket_server import LOCAL_SOCKET
 from tracedstore.recording.budget import budget_of
-from tracedstore.recording.deferred import DeferredWork
 from tracedstore.recording.observer import Observer
+from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import MetricSource, Snapshots
 from tracedstore.recording.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
 from tracedstore.recording.watcher import WATCHER
 from tracedstore.signals import inflight
-from tracedstore.signals.event_writer import EventWriter
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans
 
 if TYPE_CHECKING:
     from tracedstore.recording.counters import Call
+
+
+# Seconds for the deferred work that is left when the process ends.
+_DEFERRED_AT_EXIT = 1.0
+
+
+def _flush_at_exit() -> None:
+    # Whenever the thread starts, because hooks run in reverse order: there is a tracer
+    # provider by then, and its own hook drops every later span.
+    atexit.unregister(_deferred.flush)
+    atexit.register(_deferred.flush, _DEFERRED_AT_EXIT)
+
+
+# One a process: events keep their order over a `configure`.
+_event_writer = QueueWorker(
+    "tracedstore-events-writer", names.EVENTS, RECORDER.failures
+)
+# Spans and events of completed barriers.
+_deferred = QueueWorker(
+    "tracedstore-deferred",
+    names.BARRIERS,
+    RECORDER.failures,
+    delay=0.1,
+    counts_drops=True,
+    on_start=_flush_at_exit,
+)
 
 
 class ConfiguredTelemetry:
@@ -228,9 +253,6 @@ class ConfiguredTelemetry:
         self._endpoint.reset()
 
 
-# One a process: events keep their order over a `configure`.
-_event_writer = EventWriter(RECORDER.failures)
-_deferred = DeferredWork(names.BARRIERS, RECORDER.failures)
 # Seconds for calls of other threads to end when the process ends.
 _IN_FLIGHT = 0.1
 _UNSEEN_CALLS = 0.005

@@ -5,16 +5,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from queue import SimpleQueue
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from tracedstore import names
 from tracedstore.common.threads import DaemonThread
-from tracedstore.common.timeouts import start_bounded_thread
+from tracedstore.common.timeouts import countdown, start_bounded_thread
 from tracedstore.recording import store_proxy
 from tracedstore.recording.counters import thread_names
+from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
 
 # Seconds; only where a thread of a process group is in a Store call at exit. Such a
@@ -27,44 +27,11 @@ _SETTLE_AT_EXIT = 0.5
 _LAST_SPANS_TIMEOUT = 1.0
 
 
-class SpareThread:
-    """A thread that is started early, and waits for work that comes once.
-
-    CPython 3.12 starts no thread while the process ends, when the last spans, metrics
-    and log records are exported.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the parent's thread, as a forked child must."""
-        self._thread: DaemonThread | None = None
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def start(self) -> None:
-        """Start the thread, unless it waits.
-
-        Raises:
-            RuntimeError: The limit of threads is reached.
-        """
-        if self._thread is None:
-            thread = DaemonThread(self._run, name="tracedstore-spare")
-            thread.start()
-            self._thread = thread
-
-    def run(self, work: Callable[[], None]) -> DaemonThread | None:
-        """Let the thread do this and end; return it, or None if there is none."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._work.put(work)
-        return thread
-
-    def _run(self) -> None:
-        self._work.get()()
-
-
-SPARE_THREAD: Final = SpareThread()
+# It is started early: CPython 3.12 starts no thread while the process ends, when the
+# last spans, metrics and log records are exported.
+SPARE_THREAD: Final = QueueWorker(
+    "tracedstore-spare", names.OTEL_METRICS, RECORDER.failures, counts_drops=True
+)
 
 
 def export_with_timeout(
@@ -72,26 +39,27 @@ def export_with_timeout(
 ) -> None:
     """Run exports, each in a thread; return after the timeout whatever they do.
 
-    If no thread can be started, the spare one runs them one after the other.
+    If no thread can be started, the spare one runs them one after the other, unless it
+    is still in an earlier one.
 
     Args:
         timeout: Seconds for all of them.
         exports: The exports, by the part of the telemetry that a failure is counted
             for.
     """
-    deadline = time.monotonic() + timeout
+    left = countdown(timeout)
     threads: list[DaemonThread] = []
-    left: list[Callable[[], object]] = []
+    unstarted: list[Callable[[], object]] = []
     for part, export in exports.items():
         guarded = partial(RECORDER.failures.guarded, part, export)
         try:
             threads.append(start_bounded_thread(guarded))
         except RuntimeError:
-            left.append(guarded)
-    if left and (spare := SPARE_THREAD.run(partial(_run_all, left))) is not None:
-        threads.append(spare)
+            unstarted.append(guarded)
+    if unstarted and SPARE_THREAD.is_idle:
+        SPARE_THREAD.submit(partial(_run_all, unstarted), wait=left())
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(left())
 
 
 def _run_all(exports: Iterable[Callable[[], object]]) -> None:

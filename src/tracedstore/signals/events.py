@@ -31,6 +31,7 @@ from tracedstore import names
 from tracedstore.common.errors import error_location, error_message, error_type
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.recording.operation import Operation, Reason
+from tracedstore.recording.queue_worker import Submit
 from tracedstore.recording.recorder import Recorder
 from tracedstore.recording.telemetry import NULL_TELEMETRY
 
@@ -63,6 +64,8 @@ LEVELS: Final = {
 
 # Levels of events that are written before the call that caused them returns.
 _WRITTEN_AT_ONCE = frozenset({"warning", "error", "critical"})
+# Seconds that such a call waits at most.
+_WAIT_TIMEOUT = 0.2
 
 # What makes two events repeats of each other.
 Kind = tuple[str, ...]
@@ -70,13 +73,6 @@ Kind = tuple[str, ...]
 
 # Makes what renders a line for a terminal: structlog's ConsoleRenderer.
 Console = Callable[..., Callable[[Any, str, dict[str, Any]], str]]
-
-
-class Submit(Protocol):
-    """Queues a write; see `EventWriter.submit`."""
-
-    def __call__(self, write: Callable[[], None], *, wait: bool) -> None:
-        """Queue it."""
 
 
 class Records(Protocol):
@@ -161,7 +157,7 @@ class Events:
             self._application_write(level, event, fields)
             if self.emits_debug_events()
             else self._default_write(level, event, fields),
-            wait=level in _WRITTEN_AT_ONCE,
+            wait=_WAIT_TIMEOUT if level in _WRITTEN_AT_ONCE else 0.0,
         )
 
     @staticmethod

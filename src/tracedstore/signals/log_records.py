@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry._logs import LoggerProvider, SeverityNumber, get_logger_provider
@@ -22,6 +22,7 @@ from opentelemetry.util.types import AttributeValue
 from tracedstore import names, otel_names
 from tracedstore._version import __version__
 from tracedstore.common.errors import TracedStoreError
+from tracedstore.recording.queue_worker import Submit
 
 _SEVERITIES: Final = {
     "debug": SeverityNumber.DEBUG,
@@ -31,13 +32,6 @@ _SEVERITIES: Final = {
 }
 # Fields that a record has as such.
 _OF_TRACE: Final = ("trace_id", "span_id")
-
-
-class Submit(Protocol):
-    """Queues a write; see `EventWriter.submit`."""
-
-    def __call__(self, write: Callable[[], None], *, wait: bool) -> None:
-        """Queue it."""
 
 
 def application_provider() -> LoggerProvider | None:
@@ -84,7 +78,7 @@ class LogRecords:
             },
             "event_name": event,
         }
-        self._submit(partial(self._write, record), wait=False)
+        self._submit(partial(self._write, record))
 
     def _write(self, record: dict[str, Any]) -> None:
         provider = self._provider()
