@@ -99,6 +99,8 @@ class TracedStore(StoreProxy, metaclass=_TracedStoreType):
         else:
             super().__init__(store, identify(bottom), RECORDER)
             self._traced.probe = _probe(bottom)
+            if self._traced.probe is not None:
+                RECORDER.series.probed.add(self._traced.identity.kind)
             if is_prefix_store(bottom):
                 RECORDER.failures.add_missing(
                     names.RECORDING,

@@ -75,7 +75,8 @@ def make_every_metric(store: Any) -> None:
         (names.ETCD_BYTES, ("received",), 1),
         *((gauge, ("c10d",), 1) for gauge in RENDEZVOUS_GAUGES),
     )
-    RECORDER.series.of("etcd_store", Method(name="add"))
+    RECORDER.series.of("etcd_store", Method(name="add", repeats="call"))
+    RECORDER.series.probed.add("etcd_store")
     store.set("key", "value")
 
 

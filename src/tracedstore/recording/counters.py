@@ -61,9 +61,9 @@ BOUNDS: tuple[int, ...] = tuple(
     )
 )
 
-# The counts of a series: five sums, then one count per bucket; the last bucket is
+# The counts of a series: four sums, then one count per bucket; the last bucket is
 # beyond all bounds.
-NANOSECONDS, BYTES, SWAPS_WON, SWAPS_LOST, RETRIES, BUCKETS = range(6)
+NANOSECONDS, BYTES, SWAPS_WON, SWAPS_LOST, BUCKETS = range(5)
 _EMPTY_COUNTS = (0,) * (BUCKETS + len(BOUNDS) + 1)
 SeriesCounts = list[int]
 
@@ -85,9 +85,13 @@ class SeriesTable:
     """The label sets of a process, bounded whatever the job does.
 
     Store kinds and error types beyond the first sixteen of each are ``other``.
+
+    Attributes:
+        probed: The kinds of stores whose requests inside a call are counted (`Probe`).
     """
 
     def __init__(self) -> None:
+        self.probed: set[str] = set()
         self._all: dict[tuple[str, str, str], Series] = {}
         self._stores: set[str] = set()
         self._error_types: set[str] = set()

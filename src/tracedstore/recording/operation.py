@@ -26,6 +26,9 @@ class Method:
             result; None for a method that moves no value.
         swapped: Returns whether a compare-and-set was won, from its arguments and
             result; None for a method, or a call, that is no compare-and-set.
+        repeats: Who repeats a compare-and-set that the call has lost: its caller; or
+            the call itself, in a store that makes several requests inside one call and
+            counts them (`Probe`).
         contended: The event for compare-and-sets lost in a row.
         attributes: Returns further span attributes, from its arguments and result.
     """
@@ -37,6 +40,7 @@ class Method:
     blocks: bool = False
     size: Callable[[Arguments, Any], int] | None = None
     swapped: Callable[[Arguments, Any], bool | None] | None = None
+    repeats: Literal["nobody", "caller", "call"] = "nobody"
     contended: str = names.CAS_CONTENDED
     attributes: Callable[[Arguments, Any], Mapping[str, Any]] | None = None
 
@@ -107,7 +111,7 @@ def _swapped(args: Arguments, result: Any) -> bool | None:
 METHODS: tuple[Method, ...] = (
     Method(name="set", parameters=("key", "value"), size=_written(1)),
     Method(name="get", blocks=True, size=_read),
-    Method(name="add", parameters=("key", "num")),
+    Method(name="add", parameters=("key", "num"), repeats="call"),
     Method(name="check", parameters=("keys",), keys="many"),
     Method(name="wait", parameters=("keys",), keys="many", blocks=True),
     Method(

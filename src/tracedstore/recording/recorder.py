@@ -23,7 +23,6 @@ from tracedstore.recording.counters import (
     BOUNDS,
     BUCKETS,
     NANOSECONDS,
-    RETRIES,
     SWAPS_LOST,
     SWAPS_WON,
     UNRECORDED,
@@ -422,7 +421,6 @@ def _count_attempts(counts: SeriesCounts, probe: Probe) -> Attempts:
     attempts = probe.stop()
     counts[SWAPS_WON] += attempts.swaps_won
     counts[SWAPS_LOST] += attempts.swaps_lost
-    counts[RETRIES] += attempts.swaps_lost
     return attempts
 
 

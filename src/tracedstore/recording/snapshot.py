@@ -24,7 +24,6 @@ from tracedstore.recording.counters import (
     FULL_WAIT_BOUNDS,
     NANOSECONDS,
     OPERATION_BOUNDS,
-    RETRIES,
     SWAPS_LOST,
     SWAPS_WON,
     WAIT_BOUNDS,
@@ -32,12 +31,6 @@ from tracedstore.recording.counters import (
     SeriesCounts,
 )
 from tracedstore.recording.recorder import Recorder
-
-# Calls whose inner compare-and-sets are counted. Otherwise only calls that are
-# compare-and-sets have the metric.
-_REPEATS_SWAPS = frozenset({("etcd_store", "add"), ("etcd_v3_store", "add")})
-# A caller that loses one of these repeats it.
-_REPEATED_BY_CALLER = frozenset({"set_state"})
 
 Sums = Mapping[Series, SeriesCounts]
 # Values of labels, and a value.
@@ -107,7 +100,7 @@ class Snapshots:
         every = [one for one in known if self._full or any(sums[one][BUCKETS:])]
         yield from self._calls(every, sums)
         yield _errors(known, sums)
-        yield from _counters(every, sums)
+        yield from _counters(every, sums, recorder.series.probed)
         yield from self._in_flight(every)
         yield from self._cold()
         suppressed = {
@@ -251,7 +244,9 @@ def _errors(known: Iterable[Series], sums: Sums) -> Values:
     return Values(names.OPERATION_ERRORS, errors.items())
 
 
-def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Values]:
+def _counters(
+    every: Iterable[Series], sums: Sums, probed: Collection[str]
+) -> Iterator[Values]:
     attempts: dict[tuple[str, ...], float] = {}
     retries: dict[tuple[str, ...], float] = {}
     value_bytes: dict[tuple[str, ...], float] = {}
@@ -263,15 +258,13 @@ def _counters(every: Iterable[Series], sums: Sums) -> Iterator[Values]:
         total = totals.setdefault((one.store, one.method.name), [0] * BUCKETS)
         for position in range(BUCKETS):
             total[position] += sums[one][position]
-    for labels, total in totals.items():
-        method = methods[labels[1]]
-        repeats = labels in _REPEATS_SWAPS
-        if method.swapped is not None or repeats:
+    for (store, name), total in totals.items():
+        labels, method = (store, name), methods[name]
+        repeats_itself = method.repeats == "call" and store in probed
+        if method.swapped is not None or repeats_itself:
             attempts[*labels, names.WON] = total[SWAPS_WON]
             attempts[*labels, names.LOST] = total[SWAPS_LOST]
-        if repeats:
-            retries[labels] = total[RETRIES]
-        elif method.name in _REPEATED_BY_CALLER:
+        if repeats_itself or method.repeats == "caller":
             retries[labels] = total[SWAPS_LOST]
         if method.size is not None:
             value_bytes[labels] = total[BYTES]

@@ -85,6 +85,7 @@ _SET_STATE = Method(
     keys="none",
     size=lambda args, _result: size_of(args[0]) if args else 0,
     swapped=_accepted,
+    repeats="caller",
     contended=names.RENDEZVOUS_CONFLICT,
     attributes=_attributes,
 )
