@@ -91,7 +91,7 @@ bool blocks(Method method) {
 
 // Kinds of stores (`store` label). torch has four C++ classes.
 constexpr int MAX_KINDS = 8;
-// The layout of `core.counters`: five sums, then the buckets.
+// The layout of `recording.counters`: four sums, then the buckets.
 constexpr int NANOSECONDS = 0, BYTES = 1, SWAPS_WON = 2, SWAPS_LOST = 3, BUCKETS = 4;
 constexpr int MAX_COUNTS = 64;
 // Calls of one thread inside each other that are shown in flight.
