@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
+from tracedstore.common import election
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination.arrivals import (
     confirm_arrival,
@@ -21,9 +22,8 @@ from tracedstore.coordination.rank_registry import registry_decoder
 from tracedstore.naming import decoders
 from tracedstore.recording.recorder import RECORDER
 
-# How many of the first ranks to arrive read who is missing. One of them may die; with
-# ten thousand the store would be overloaded.
-READERS: Final = 2
+# How many of the first ranks to arrive read who is missing.
+READERS: Final = election.REPORTERS
 # Seconds that reading may take: the store may be gone, or hang. The verdict is due
 # within 5 s of the timeout.
 READ_TIMEOUT: Final = 4.0

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
+from tracedstore.common import election
 from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import process_identity
 from tracedstore.common.signal_safety import calling_thread
@@ -37,7 +38,6 @@ from tracedstore.diagnosis.session import (
     STORE_ERRORS,
     Session,
     Sessions,
-    reports_by_itself,
 )
 from tracedstore.recording.counters import ActiveCall, Call
 from tracedstore.recording.recorder import Recorder
@@ -51,9 +51,6 @@ _SETTLE = 1.5
 _RECORDS_TIMEOUT = 4.0
 # Seconds after which further ranks look, because those that did have published nothing.
 _VERDICT_TIMEOUT = 6.0
-# Processes that look at one stall. One of them may die; with ten thousand the store
-# would be overloaded.
-_LOOKERS = 2
 # Seconds that a call which timed out before a verdict was found waits for one: a share
 # of its own duration, between these bounds. Shorter calls than the minimum get none.
 _EXPLAIN_SHARE, _EXPLAIN_BOUNDS = 0.1, (0.5, 2.0)
@@ -246,7 +243,7 @@ class Diagnosis:
             self._publish(session, wait, waited, now)
             wait.refresh_at = now + wait.interval
         elif now >= wait.look_at and wait.reported:
-            wait.begin_round(_LOOKERS)
+            wait.begin_round(election.REPORTERS)
         if at_once and wait.record is not None:
             # First: when the caller has the exception, the process may end.
             self._sessions.end(active, wait.record, failed=True)
@@ -303,12 +300,12 @@ class Diagnosis:
             wait.elected = False  # the process that found it reports it
             return
         # The records of ten thousand ranks take seconds to read.
-        late = (_VERDICT_TIMEOUT + wait.interval) * wait.allowed / _LOOKERS
+        late = (_VERDICT_TIMEOUT + wait.interval) * wait.allowed / election.REPORTERS
         if not wait.order:
             wait.order = session.take_order()
         elif wait.looking() > late:
-            wait.allowed += _LOOKERS
-        wait.elected = wait.order <= wait.allowed
+            wait.allowed += election.REPORTERS
+        wait.elected = election.is_elected(wait.order, wait.allowed)
         if not (wait.elected or at_once):
             wait.look_at = now + wait.interval
             return
@@ -407,5 +404,6 @@ class Diagnosis:
             waiting_ranks=() if rank is None else (rank,),
             waited_seconds=waited_seconds(self._recorder, active),
         )
-        if reports_by_itself():
+        # The store does not respond, so the ranks cannot agree on one.
+        if election.is_first_of_host():
             stalled.report(wait, wait.verdict)

@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch.distributed import DistError
 
+from tracedstore.common import election
 from tracedstore.common.identity import bottom_of, number, process_identity
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import membership, rank_registry
@@ -177,8 +178,7 @@ class Session:
         """Return the position of this process among those that look, from 1."""
         # add() with 0 reads a counter on every store.
         number = self.connection.add(_VERDICT_COUNT, 0)
-        order: int = self.connection.add(f"{_LOOKERS}/{number}", 1)
-        return order
+        return election.take_position(self.connection, f"{_LOOKERS}/{number}")
 
     def read_verdict(self, record: BlockedRecord, since: float) -> Verdict | None:
         """Return the latest verdict if it covers a blocked call of this rank."""
@@ -306,14 +306,6 @@ class Sessions:
                 state, rank, world_size, connection=session.connection
             )
         return session
-
-
-def reports_by_itself() -> bool:
-    """Return whether this process reports a store that does not respond.
-
-    The ranks cannot agree on one then, so one a host does.
-    """
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _interval(member: Member) -> float | None:

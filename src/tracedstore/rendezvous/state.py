@@ -11,12 +11,11 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from tracedstore.common.election import first_of
 from tracedstore.rendezvous import state_pickle
 from tracedstore.rendezvous.heartbeats import Heartbeats
 
 T = TypeVar("T")
-# Number of nodes that report a silent one.
-_SILENCE_REPORTERS = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -240,8 +239,7 @@ class Attendance:
             for node, age in zip(nodes, ages, strict=True)
             if node != own and age is not None and age > seconds
         }
-        reporters = [node for node in nodes if node not in silent][:_SILENCE_REPORTERS]
-        return sorted(silent) if own in reporters else []
+        return sorted(silent) if own in first_of(nodes, without=silent) else []
 
     def skewed(self, own: Node | None) -> dict[Node, float]:
         """Return the nodes with another time than this one, and their skew.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
+from tracedstore.common.election import first_of
 from tracedstore.common.errors import error_message
 from tracedstore.common.identity import bottom_of, process_identity
 from tracedstore.common.signal_safety import raised_by_handler
@@ -83,16 +84,20 @@ class GroupCreation:
         verdict = self.verdict
         if verdict is None:
             return
-        reporters = {(self.ranks or (0,))[0], *verdict.awaited_ranks[:1]}
+        members = self.ranks or range(self.size)
+        reporters = {
+            *first_of(members, reporters=1),
+            *first_of(verdict.awaited_ranks, reporters=1),
+        }
         if verdict.cause == "too_many":
             # The first rank may be the other job's: one process of a host reports.
             run_id = process_identity().run_id
             self.claimed = self.claimed or claim(f"{run_id}/{self.name}/too_many")
             reporters = {self._own_rank()} if self.claimed is not None else set()
         elif verdict.cause == "stale":
-            members = self.ranks or range(self.size)
-            others = [one for one in members if one not in verdict.awaited_ranks]
-            reporters = set(others[:1])
+            reporters = set(
+                first_of(members, without=verdict.awaited_ranks, reporters=1)
+            )
         if self._own_rank() in reporters:
             stalled.report(self, verdict)
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from tracedstore import names
 from tracedstore.common import codec, procfs, ranges
 from tracedstore.common.codec import printable_text
+from tracedstore.common.election import is_elected, take_position
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_existing
@@ -107,7 +108,8 @@ def check_earlier(store: Any, rank: int, world_size: int) -> None:
     if replacement.is_duplicate:
         return
     # Every rank of the attempt finds one; the first of them reports it.
-    if store.add(f"{_STALE}/{own.attempt}/{own.run_id}", 1) == 1:
+    counter = f"{_STALE}/{own.attempt}/{own.run_id}"
+    if is_elected(take_position(store, counter), reporters=1):
         _report_replacement(replacement)
 
 
