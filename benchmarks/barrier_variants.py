@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from random import getrandbits
 from typing import Any
 
 import structlog
@@ -12,7 +11,11 @@ from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.utils import store as torch_store_utils
 
 import tracedstore
-from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
+from tracedstore.coordination.protocol import (
+    BarrierKeys,
+    encode_arrival,
+    last_arrival,
+)
 
 Barrier = Callable[[Any, int, str, int], None]
 
@@ -42,20 +45,23 @@ def _calls(store: Any, world_size: int, prefix: str, rank: int) -> None:
         store.wait([keys.last_member], timedelta(seconds=60))
 
 
-def _calls_and_ids(store: Any, world_size: int, prefix: str, rank: int) -> None:
+def _calls_and_last_rank(store: Any, world_size: int, prefix: str, rank: int) -> None:
     keys = BarrierKeys(prefix)
     store.append(keys.ledger, encode_arrival(rank, time.time()))
     if store.add(keys.num_members, 1) == world_size:
-        store.set(keys.last_member, f"{getrandbits(128):032x}-{getrandbits(64):016x}")
+        store.set(keys.last_member, last_arrival(rank))
         store.compare_set(keys.ledger, "", "")
     else:
         store.wait([keys.last_member], timedelta(seconds=60))
         store.compare_set(keys.last_member, "", "")
 
 
-# What a barrier cannot do without, on the bare store: its calls, and with tracing the
-# ids of the last rank's span, which the others read.
-FLOORS: dict[str, Barrier] = {"calls": _calls, "calls and ids": _calls_and_ids}
+# What a barrier cannot do without, on the bare store: its calls, and with telemetry the
+# last rank, which the others read.
+FLOORS: dict[str, Barrier] = {
+    "calls": _calls,
+    "calls and last rank": _calls_and_last_rank,
+}
 
 
 def configure(variant: str) -> None:

@@ -6,7 +6,6 @@ through a relay that counts. What waits for seconds is driven by a simulated clo
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -15,10 +14,8 @@ from simulated_ranks import CLOCK, as_rank, simulate_time, take_turns
 from stall_traffic import stalled_ranks
 from store_requests import CountingRelay
 
-from tracedstore.coordination import barrier_steps as steps
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.barrier import BarrierCall
-from tracedstore.coordination.protocol import BarrierKeys
 from tracedstore.diagnosis.ask.questions import polling_interval_of_rank
 from tracedstore.diagnosis.judgement.missing_ranks import find_causes
 from tracedstore.diagnosis.observe import group_stamps as stamps
@@ -109,8 +106,8 @@ def _calls(
 
 def _arrive(store: dist.Store, calls: list[BarrierCall]) -> None:
     for call in calls:
-        keys = BarrierKeys(call.prefix)
-        call.order, call.in_ledger = steps.arrive(store, keys, call.rank)
+        call.meeting = call._new_meeting(store)  # noqa: SLF001 - drives it
+        call.meeting.arrive(store)
 
 
 def _complete_barrier(store: dist.Store, ranks: int) -> None:
@@ -118,7 +115,7 @@ def _complete_barrier(store: dist.Store, ranks: int) -> None:
     _arrive(store, calls)
     # The last rank releases the others.
     for call in reversed(calls):
-        call._meet(timedelta(seconds=60))  # noqa: SLF001 - drives it
+        call._wait_or_complete(store, call.meeting)  # noqa: SLF001 - drives it
 
 
 def _stalled_barrier(store: dist.Store, ranks: int, lines: LogLines) -> None:
@@ -131,7 +128,7 @@ def _stalled_barrier(store: dist.Store, ranks: int, lines: LogLines) -> None:
     for rank, call in enumerate(calls):
         as_rank(rank, ranks, lines)
         with suppress(dist.DistStoreError):
-            call._meet(timedelta(seconds=_BARRIER_TIMEOUT))  # noqa: SLF001 - drives it
+            call._wait_or_complete(store, call.meeting)  # noqa: SLF001 - drives it
         call._timed_out(call._store)  # noqa: SLF001 - drives it
 
 

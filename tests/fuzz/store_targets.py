@@ -16,14 +16,13 @@ from support.hostile_pickles import OPCODES
 from support.rendezvous import pickled_state
 from tracedstore.common import validation
 from tracedstore.common.ranges import MAX_RANKS, fold, unfold
-from tracedstore.coordination import trace_context
 from tracedstore.coordination.arrivals import etcd_contents
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import (
     BarrierKeys,
-    LastArrival,
     Ledger,
     encode_arrival,
+    last_rank,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.diagnosis.ask.questions import Question
@@ -44,7 +43,6 @@ from tracedstore.tools.attach.store_contents import StoreSnapshot
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _NOW = datetime(2026, 11, 16, tzinfo=UTC)
-_TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _PAIR = struct.Struct(">BH")
 
 
@@ -71,9 +69,8 @@ def _ledger(data: bytes) -> None:
 
 
 def _last_arrival(data: bytes) -> None:
-    last = LastArrival.from_bytes(data)
-    assert last.rank is None or 0 <= last.rank < 2**32
-    assert len(last.traceparent) <= validation.MAX_TEXT
+    rank = last_rank(data)
+    assert rank is None or 0 <= rank < 2**32
 
 
 def _registry_entry(data: bytes) -> None:
@@ -106,11 +103,6 @@ def _rendezvous_state(data: bytes) -> None:
     nodes = [*seen.joined(None), *seen.waiting(None), *seen.left(None)]
     seen.silent_seconds(nodes, 0.0)
     sorted(state.present)
-
-
-def _trace_context(data: bytes) -> None:
-    found = trace_context._parsed(data.decode("ascii", "replace"))
-    assert found is None or found.is_valid
 
 
 def _torch_keys(data: bytes) -> None:
@@ -304,11 +296,6 @@ TARGETS = (
         name="rendezvous_state",
         run=_rendezvous_state,
         inputs=changed_bytes(_STATES | _OPCODES),
-    ),
-    Target(
-        name="trace_context",
-        run=_trace_context,
-        inputs=changed_bytes(st.just(_TRACEPARENT.encode())),
     ),
     Target(
         name="torch_keys",

@@ -230,19 +230,20 @@ class TestTraces:
         return Exported(tmp_path / "spans")
 
     def test_completed(self, barrier: FleetBarrier, exported: "Exported") -> None:
-        """The last rank's span is the root, and the others are its children."""
+        """The spans of all ranks have one parent."""
         barrier.start(0, 1, 3, timeout=60, spans=exported.path)
         barrier.wait_for_arrivals(3)
         barrier.start(2, timeout=60, spans=exported.path)
 
         barrier.assert_completed(0, 1, 2, 3)
-        root, *others = exported.spans(4, root=2)
-        assert root["parent_id"] is None
-        assert root["attributes"][ARRIVAL_ORDER] == 4
-        for span in others:
-            assert span["parent_id"] == root["context"]["span_id"]
-            assert span["context"]["trace_id"] == root["context"]["trace_id"]
-        for span in (root, *others):
+        spans = exported.spans(4)
+        assert_one_parent(spans)
+        orders = {
+            span["attributes"][RANK]: span["attributes"][ARRIVAL_ORDER]
+            for span in spans
+        }
+        assert orders[2] == 4
+        for span in spans:
             assert span["name"] == "barrier barrier/*"
             assert span["attributes"][RESULT] == "completed"
             assert span["attributes"][LAST] == 2
@@ -250,7 +251,7 @@ class TestTraces:
     def test_callers_with_traces(
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
-        """Spans of callers with a trace stay in it and link to the last rank's."""
+        """Spans of callers with a trace stay in it, and link to the others' parent."""
         options: dict[str, Any] = {
             "timeout": 20,
             "world_size": 3,
@@ -261,28 +262,25 @@ class TestTraces:
         barrier.start(0, **options)
 
         barrier.assert_completed(0, 1, 2)
-        root, *others = exported.spans(3, root=0)
+        alone, *others = exported.spans(3, first=0)
         steps = {span["context"]["span_id"]: span for span in exported.all("step")}
         for span in others:
             (link,) = span["links"]
-            assert link["context"]["span_id"] == root["context"]["span_id"]
+            assert link["context"]["span_id"] == alone["parent_id"]
+            assert link["context"]["trace_id"] == alone["context"]["trace_id"]
             assert span["parent_id"] in steps
-            assert span["context"]["trace_id"] != root["context"]["trace_id"]
+            assert span["context"]["trace_id"] != alone["context"]["trace_id"]
 
     def test_timeout(self, barrier: FleetBarrier, exported: "Exported") -> None:
-        """The span is exported before the exception, with the ids of the event.
-
-        The root is that of the first rank that reports, whichever it is.
-        """
+        """The span is exported before the exception, with the ids of the event."""
         barrier.start(0, 1, 3, timeout=2, spans=exported.path)
 
         barrier.assert_timed_out([2], 0, 1, 3)
         spans = exported.spans(3)
-        (root,) = [span for span in spans if span["parent_id"] is None]
+        assert_one_parent(spans)
         for span in spans:
             assert span["attributes"]["tracedstore.barrier.missing_ranks"] == [2]
             assert span["status"]["status_code"] == "ERROR"
-            assert span["parent_id"] in (None, root["context"]["span_id"])
         event_ids = {
             (event["rank"], "0x" + event["trace_id"], "0x" + event["span_id"])
             for event in barrier.events("barrier.timeout")
@@ -299,17 +297,16 @@ class TestTraces:
     def test_waiting_rank_killed(
         self, barrier: FleetBarrier, exported: "Exported"
     ) -> None:
-        """Its span is lost; the other spans are in one trace with a root."""
+        """Its span is lost; the other spans are in one trace."""
         barrier.start(0, 1, 2, timeout=60, spans=exported.path)
         barrier.wait_for_arrivals(3)
         barrier.kill(0)
         barrier.start(3, timeout=60, spans=exported.path)
 
         barrier.assert_completed(1, 2, 3)
-        root, *others = exported.spans(3, root=3)
-        for span in others:
-            assert span["parent_id"] == root["context"]["span_id"]
-        assert {span["attributes"][LAST] for span in (root, *others)} == {3}
+        spans = exported.spans(3)
+        assert_one_parent(spans)
+        assert {span["attributes"][LAST] for span in spans} == {3}
 
     def test_torch_rank_is_first(
         self, barrier: FleetBarrier, exported: "Exported"
@@ -327,8 +324,26 @@ class TestTraces:
         barrier.start(2, **options)
 
         barrier.assert_completed(0, 1, 2)
-        last, other = exported.spans(2, root=2)
-        assert other["parent_id"] == last["context"]["span_id"]
+        assert_one_parent(exported.spans(2))
+
+    def test_torch_rank_is_last(
+        self, barrier: FleetBarrier, exported: "Exported"
+    ) -> None:
+        """The others share a trace though it writes nothing about one."""
+        options: dict[str, Any] = {"timeout": 20, "world_size": 3}
+        barrier.start(1, 2, spans=exported.path, **options)
+        barrier.wait_for_arrivals(2)
+        barrier.start(0, flavour="torch", **options)
+
+        barrier.assert_completed(0, 1, 2)
+        assert_one_parent(exported.spans(2))
+
+
+def assert_one_parent(spans: list[dict[str, Any]]) -> None:
+    """Assert that spans are in one trace, below a parent that is none of them."""
+    assert len({span["context"]["trace_id"] for span in spans}) == 1
+    (parent,) = {span["parent_id"] for span in spans}
+    assert parent not in (None, *(span["context"]["span_id"] for span in spans))
 
 
 RANK = "tracedstore.rank"
@@ -348,8 +363,8 @@ class Exported:
         lines = Path(self.path).read_text().splitlines()
         return [span for span in map(json.loads, lines) if span["name"] == name]
 
-    def spans(self, count: int, root: int = 0) -> list[dict[str, Any]]:
+    def spans(self, count: int, first: int = 0) -> list[dict[str, Any]]:
         """Return all spans of barriers, `count` in number, with one rank's first."""
         spans = self.all("barrier barrier/*")
         assert len(spans) == count
-        return sorted(spans, key=lambda span: span["attributes"][RANK] != root)
+        return sorted(spans, key=lambda span: span["attributes"][RANK] != first)

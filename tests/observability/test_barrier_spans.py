@@ -1,20 +1,32 @@
 """The spans of barriers: one trace for all ranks, which are threads of one process."""
 
+import gc
 import itertools
 import socket
 import string
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch.distributed as dist
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import (
+    ConcurrentMultiSpanProcessor,
+    ReadableSpan,
+    TracerProvider,
+)
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from prometheus_client import CollectorRegistry
 
 import tracedstore
@@ -23,11 +35,11 @@ from support.events import Events
 from tracedstore import names
 from tracedstore.common.keys import MAX_FAMILIES, OTHER_FAMILIES
 from tracedstore.coordination.barrier import BarrierCall
-from tracedstore.coordination.protocol import LastArrival
+from tracedstore.coordination.trace_context import JOB_COUNT_KEY, JOB_KEY
 from tracedstore.diagnosis.judgement.missing_ranks import find_causes
 from tracedstore.export import setup
+from tracedstore.export.late_spans import LateSpans
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.telemetry import TELEMETRY, SpanIds
 from tracedstore.testing import FakeClock, FlakyStore
 
 PREFIX = "tracedstore.barrier."
@@ -91,6 +103,204 @@ def test_families_of_their_own(
     assert RECORDER.families.of("another") == OTHER_FAMILIES
 
 
+def assert_one_parent(by_rank: Sequence[ReadableSpan]) -> None:
+    """Assert that spans are in one trace, below a parent that is none of them."""
+    parents = {
+        None if span.parent is None else (span.parent.trace_id, span.parent.span_id)
+        for span in by_rank
+    }
+    assert len({span.context.trace_id for span in by_rank}) == 1
+    assert len(parents) == 1
+    assert None not in parents
+    assert not any(span.links for span in by_rank)
+
+
+def _interrupt(*_arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def in_run(monkeypatch: pytest.MonkeyPatch, run_id: str, attempt: int = 0) -> None:
+    """Make this a process of a run that torchrun started."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+
+
+class TestDerivedIds:
+    """Which barriers share a trace, and whether it is sampled."""
+
+    def trace_of(self, store: Any, spans: InMemorySpanExporter, prefix: str) -> int:
+        """Return the trace id of a barrier of one rank."""
+        spans.clear()
+        tracedstore.barrier(store, 1, prefix, rank=0)
+        (span,) = barrier_spans(spans)
+        return int(span.context.trace_id)
+
+    def test_run_id(
+        self, traced: Any, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Run id, attempt and prefix say which trace; no call of the store does."""
+        in_run(monkeypatch, "run-17")
+        first = self.trace_of(traced, spans, "a")
+        other_store = tracedstore.wrap(dist.HashStore())
+        assert self.trace_of(other_store, spans, "a") == first
+        others = [self.trace_of(other_store, spans, "b")]
+        in_run(monkeypatch, "run-17", 1)
+        others.append(self.trace_of(tracedstore.wrap(dist.HashStore()), spans, "a"))
+        in_run(monkeypatch, "run-18")
+        others.append(self.trace_of(tracedstore.wrap(dist.HashStore()), spans, "a"))
+
+        assert len({first, *others}) == 4
+        assert not traced.check([JOB_KEY])
+
+    @pytest.mark.parametrize("run_id", ["", "none"])
+    def test_no_run_id(
+        self,
+        traced: Any,
+        spans: InMemorySpanExporter,
+        monkeypatch: pytest.MonkeyPatch,
+        run_id: str,
+    ) -> None:
+        """Jobs that nobody named have traces of their own: one for each store."""
+        in_run(monkeypatch, run_id)
+        jobs = [dist.HashStore(), dist.HashStore()]
+        found = [
+            self.trace_of(tracedstore.wrap(job), spans, prefix)
+            for job in jobs
+            for prefix in "ab"
+        ]
+        # Another rank, which has its own store object.
+        again = self.trace_of(
+            tracedstore.wrap(dist.PrefixStore("", jobs[0])), spans, "c"
+        )
+
+        assert len({*found, again}) == 5
+        assert jobs[0].check([JOB_KEY])
+
+    @pytest.mark.parametrize("value", [b"", b"\xff" * 1000, b"x"])
+    def test_hostile_job(
+        self, traced: Any, spans: InMemorySpanExporter, value: bytes
+    ) -> None:
+        """What another client wrote as the job is hashed like any other."""
+        traced.set(JOB_KEY, value)
+        run_barrier(traced, 2)
+
+        assert_one_parent(barrier_spans(spans))
+
+    def test_store_without_compare_and_set(
+        self,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
+        spans: InMemorySpanExporter,
+        tmp_path: Path,
+    ) -> None:
+        """The first rank that counts itself says what the job is."""
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        stores = [dist.FileStore(str(tmp_path / "store"), 8) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda rank: barrier(stores[rank], rank, 4), range(4)))
+
+        assert_one_parent(barrier_spans(spans))
+
+    def test_first_rank_died(
+        self,
+        registry: CollectorRegistry,
+        provider: TracerProvider,
+        spans: InMemorySpanExporter,
+        tmp_path: Path,
+    ) -> None:
+        """If it died before it said so, a rank waits once, and has its own traces."""
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        store = dist.FileStore(str(tmp_path / "store"), 8)
+        store.add(JOB_COUNT_KEY, 1)
+        for prefix in "ab":
+            tracedstore.barrier(store, 1, prefix, rank=0)
+
+        assert [span.parent for span in barrier_spans(spans)] == [None, None]
+        assert RECORDER.failures.counts()[names.BARRIERS] == 1
+
+    @pytest.mark.parametrize("follows_parent", [True, False])
+    def test_sampled_together(
+        self,
+        registry: CollectorRegistry,
+        spans: InMemorySpanExporter,
+        monkeypatch: pytest.MonkeyPatch,
+        follows_parent: bool,
+    ) -> None:
+        """Of every barrier all spans are sampled, or none; and about the ratio."""
+        in_run(monkeypatch, "run-17")
+        ratio: Any = TraceIdRatioBased(0.5)
+        provider = TracerProvider(
+            sampler=ParentBased(ratio) if follows_parent else ratio,
+            shutdown_on_exit=False,
+        )
+        provider.add_span_processor(SimpleSpanProcessor(spans))
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        store = tracedstore.wrap(dist.HashStore())
+        with ThreadPoolExecutor(2) as pool:
+            for number in range(40):
+                calls = [
+                    pool.submit(tracedstore.barrier, store, 2, f"b/{number}", rank=rank)
+                    for rank in range(2)
+                ]
+                for call in calls:
+                    call.result(20)
+
+        counts = Counter(span.context.trace_id for span in barrier_spans(spans))
+        assert set(counts.values()) == {2}
+        assert 5 < len(counts) < 35
+
+
+class TestFlush:
+    """Spans of completed barriers are made late, but before a flush."""
+
+    @pytest.mark.parametrize("concurrent", [True, False])
+    def test_force_flush(self, registry: CollectorRegistry, concurrent: bool) -> None:
+        """They are exported by a flush of the application's provider."""
+        exported = InMemorySpanExporter()
+        several = ConcurrentMultiSpanProcessor() if concurrent else None
+        provider = TracerProvider(shutdown_on_exit=False, active_span_processor=several)
+        provider.add_span_processor(
+            BatchSpanProcessor(exported, schedule_delay_millis=600_000)
+        )
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        barrier(tracedstore.wrap(dist.HashStore()), 0, 1)
+        provider.force_flush()
+        found = exported.get_finished_spans()
+
+        assert "barrier step/*" in [span.name for span in found]
+        provider.shutdown()
+
+    def test_nothing_is_replaced(
+        self, registry: CollectorRegistry, provider: TracerProvider
+    ) -> None:
+        """The application's objects have what they had, and one processor more."""
+        before = dict(vars(provider))
+        tracer = provider.get_tracer("test")
+        generator, sampler = tracer.id_generator, tracer.sampler  # type: ignore[attr-defined]
+        for _ in range(2):
+            tracedstore.configure(registry=registry, tracer_provider=provider)
+            run_barrier(tracedstore.wrap(dist.HashStore()), 1)
+        added = provider._active_span_processor._span_processors[1:]
+
+        assert vars(provider) == before
+        assert [type(processor) for processor in added] == [LateSpans]
+        assert provider.id_generator is generator
+        own = provider.get_tracer(names.SCOPE)
+        assert (own.id_generator, own.sampler) == (generator, sampler)  # type: ignore[attr-defined]
+
+    def test_provider_is_not_kept(self, registry: CollectorRegistry) -> None:
+        """A provider that the application drops is freed."""
+        provider = TracerProvider(shutdown_on_exit=False)
+        tracedstore.configure(registry=registry, tracer_provider=provider)
+        run_barrier(tracedstore.wrap(dist.HashStore()), 1)
+        tracedstore.shutdown()
+        alive = ref(provider)
+        del provider
+        gc.collect()
+
+        assert alive() is None
+
+
 class TestOneTrace:
     """All ranks of a barrier share one trace, in whatever order they arrive."""
 
@@ -98,16 +308,12 @@ class TestOneTrace:
     def test_ranks_arrive_at_once(
         self, traced: Any, spans: InMemorySpanExporter, world_size: int
     ) -> None:
-        """The trace has one root."""
+        """All spans have one parent."""
         run_barrier(traced, world_size)
 
         by_rank = barrier_spans(spans)
         assert len(by_rank) == world_size
-        assert len({span.context.trace_id for span in by_rank}) == 1
-        roots = [span for span in by_rank if span.parent is None]
-        assert len(roots) == 1
-        parents = {span.parent.span_id for span in by_rank if span.parent}
-        assert parents <= {roots[0].context.span_id}
+        assert_one_parent(by_rank)
 
     def test_tracer_that_is_not_of_the_sdk(
         self,
@@ -115,7 +321,7 @@ class TestOneTrace:
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """Its ids are known when the span has started, so that is done first."""
+        """It is given the parent like any other."""
         tracedstore.configure(
             registry=registry, tracer_provider=_OtherProvider(provider)
         )
@@ -123,71 +329,30 @@ class TestOneTrace:
 
         by_rank = barrier_spans(spans)
         assert len(by_rank) == 3
-        (root,) = [span for span in by_rank if span.parent is None]
-        parents = {span.parent.span_id for span in by_rank if span.parent}
-        assert parents == {root.context.span_id}
+        assert_one_parent(by_rank)
 
-    def test_warning_of_the_last_rank(
-        self, traced: Any, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The watcher makes its span while ids are reserved; the others join it."""
-        call = BarrierCall(traced, 1, "step/7", 20, 0, None, 0, find_causes, 0)
-        reserve = TELEMETRY.reserve_span
-
-        def warn_and_reserve() -> SpanIds | None:
-            call.span.begin()
-            return reserve()
-
-        monkeypatch.setattr(TELEMETRY, "reserve_span", warn_and_reserve)
-        call.run()
-
-        (span,) = barrier_spans(spans)
-        shared = LastArrival.from_bytes(traced.get("step/7/last_member")).traceparent
-        assert f"{span.context.span_id:016x}" in shared
-
-    @pytest.mark.parametrize("warned", [False, True])
-    def test_prepared_ids(
-        self,
-        traced: Any,
-        spans: InMemorySpanExporter,
-        monkeypatch: pytest.MonkeyPatch,
-        warned: bool,
-    ) -> None:
-        """Ids of the second barrier are known before it, for the watcher too."""
-        run_barrier(traced, 1)
-        barrier_spans(spans)
-        spans.clear()
-        monkeypatch.setattr(TELEMETRY, "reserve_span", None)
-        call = BarrierCall(traced, 1, "step/8", 20, 0, None, 0, find_causes, 0)
-        if warned:
-            call.span.begin()
-        call.run()
-
-        (span,) = barrier_spans(spans)
-        assert span.parent is None
-        shared = LastArrival.from_bytes(traced.get("step/8/last_member")).traceparent
-        assert f"{span.context.trace_id:032x}-{span.context.span_id:016x}" in shared
-
-    def test_prepared_ids_are_not_for_a_trace(
+    def test_caller_in_a_trace(
         self, traced: Any, spans: InMemorySpanExporter, provider: TracerProvider
     ) -> None:
-        """A last rank that is in a trace passes on that trace."""
-        run_barrier(traced, 1)
-        barrier_spans(spans)
-        spans.clear()
-        with provider.get_tracer("test").start_as_current_span("step") as step:
-            tracedstore.barrier(traced, 1, "step/8", rank=0)
+        """Its span stays in that trace, and links to the parent of the others."""
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(barrier, traced, 0)
+            with provider.get_tracer("test").start_as_current_span("step") as step:
+                barrier(traced, 1)
+            other.result(10)
 
-        (span,) = barrier_spans(spans)
-        assert span.parent is not None
-        assert span.parent.span_id == step.get_span_context().span_id
-        shared = LastArrival.from_bytes(traced.get("step/8/last_member")).traceparent
-        assert f"{span.context.trace_id:032x}-{span.context.span_id:016x}" in shared
+        alone, inside = barrier_spans(spans)
+        assert inside.parent is not None
+        assert inside.parent.span_id == step.get_span_context().span_id
+        (link,) = inside.links
+        assert alone.parent is not None
+        assert link.context.trace_id == alone.context.trace_id
+        assert link.context.span_id == alone.parent.span_id
 
     def test_ranks_time_out_at_once(
         self, traced: Any, spans: InMemorySpanExporter
     ) -> None:
-        """They agree on one root, whichever reports first."""
+        """They have one parent, whichever reports first."""
 
         def time_out(rank: int) -> None:
             with pytest.raises(tracedstore.BarrierTimeout):
@@ -198,9 +363,39 @@ class TestOneTrace:
 
         by_rank = barrier_spans(spans)
         assert len(by_rank) == 4
-        (root,) = [span for span in by_rank if span.parent is None]
-        parents = {span.parent.span_id for span in by_rank if span.parent}
-        assert parents == {root.context.span_id}
+        assert_one_parent(by_rank)
+
+    def test_late_rank(
+        self, traced: Any, spans: InMemorySpanExporter, events: Events
+    ) -> None:
+        """A rank that warned, one that timed out and the late one are in one trace."""
+
+        def time_out(rank: int) -> None:
+            with pytest.raises(tracedstore.BarrierTimeout):
+                barrier(traced, rank, 3, barrier_timeout=0.2)
+
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(barrier, traced, 0, 3, warn_after=0.01)
+            wait_until(lambda: [e for e in events() if e["event"] == "barrier.waiting"])
+            pool.submit(time_out, 1).result(20)
+            barrier(traced, 2, 3)
+            first.result(10)
+
+        by_rank = barrier_spans(spans)
+        assert len(by_rank) == 3
+        assert_one_parent(by_rank)
+
+    def test_interrupted_rank(
+        self, traced: Any, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A call that is interrupted has its span in the trace too."""
+        call = BarrierCall(traced, 2, "step/7", 20, 0, None, 0, find_causes, 0)
+        monkeypatch.setattr(call, "_introduce", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call.run()
+
+        (span,) = barrier_spans(spans)
+        assert (span.attributes or {})[PREFIX + "result"] == "failed"
 
     def test_store_calls_of_barrier_have_no_spans(
         self, traced: Any, spans: InMemorySpanExporter
@@ -283,9 +478,9 @@ class TestContent:
             barrier(traced, 1)
             first.result(60)
 
-        first_span, last_span = barrier_spans(spans)
-        (link,) = first_span.links
-        assert link.context.span_id == last_span.context.span_id
+        by_rank = barrier_spans(spans)
+        assert_one_parent(by_rank)
+        first_span, _ = by_rank
         assert warnings[0]["span_id"] == f"{first_span.context.span_id:016x}"
         assert warnings[0]["trace_id"] == f"{first_span.context.trace_id:032x}"
 
@@ -308,7 +503,7 @@ class TestNoSpans:
     def test_not_sampled(
         self, registry: CollectorRegistry, spans: InMemorySpanExporter, events: Events
     ) -> None:
-        """The first rank's sampler decides; events have no trace id."""
+        """Events have no trace id."""
         provider = TracerProvider(sampler=ALWAYS_OFF)
         tracedstore.configure(registry=registry, tracer_provider=provider)
         with pytest.raises(tracedstore.BarrierTimeout):

@@ -19,7 +19,7 @@ ENTRY = {
     "started": 1.0,
 }
 REPORT = json.loads(MissingReport.unknown(4).to_bytes())
-LAST_ARRIVAL = json.loads(last_arrival(3, "00-0"))
+LAST_ARRIVAL = json.loads(last_arrival(3))
 PROCESS_STATUS = {
     **dict.fromkeys(("host", "operation", "detail", "source"), "x"),
     "rank": 0,

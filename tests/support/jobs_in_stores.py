@@ -44,7 +44,7 @@ def arrive(
         store.add(keys.num_members, 1)
     if complete:
         *_, last = times
-        store.set(keys.last_member, last_arrival(last, ""))
+        store.set(keys.last_member, last_arrival(last))
 
 
 def time_out(store: Any, prefix: str, *ranks: int) -> None:

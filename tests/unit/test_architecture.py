@@ -167,6 +167,7 @@ ALLOWED_USERS = {
         "tools/demo/rank.py",
         "export/tracing.py",
         "export/otlp.py",
+        "export/late_spans.py",
         "signals/otel_metrics.py",
     },
     "structlog": {"signals/events.py"},

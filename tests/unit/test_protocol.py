@@ -1,7 +1,6 @@
 """The keys of a barrier and the layout of their values."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -10,10 +9,10 @@ from torch.distributed.elastic.utils import store as torch_store
 
 from tracedstore.coordination.protocol import (
     BarrierKeys,
-    LastArrival,
     Ledger,
     encode_arrival,
     last_arrival,
+    last_rank,
 )
 
 RANKS = st.integers(min_value=0, max_value=2**32 - 1)
@@ -34,26 +33,23 @@ class TestBarrierKeys:
         assert keys.tracing_gate == "torchelastic/exit" + torch_store._TRACING_GATE
 
 
-TRACEPARENT = "00-" + "0af7651916cd43dd8448eb211c80319c" + "-b7ad6b7169203331-03"
-
-
 class TestLastArrival:
     """The value of the last_member key."""
 
-    def test_round_trip(self) -> None:
+    @pytest.mark.parametrize("rank", [3, None])
+    def test_round_trip(self, rank: int | None) -> None:
         """Parsing returns the encoded value."""
-        for last in (LastArrival(3, TRACEPARENT), LastArrival(None, "")):
-            value = last_arrival(last.rank, last.traceparent)
+        value = last_arrival(rank)
 
-            assert LastArrival.from_bytes(value.encode()) == last
-            assert json.loads(value) == asdict(last)
+        assert last_rank(value.encode()) == rank
+        assert value == json.dumps({"rank": rank})
 
     @pytest.mark.parametrize(
         "value", [b"<val_ignored>", b"", b"{}", b"[]", b"null", b"\xff"]
     )
     def test_other_values(self, value: bytes) -> None:
-        """The value of a plain torch rank has no fields, and is no error."""
-        assert LastArrival.from_bytes(value) == LastArrival()
+        """The value of a plain torch rank has no rank, and is no error."""
+        assert last_rank(value) is None
 
 
 class TestLedger:

@@ -20,9 +20,9 @@ from tracedstore.common import validation
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.protocol import (
     BarrierKeys,
-    LastArrival,
     Ledger,
     encode_arrival,
+    last_rank,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.local.facts import ProcessFacts
@@ -98,10 +98,9 @@ def test_missing_report(value: bytes) -> None:
 
 @given(values(LAST_ARRIVAL))
 def test_last_arrival(value: bytes) -> None:
-    """LastArrival.from_bytes returns an empty or bounded value."""
-    last = LastArrival.from_bytes(value)
-    assert last.rank is None or 0 <= last.rank < 2**32
-    assert len(last.traceparent) <= 1024
+    """last_rank returns None or a bounded rank."""
+    rank = last_rank(value)
+    assert rank is None or 0 <= rank < 2**32
 
 
 @given(st.binary(max_size=400))
@@ -182,7 +181,7 @@ class TestStatus:
         keys = BarrierKeys("b")
         names = (
             *(keys.num_members, keys.last_member, keys.ledger, keys.missing_report),
-            *(keys.confirmations, keys.repeat_count, keys.traceparent),
+            *(keys.confirmations, keys.repeat_count),
             "torch.rendezvous.job",
             *("torch.rendezvous.job.1/MASTER_ADDR", f"{REGISTRY}/1"),
             *("torch.rendezvous.job.1/MASTER_PORT", f"{REGISTRY}/9"),

@@ -124,9 +124,7 @@ class ProcessIdentity:
     def from_environment(cls, environ: Mapping[str, str]) -> "ProcessIdentity":
         """Read the variables that torchrun and ``env://`` set."""
         return cls(
-            run_id=environ.get("TRACEDSTORE_RUN_ID")
-            or environ.get("TORCHELASTIC_RUN_ID")
-            or None,
+            run_id=run_id_of(environ),
             rank=number(environ.get("RANK")),
             local_rank=number(environ.get("LOCAL_RANK")),
             world_size=number(environ.get("WORLD_SIZE")),
@@ -157,6 +155,13 @@ def host_name(environ: Mapping[str, str] = os.environ) -> str:
     pod = environ.get("TRACEDSTORE_POD_NAME") or socket.gethostname()
     node = environ.get("TRACEDSTORE_NODE_NAME")
     return key_text(f"{pod}@{node}" if node else pod)
+
+
+def run_id_of(environ: Mapping[str, str]) -> str | None:
+    """Return the run id of the job: ours, else torchrun's; None without one."""
+    return (
+        environ.get("TRACEDSTORE_RUN_ID") or environ.get("TORCHELASTIC_RUN_ID") or None
+    )
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

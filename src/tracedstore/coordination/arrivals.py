@@ -162,19 +162,6 @@ def has_duplicates(store: Any, keys: BarrierKeys, ledger: Ledger) -> bool:
     return bool(store.check([keys.repeat_count]))
 
 
-def share_traceparent(store: Any, keys: BarrierKeys, traceparent: str) -> str:
-    """Publish a traceparent, unless another rank has; return the published one."""
-    value: bytes
-    if store.has_extended_api():
-        value = store.compare_set(keys.traceparent, "", traceparent)
-    elif store.check([keys.traceparent]):
-        value = store.get(keys.traceparent)
-    else:
-        store.set(keys.traceparent, traceparent)
-        return traceparent
-    return value.decode("ascii", "replace")
-
-
 def _confirmed(store: Any, keys: BarrierKeys, ranks: Sequence[int]) -> set[int]:
     """Return the ranks that confirmed that they were counted."""
     if store.check([keys.confirmations]):

@@ -12,8 +12,6 @@ the store are not affected.
 import time
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -23,12 +21,7 @@ from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import is_from_torch
 from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
-from tracedstore.coordination import barrier_steps as steps
-from tracedstore.coordination.arrivals import (
-    has_duplicates,
-    read_arrivals,
-    share_traceparent,
-)
+from tracedstore.coordination.arrivals import has_duplicates, read_arrivals
 from tracedstore.coordination.barrier_telemetry import (
     BarrierTelemetry,
     guarded,
@@ -36,19 +29,16 @@ from tracedstore.coordination.barrier_telemetry import (
 from tracedstore.coordination.barrier_timeout import BarrierTimeout
 from tracedstore.coordination.connections import bare_store, side_connection
 from tracedstore.coordination.exchange import AnyStore
+from tracedstore.coordination.meeting import AnyMeeting, Meeting
 from tracedstore.coordination.missing_reader import (
     READ_TIMEOUT,
     READERS,
     MissingReader,
 )
 from tracedstore.coordination.missing_report import Examine, MissingReport
-from tracedstore.coordination.protocol import (
-    BarrierKeys,
-    Ledger,
-    is_complete,
-    last_arrival,
-)
+from tracedstore.coordination.protocol import BarrierKeys, Ledger
 from tracedstore.coordination.rank_registry import is_registered, register
+from tracedstore.coordination.trace_context import job_of
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.recording.watcher import WATCHER
@@ -90,11 +80,6 @@ class BarrierCall(BarrierTelemetry):
     """
 
     observer = names.BARRIERS
-    in_ledger = True
-    # As the last rank: the trace that the others join. None if it is known only then.
-    _shared: str | None = ""
-    # As the last rank: the ledger, if it has not each rank once.
-    entries: bytes | None = None
     # A thread reads who is missing.
     _warning = False
 
@@ -125,11 +110,6 @@ class BarrierCall(BarrierTelemetry):
         self.observed = observed = traced or TELEMETRY.emits_debug_events()
         if observed:
             self.caller = copy_context()
-        if traced:
-            ids = TELEMETRY.take_span_ids()
-            self._shared = None
-            if ids is not None:
-                self.ids, self._shared = ids, ids.traceparent
 
     @property
     def _keys(self) -> BarrierKeys:
@@ -146,8 +126,8 @@ class BarrierCall(BarrierTelemetry):
         Raises:
             BarrierTimeout: A rank did not arrive in time.
         """
-        # The span covers the calls. Theirs would be in other traces: their parent is
-        # not known yet.
+        # The span covers the calls. Theirs would be in other traces: the span is made
+        # later, and has no id before.
         covered = self.traced and get_ident() not in RECORDER.without_call_spans
         if covered:
             RECORDER.without_call_spans.add(get_ident())
@@ -159,25 +139,13 @@ class BarrierCall(BarrierTelemetry):
             if self.due < WATCHER.looks_at:
                 guarded(WATCHER.wake)
             try:
-                if self.rank is not None and not is_registered(store, self.rank):
-                    guarded(register, store, self.rank, self.world_size)
-                native = RECORDER.native
-                if not (
-                    native is not None
-                    and type(store) is native.store_class
-                    and store._meet(  # noqa: SLF001
-                        self,
-                        self.prefix,
-                        self.rank,
-                        self.world_size,
-                        self._timeout,
-                        self.observed,
-                        self._shared,
-                    )
-                ):
-                    self._meet(timedelta(seconds=self._timeout))
-                if self.entries is not None:
-                    guarded(self._audit)
+                self._introduce(store)
+                # Its results can be read while it waits.
+                self.meeting = meeting = self._new_meeting(store)
+                meeting.arrive(store)
+                self._wait_or_complete(store, meeting)
+                if meeting.is_last and (entries := meeting.entries) is not None:
+                    guarded(self._audit, entries)
             finally:
                 WATCHER.watches.discard(self)
         except BaseException as error:
@@ -194,11 +162,18 @@ class BarrierCall(BarrierTelemetry):
         self.ended = True
         RECORDER.cold.record(
             (names.BARRIER_DURATION, (self.prefix, "completed"), duration),
-            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), self.is_last),
+            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), meeting.is_last),
         )
         if self.observed:
             self.duration = duration
             TELEMETRY.defer(self.emit_completed)
+
+    def _introduce(self, store: AnyStore) -> None:
+        """Register the rank, and learn the job; mostly nothing is left to do."""
+        if self.rank is not None and not is_registered(store, self.rank):
+            guarded(register, store, self.rank, self.world_size)
+        if self.traced:
+            self.job = job_of(store)
 
     def _end_failed(self, error: Exception, store: AnyStore) -> None:
         """End a call that raised; the caller raises the error again.
@@ -212,44 +187,34 @@ class BarrierCall(BarrierTelemetry):
         from_torch = is_from_torch(bare_store(store))
         self.emit_failed(error, from_torch=from_torch)
 
-    def _meet(self, timeout: timedelta) -> None:
-        """Arrive and wait, or go on where C++ has stopped."""
-        store = self._store
-        if not self.order:
-            self.order, self.in_ledger = steps.arrive(store, self._keys, self.rank)
-            self.arrived = RECORDER.ticks()
-        if self.order == self.world_size:
-            self._complete()
-            return
-        if self.order > self.world_size:
-            guarded(self._report_stale, self.order)
-        self.last = steps.wait_for(store, self.last_member_key, timeout, self.observed)
-
-    def _complete(self) -> None:
-        """Complete the barrier, as the last rank."""
-        store, shared = self._store, ""
-        if self.traced:
-            shared = guarded(self.reserve_span) or ""  # the others join it
-        last = last_arrival(self.rank, shared)
+    def _new_meeting(self, store: AnyStore) -> AnyMeeting:
         native = RECORDER.native
         if native is not None and type(store) is native.store_class:
-            store._complete(  # noqa: SLF001
-                *(self, self.prefix, last, self.world_size),
-                *(self.in_ledger, self.observed),
+            made: AnyMeeting | None = store._meeting(  # noqa: SLF001
+                *(self.prefix, self.rank, self.world_size),
+                *(self._timeout, self.observed),
             )
+            if made is not None:
+                return made
+        return Meeting(
+            *(self.prefix, self.rank, self.world_size, self._timeout),
+            observed=self.observed,
+        )
+
+    def _wait_or_complete(self, store: AnyStore, meeting: AnyMeeting) -> None:
+        order = meeting.order
+        if order == self.world_size:
+            meeting.complete(store)
             return
-        entries = steps.complete(store, self._keys, last, self.in_ledger)
-        if not self.in_ledger:
-            self.entries = b""
-        elif entries is not None and not is_complete(entries, self.world_size):
-            self.entries = entries
-        self.is_last, self.last = True, last.encode()
+        if order > self.world_size:
+            guarded(self._report_stale, order)
+        meeting.wait(store)
 
     # The rest is optional and must not fail the barrier.
 
-    def _audit(self) -> None:
+    def _audit(self, entries: bytes) -> None:
         """Report a rank that was counted twice: the barrier completed too early."""
-        ledger = Ledger(self.entries or b"")
+        ledger = Ledger(entries)
         if self.rank is not None and has_duplicates(self._store, self._keys, ledger):
             self._report_stale(self.world_size)
 
@@ -259,7 +224,7 @@ class BarrierCall(BarrierTelemetry):
 
     def report(self) -> None:
         """Start to read who is missing, unless that is under way."""
-        if 0 < self.order <= READERS and not self._warning:
+        if 0 < self.meeting.order <= READERS and not self._warning:
             # Not waited for: a store that hangs must not hold up the watcher.
             start_bounded_thread(partial(guarded, self._read_and_warn))
 
@@ -282,14 +247,16 @@ class BarrierCall(BarrierTelemetry):
         del own
         with RECORDER.no_call_spans(), connection as store:
             report = self._reader().read(store)
-            return self._publish(store, report) if report.unseen_ranks else report
+            if report.unseen_ranks:
+                self._publish(store, report)
+            return report
 
     def _reader(self) -> MissingReader:
         return MissingReader(
             keys=self._keys,
             rank=self.rank,
             world_size=self.world_size,
-            order=self.order,
+            order=self.meeting.order,
             decoder=self._decoder,
             trace_timeout=self._trace_timeout,
             examine=self._examine,
@@ -305,7 +272,7 @@ class BarrierCall(BarrierTelemetry):
                 READ_TIMEOUT, partial(reader.read_after_timeout, store)
             )
             report = reader.wait_for_names(store, report)
-            report = run_with_timeout(
+            run_with_timeout(
                 READ_TIMEOUT, partial(self._publish_after_timeout, store, report)
             )
         except Exception as error:
@@ -314,28 +281,12 @@ class BarrierCall(BarrierTelemetry):
             report, self._timeout, own_names=self._decoder is not None
         )
 
-    def _publish_after_timeout(
-        self, store: AnyStore, report: MissingReport
-    ) -> MissingReport:
+    def _publish_after_timeout(self, store: AnyStore, report: MissingReport) -> None:
         with RECORDER.no_call_spans():
-            report = self._publish(store, report)
+            self._publish(store, report)
             if self.rank == 0:
                 # Plain torch's other ranks wait for rank 0 to have read.
                 store.set(self._keys.tracing_gate, "<val_ignored>")
-            return report
 
-    def _publish(self, store: Any, report: MissingReport) -> MissingReport:
-        """Publish a report, with the trace that all ranks join; return it."""
-        if self.traced and not report.traceparent:
-            shared = guarded(self._share_trace, store)
-            report = replace(report, traceparent=shared or "")
+    def _publish(self, store: Any, report: MissingReport) -> None:
         store.set(self._keys.missing_report, report.to_bytes())
-        return report
-
-    def _share_trace(self, store: Any) -> str:
-        """Join the span of the first rank that reports, or be it; return its trace."""
-        self.span.begin()
-        own = self.span.traceparent()
-        shared = share_traceparent(store, self._keys, own) if own else ""
-        self.span.join(shared)
-        return shared

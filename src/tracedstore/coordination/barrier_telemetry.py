@@ -15,13 +15,14 @@ from tracedstore import names
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
 from tracedstore.common.keys import key_text
 from tracedstore.coordination.barrier_timeout import BarrierTimeout, torch_message
+from tracedstore.coordination.meeting import AnyMeeting, Meeting
 from tracedstore.coordination.missing_report import MissingReport, StalledBarrier
-from tracedstore.coordination.protocol import LastArrival
+from tracedstore.coordination.protocol import last_rank
 from tracedstore.coordination.trace_context import NO_SPAN, BarrierSpan
 from tracedstore.naming import decoders
 from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.telemetry import TELEMETRY, SpanIds, Telemetry
+from tracedstore.recording.telemetry import TELEMETRY, Telemetry
 
 # Seconds for exporting spans before `BarrierTimeout` is raised, which may end the job.
 _FLUSH_TIMEOUT = 1.0
@@ -44,14 +45,11 @@ class BarrierTelemetry:
         world_size: Number of ranks.
         traced: The call gets a span.
         caller: The context of the caller, if the call is observed.
-        ids: The ids that were reserved for its span; unset until it has some.
+        job: What all ranks have in common, if the call gets a span and it is known.
         observed: A span or an event is made of the call when it has completed.
         began: When the call began, in ticks.
         duration: The duration of a completed call, in ticks.
-        arrived: When the store had counted this rank, in ticks.
-        order: The position of this rank's arrival, 0 before it.
-        is_last: This rank arrived last.
-        last: What the last rank wrote, if it was read.
+        meeting: What came of the steps of the call so far.
         ended: The call has ended.
     """
 
@@ -63,14 +61,11 @@ class BarrierTelemetry:
     world_size: int
     traced: bool
     caller: Context
-    ids: SpanIds | None
+    job: bytes | None = None
     observed: bool
     began: int
     duration: int
-    arrived = 0
-    order = 0
-    is_last = False
-    last: bytes | None = None
+    meeting: AnyMeeting = Meeting("", None, 0, 0.0, observed=False)
     ended = False
     _span: BarrierSpan | None = None
 
@@ -81,32 +76,12 @@ class BarrierTelemetry:
             return NO_SPAN
         if self._span is None:
             made = BarrierSpan(
-                *(self.telemetry, self.prefix, self.rank, self.world_size),
-                *(self.began, self.caller),
-                ids=self._claim_ids(None),
+                *(self.telemetry, self.job, self.prefix, self.rank),
+                *(self.world_size, self.began, self.caller),
             )
             # Atomic: the watcher may make one at the same time, and the first counts.
             vars(self).setdefault("_span", made)
         return self._span or NO_SPAN
-
-    def reserve_span(self) -> str:
-        """Return the traceparent of the span, as the last rank; "" without a span."""
-        ids: SpanIds | None = vars(self).get("ids")
-        if ids is None:
-            ids = self.telemetry.reserve_span()
-        if ids is not None and self._claim_ids(ids) is ids:
-            return ids.traceparent
-        self.span.begin()
-        return self.span.traceparent()
-
-    def _claim_ids(self, ids: SpanIds | None) -> SpanIds | None:
-        """Give the span these ids, unless it has got some, or none; return its ids.
-
-        Atomic: a span that the watcher makes has none, and others must not join one
-        that does not exist.
-        """
-        claimed: SpanIds | None = vars(self).setdefault("ids", ids)
-        return claimed
 
     @property
     def _shown(self) -> str:
@@ -134,7 +109,7 @@ class BarrierTelemetry:
         )
         if not RECORDER.cold.begin(self, stalled, lambda: not self.ended):
             return
-        self.span.begin(report.traceparent)
+        self.span.begin()
         self._emit(names.BARRIER_WAITING, **report.event_fields())
 
     def emit_completed(self) -> None:
@@ -144,18 +119,17 @@ class BarrierTelemetry:
         self.caller.copy().run(self._emit_completed)
 
     def _emit_completed(self) -> None:
-        last = LastArrival.from_bytes(self.last or b"")
+        last = last_rank(self.meeting.last or b"")
         self._end_span(
             "completed",
             self.duration,
-            {} if last.rank is None else {names.BARRIER_LAST_RANK: last.rank},
-            shared=last.traceparent,
+            {} if last is None else {names.BARRIER_LAST_RANK: last},
         )
         if self.telemetry.emits_debug_events():
             self._emit(
                 names.BARRIER_COMPLETED,
-                last_rank=last.rank,
-                arrival_order=self.order,
+                last_rank=last,
+                arrival_order=self.meeting.order,
                 completed_at=RECORDER.clock.wall_of(self.began + self.duration) / 1e9,
                 waited_seconds=round(self.duration / 1e9, 6),
             )
@@ -186,7 +160,7 @@ class BarrierTelemetry:
             timeout: The barrier's timeout in seconds.
             own_names: The caller's own decoder named the ranks.
         """
-        guarded(self.span.begin, report.traceparent)
+        guarded(self.span.begin)
         self._emit(
             names.BARRIER_TIMEOUT, **report.event_fields(), timeout_seconds=timeout
         )
@@ -244,7 +218,7 @@ class BarrierTelemetry:
         self.ended = True
         RECORDER.cold.record(
             (names.BARRIER_DURATION, (self.prefix, result), duration),
-            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), self.is_last),
+            (names.BARRIER_LAST_ARRIVALS, (self.prefix,), self.meeting.is_last),
         )
         self._end_span(result, duration, attributes, error)
 
@@ -254,25 +228,23 @@ class BarrierTelemetry:
         duration: int,
         attributes: Mapping[str, Any],
         error: str | None = None,
-        *,
-        shared: str | None = None,
     ) -> None:
         if not self.traced:
             return
+        meeting = self.meeting
         arrival = {
-            names.BARRIER_ARRIVAL_ORDER: self.order,
-            names.BARRIER_ARRIVAL: (self.arrived - self.began) / 1e9,
+            names.BARRIER_ARRIVAL_ORDER: meeting.order,
+            names.BARRIER_ARRIVAL: (meeting.arrived - self.began) / 1e9,
         }
         guarded(
             self.span.end,
             duration,
             {
                 names.BARRIER_RESULT: result,
-                **(arrival if self.order else {}),
+                **(arrival if meeting.order else {}),
                 **attributes,
             },
             error,
-            shared=shared,
         )
 
     def _waited(self) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from tracedstore import names
 from tracedstore.common import codec, ranges, validation
-from tracedstore.common.codec import LATER, Kind, Printable, UpTo, Words, WorldSize
+from tracedstore.common.codec import LATER, Kind, Printable, UpTo, WorldSize
 from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
 from tracedstore.recording.cold_metrics import Labels
@@ -116,7 +116,6 @@ class MissingReport:
             they stopped while arriving.
         names: The names of the unseen ranks.
         findings: Why unseen ranks did not arrive, where it is known.
-        traceparent: The trace that all ranks join, "" if none is published.
     """
 
     world_size: WorldSize
@@ -129,7 +128,6 @@ class MissingReport:
     findings: Annotated[Mapping[_RankKey, _Finding], UpTo(ranges.MAX_RANKS), LATER] = (
         field(default_factory=dict)
     )
-    traceparent: Annotated[Words, LATER] = ""
 
     @classmethod
     def from_arrivals(

@@ -4,14 +4,14 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry._logs import LoggerProvider
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, TracerProvider
+from opentelemetry.trace import Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
@@ -19,6 +19,7 @@ from tracedstore.common import timeouts
 from tracedstore.common.clock import SYSTEM_CLOCK, Clock
 from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import connections, rank_registry
 from tracedstore.diagnosis.ask.agent_responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connecting
@@ -36,7 +37,7 @@ from tracedstore.recording.observer import Observer
 from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import MetricSource, Snapshots
-from tracedstore.recording.telemetry import NULL_TELEMETRY, TELEMETRY, SpanIds
+from tracedstore.recording.telemetry import NULL_TELEMETRY, TELEMETRY, SharedParent
 from tracedstore.recording.watcher import WATCHER
 from tracedstore.signals import inflight
 from tracedstore.signals.events import Events
@@ -95,7 +96,7 @@ class ConfiguredTelemetry:
             identity,
             providers.tracer,
             count_suppressed=settings.spans == "budget",
-            on_provider=partial(ending.run_before_its_end, _deferred.flush),
+            on_provider=_flush_with_provider,
         )
         snapshots = partial(
             Snapshots,
@@ -126,8 +127,6 @@ class ConfiguredTelemetry:
             *more_observers,
         )
         self.defer = _deferred.submit
-        self.take_span_ids = self._spans.take_ids
-        self.reserve_span = self._spans.reserve
         self.emits_debug_events = self._events.emits_debug_events
         self.tracing_enabled = self._spans.enabled
         if settings.spans == "off":
@@ -154,8 +153,7 @@ class ConfiguredTelemetry:
         attributes: Mapping[str, Any],
         started_ns: int,
         parent: Context | None,
-        links: Sequence[Link] = (),
-        ids: SpanIds | None = None,
+        shared: SharedParent | None = None,
     ) -> Span | None:
         """Start a span; return None where there is no tracer provider."""
         return self._spans.start(
@@ -163,8 +161,7 @@ class ConfiguredTelemetry:
             attributes=attributes,
             started_ns=started_ns,
             parent=parent,
-            links=links,
-            ids=ids,
+            shared=shared,
         )
 
     def flush(self, timeout: float) -> None:
@@ -253,12 +250,24 @@ class ConfiguredTelemetry:
         self._endpoint.reset()
 
 
+# The providers whose flush makes the spans that are late.
+_flushed: WeakTable[bool] = WeakTable()
 # Seconds for calls of other threads to end when the process ends.
 _IN_FLIGHT = 0.1
 _UNSEEN_CALLS = 0.005
 _telemetry: ConfiguredTelemetry | None = None
 _lock = threading.RLock()
 _hooks_set = False
+
+
+def _flush_with_provider(provider: TracerProvider) -> None:
+    """Make the spans that are late whenever a provider of the SDK is flushed."""
+    if hasattr(provider, "add_span_processor") and provider not in _flushed:
+        # The SDK is imported only where it is used.
+        from tracedstore.export.late_spans import LateSpans  # noqa: PLC0415
+
+        _flushed.set(provider, True)
+        provider.add_span_processor(LateSpans(_deferred.flush, provider))
 
 
 def configure(

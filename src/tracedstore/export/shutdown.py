@@ -4,8 +4,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch.distributed as dist
 
@@ -23,8 +23,6 @@ _MAX_WAIT_AT_EXIT = 1800.0
 # Seconds that C++ gets after such a call to release Python objects, an exception
 # mostly, or to make its next call.
 _SETTLE_AT_EXIT = 0.5
-# Seconds for making the last spans before a tracer provider ends.
-_LAST_SPANS_TIMEOUT = 1.0
 
 
 # It is started early: CPython 3.12 starts no thread while the process ends, when the
@@ -65,36 +63,6 @@ def export_with_timeout(
 def _run_all(exports: Iterable[Callable[[], object]]) -> None:
     for export in exports:
         export()
-
-
-def run_before_its_end(flush: Callable[[float], object], provider: Any) -> None:
-    """Let a tracer provider make its last spans before it is flushed or shut down.
-
-    Those of completed barriers are made a moment late, and an application may end its
-    provider right after a barrier. A span processor would be called too late: a
-    provider ends the application's processors first.
-
-    Args:
-        flush: Makes the spans, within a number of seconds.
-        provider: The provider, as the application made it.
-    """
-    for name in ("force_flush", "shutdown"):
-        original = getattr(provider, name, None)
-        if original is not None and not hasattr(original, "_flushes_first"):
-            wrapper = _flushing_first(flush, original)
-            setattr(provider, name, wrapper)
-
-
-def _flushing_first(
-    flush: Callable[[float], object], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        RECORDER.failures.guarded(names.SPANS, flush, _LAST_SPANS_TIMEOUT)
-        return original(*args, **kwargs)
-
-    call._flushes_first = True  # type: ignore[attr-defined] # noqa: SLF001
-    return call
 
 
 def wait_for_native_calls(timeout: float) -> None:

@@ -33,6 +33,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -815,33 +816,6 @@ class NativeStore : public c10d::Store {
   }
 #endif
 
-  // The steps of a barrier, each as one call from Python: most of what a barrier takes
-  // is Python code in cold caches. Their calls are recorded like any other. None gets a
-  // span within the budget, because the span of the barrier covers it.
-
-  // Records and counts the arrival of a rank, and waits for the last one, or completes
-  // the barrier as the last one. What Python needs of that is set on its object of the
-  // call, a `coordination.barrier.BarrierCall`: the position of the arrival, before the
-  // wait; if the call is observed, the time of the arrival and the value that the last
-  // rank has written.
-  //
-  // Returns false if Python has to go on: before the arrival, and with no position, if
-  // the arguments are others than a barrier has, or the store has no append; after it
-  // for a rank beyond the last one, for the first one if that is asked for, and for the
-  // last one if the traceparent that it passes on is None: Python finds it out then.
-  bool meet(
-      const py::object& call, const py::object& prefix, const py::object& rank,
-      const py::object& world_size, const py::object& timeout_seconds, bool observed,
-      const py::object& traceparent);
-
-  // Completes a barrier as its last rank: writes a value for the others, and makes a
-  // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
-  // this rank is in it. The ledger is set on the object of the call if it does not have
-  // each rank once, and an empty one if it was not read.
-  void complete(
-      const py::object& call, const std::string& prefix, const std::string& value,
-      int64_t world_size, bool in_ledger, bool observed);
-
   // Whether this store's calls go through another one.
   bool stands_on(const NativeStore* other) const {
     const NativeStore* below = below_;
@@ -880,9 +854,6 @@ class NativeStore : public c10d::Store {
   }
 
  private:
-  // Reads a key that exists, in one round trip; false if that fails.
-  bool try_to_read(const std::string& key, Bytes& value);
-
   static const NativeStore* bottom_of(c10d::Store* store) {
     if (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store)) {
       // `inner_` keeps it alive.
@@ -959,10 +930,11 @@ bool is_complete(const Bytes& entries, int64_t world_size) {
   return true;
 }
 
-bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
+// Reads a key that exists, in one round trip; false if that fails.
+bool try_to_read(NativeStore& store, const std::string& key, Bytes& value) {
   try {
     // Equal values change nothing. A TCPStore's get takes two round trips.
-    value = hasExtendedApi() ? compareSet(key, Bytes(), Bytes()) : get(key);
+    value = store.compareSet(key, Bytes(), Bytes());
     return true;
   } catch (const abi::__forced_unwind&) {
     throw;
@@ -971,142 +943,135 @@ bool NativeStore::try_to_read(const std::string& key, Bytes& value) {
   }
 }
 
-// The attributes of Python's object of a barrier call. Made once, because that takes
-// longer than setting one.
-struct Attributes {
-  PyObject* arrived = PyUnicode_InternFromString("arrived");
-  PyObject* entries = PyUnicode_InternFromString("entries");
-  PyObject* in_ledger = PyUnicode_InternFromString("in_ledger");
-  PyObject* is_last = PyUnicode_InternFromString("is_last");
-  PyObject* last = PyUnicode_InternFromString("last");
-  PyObject* order = PyUnicode_InternFromString("order");
-};
-const Attributes* attributes = nullptr;
+// What a rank does at a barrier, and what came of it: each step is one call from Python,
+// because most of what a barrier takes is Python code in cold caches. For stores that
+// have append; `coordination.meeting.Meeting` is the same in Python, for all others. The
+// calls are recorded like any other. None gets a span within the budget, because the
+// span of the barrier covers it.
+//
+// The results are set with the GIL held: other threads of Python read them meanwhile.
+class Meeting {
+ public:
+  int64_t order = 0; // the position of the arrival, from 1
+  int64_t arrived = 0; // when the store had counted it, in ticks
+  bool in_ledger = true;
+  bool is_last = false;
+  std::optional<Bytes> last; // what the last rank wrote, if it was read
+  std::optional<Bytes> entries; // as the last rank: the ledger, if it is not as it should be
 
-void set_attribute(const py::object& call, PyObject* name, const py::object& value) {
-  if (PyObject_SetAttr(call.ptr(), name, value.ptr()) != 0) {
-    throw py::error_already_set();
+  // Null if the arguments are others than C++ can take, or the store has no append.
+  static std::unique_ptr<Meeting> make(
+      const NativeStore& store, const py::object& prefix, const py::object& rank,
+      const py::object& world_size, const py::object& timeout_seconds, bool observed) {
+    std::unique_ptr<Meeting> made(new Meeting);
+    made->observed_ = observed;
+    const bool valid =
+        made->take(prefix, rank, world_size, timeout_seconds) && store.hasExtendedApi();
+    return valid ? std::move(made) : nullptr;
   }
-}
 
-// The arguments of a barrier; not valid if they are others than a barrier has.
-struct Meeting {
-  bool valid = false;
-  std::string prefix;
-  int64_t rank = 0;
-  int64_t world_size = 0;
-  Milliseconds timeout{0};
+  // Records and counts the arrival.
+  void arrive(NativeStore& store) {
+    bool appended = true;
+    int64_t position = 0;
+    {
+      py::gil_scoped_release no_gil;
+      Unsampled unsampled;
+      try {
+        store.append(prefix_ + "/ARRIVALS", arrival(rank_));
+      } catch (const abi::__forced_unwind&) {
+        throw;
+      } catch (...) { // it is recorded, and does not fail a barrier
+        appended = false;
+      }
+      position = store.add(prefix_ + "/num_members", 1);
+    }
+    in_ledger = appended;
+    arrived = ticks();
+    order = position;
+  }
 
-  Meeting(
-      const py::object& given_prefix, const py::object& given_rank,
-      const py::object& given_size, const py::object& seconds) {
-    if (!PyUnicode_CheckExact(given_prefix.ptr()) || !PyLong_CheckExact(given_rank.ptr()) ||
-        !PyLong_CheckExact(given_size.ptr()) ||
+  // Waits for the last rank.
+  void wait(NativeStore& store) {
+    Bytes value;
+    bool was_read = false;
+    {
+      py::gil_scoped_release no_gil;
+      Unsampled unsampled;
+      const std::string key = prefix_ + "/last_member";
+      store.wait({key}, timeout_);
+      was_read = observed_ && try_to_read(store, key, value);
+    }
+    if (was_read) {
+      last = std::move(value);
+    }
+  }
+
+  // Completes the barrier as its last rank: writes its rank for the others, and makes a
+  // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
+  // this rank is in it.
+  void complete(NativeStore& store) {
+    // As `coordination.protocol.last_arrival` makes it.
+    const Bytes written = bytes_of("{\"rank\": " + std::to_string(rank_) + "}");
+    Bytes read;
+    bool suspicious = !in_ledger;
+    {
+      py::gil_scoped_release no_gil;
+      Unsampled unsampled;
+      const std::string key = prefix_ + "/last_member";
+      store.set(key, written);
+      if (in_ledger) {
+        suspicious = try_to_read(store, prefix_ + "/ARRIVALS", read) &&
+            !is_complete(read, world_size_);
+      } else {
+        store.check({key});
+      }
+    }
+    last = written;
+    if (suspicious) {
+      entries = std::move(read);
+    }
+    is_last = true;
+  }
+
+ private:
+  std::string prefix_;
+  int64_t rank_ = 0;
+  int64_t world_size_ = 0;
+  Milliseconds timeout_{0};
+  bool observed_ = false;
+
+  bool take(
+      const py::object& prefix, const py::object& rank, const py::object& world_size,
+      const py::object& seconds) {
+    if (!PyUnicode_CheckExact(prefix.ptr()) || !PyLong_CheckExact(rank.ptr()) ||
+        !PyLong_CheckExact(world_size.ptr()) ||
         !(PyLong_CheckExact(seconds.ptr()) || PyFloat_CheckExact(seconds.ptr()))) {
-      return;
+      return false;
     }
     Py_ssize_t length = 0;
-    const char* text = PyUnicode_AsUTF8AndSize(given_prefix.ptr(), &length);
+    const char* text = PyUnicode_AsUTF8AndSize(prefix.ptr(), &length);
+    bool valid = false;
     if (text != nullptr) {
-      rank = PyLong_AsLongLong(given_rank.ptr());
-      world_size = PyLong_AsLongLong(given_size.ptr());
+      rank_ = PyLong_AsLongLong(rank.ptr());
+      world_size_ = PyLong_AsLongLong(world_size.ptr());
       const double given_timeout = PyFloat_AsDouble(seconds.ptr());
-      if (0 <= rank && rank < world_size && world_size < MAX_RANKS && 0 < given_timeout &&
-          given_timeout < MAX_TIMEOUT_SECONDS) {
-        prefix.assign(text, static_cast<size_t>(length));
+      if (0 <= rank_ && rank_ < world_size_ && world_size_ < MAX_RANKS &&
+          0 < given_timeout && given_timeout < MAX_TIMEOUT_SECONDS) {
+        prefix_.assign(text, static_cast<size_t>(length));
         // As a timedelta, which has whole microseconds.
-        timeout = Milliseconds(std::llround(given_timeout * 1e6) / 1000);
+        timeout_ = Milliseconds(std::llround(given_timeout * 1e6) / 1000);
         valid = true;
       }
     }
     PyErr_Clear(); // of a text or a number that C++ cannot take
+    return valid;
   }
 };
 
-bool NativeStore::meet(
-    const py::object& call, const py::object& prefix, const py::object& rank,
-    const py::object& world_size, const py::object& timeout_seconds, bool observed,
-    const py::object& traceparent) {
-  const Meeting meeting(prefix, rank, world_size, timeout_seconds);
-  if (!meeting.valid || !hasExtendedApi()) {
-    return false;
-  }
-  int64_t order = 0;
-  bool in_ledger = true;
-  {
-    py::gil_scoped_release no_gil;
-    Unsampled unsampled;
-    try {
-      append(meeting.prefix + "/ARRIVALS", arrival(meeting.rank));
-    } catch (const abi::__forced_unwind&) {
-      throw;
-    } catch (...) { // it is recorded, and does not fail a barrier
-      in_ledger = false;
-    }
-    order = add(meeting.prefix + "/num_members", 1);
-  }
-  if (observed) {
-    set_attribute(call, attributes->arrived, py::int_(ticks()));
-  }
-  if (!in_ledger) {
-    set_attribute(call, attributes->in_ledger, py::bool_(false));
-  }
-  set_attribute(call, attributes->order, py::int_(order));
-  if (order > meeting.world_size ||
-      (order == meeting.world_size && traceparent.is_none())) {
-    return false;
-  }
-  if (order == meeting.world_size) {
-    // As `coordination.protocol.last_arrival` makes it.
-    complete(
-        call, meeting.prefix,
-        "{\"rank\": " + std::to_string(meeting.rank) + ", \"traceparent\": \"" +
-            traceparent.cast<std::string>() + "\"}",
-        meeting.world_size, in_ledger, observed);
-    return true;
-  }
-  if (PyErr_CheckSignals() != 0) { // else a Ctrl-C would have to wait for the last rank
-    throw py::error_already_set();
-  }
-  Bytes value;
-  {
-    py::gil_scoped_release no_gil;
-    Unsampled unsampled;
-    const std::string last = meeting.prefix + "/last_member";
-    wait({last}, meeting.timeout);
-    observed = observed && try_to_read(last, value);
-  }
-  if (observed) {
-    set_attribute(call, attributes->last, bytes_object(value));
-  }
-  return true;
-}
-
-void NativeStore::complete(
-    const py::object& call, const std::string& prefix, const std::string& value,
-    int64_t world_size, bool in_ledger, bool observed) {
-  const Bytes written = bytes_of(value);
-  Bytes entries;
-  bool suspicious = !in_ledger;
-  {
-    py::gil_scoped_release no_gil;
-    Unsampled unsampled;
-    const std::string key = prefix + "/last_member";
-    set(key, written);
-    if (in_ledger) {
-      suspicious = try_to_read(prefix + "/ARRIVALS", entries) &&
-          !is_complete(entries, world_size);
-    } else {
-      check({key});
-    }
-  }
-  if (observed) {
-    set_attribute(call, attributes->last, bytes_object(written));
-  }
-  if (suspicious) {
-    set_attribute(call, attributes->entries, bytes_object(entries));
-  }
-  set_attribute(call, attributes->is_last, py::bool_(true));
+// Bytes, or None.
+py::object optional_bytes(const std::optional<Bytes>& value) {
+  return value ? bytes_object(*value) : py::none();
 }
 
 // What Python refers to a store by without keeping it: a store that is kept keeps its
@@ -1508,7 +1473,6 @@ PYBIND11_MODULE(tracedstore_native, module) {
     start_from_zero();
   });
   py::register_exception_translator(translate_with_note);
-  attributes = new Attributes;
 
   module.attr("KEY") = TRACEDSTORE_KEY;
   module.attr("MAX_KINDS") = MAX_KINDS;
@@ -1521,8 +1485,20 @@ PYBIND11_MODULE(tracedstore_native, module) {
   py::class_<NativeStore, c10::intrusive_ptr<NativeStore>, c10d::Store>(
       module, "TracedStore")
       .def_property_readonly("_traced", &NativeStore::state)
-      .def("_meet", &NativeStore::meet)
-      .def("_complete", &NativeStore::complete);
+      .def("_meeting", &Meeting::make);
+  py::class_<Meeting>(module, "Meeting")
+      .def_readonly("order", &Meeting::order)
+      .def_readonly("arrived", &Meeting::arrived)
+      .def_readonly("in_ledger", &Meeting::in_ledger)
+      .def_readonly("is_last", &Meeting::is_last)
+      .def_property_readonly(
+          "last", [](const Meeting& meeting) { return optional_bytes(meeting.last); })
+      .def_property_readonly(
+          "entries",
+          [](const Meeting& meeting) { return optional_bytes(meeting.entries); })
+      .def("arrive", &Meeting::arrive)
+      .def("wait", &Meeting::wait)
+      .def("complete", &Meeting::complete);
   py::class_<WeakStore>(module, "WeakStore")
       .def("__call__", &WeakStore::store)
       .def_property_readonly("inner", &WeakStore::inner);

@@ -6,38 +6,30 @@ installs it in `TELEMETRY`; until then `TELEMETRY` emits nothing.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from tracedstore import names
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span
+    from opentelemetry.trace import Span
 
     from tracedstore.recording.counters import Call
 
 _logger = logging.getLogger(names.SCOPE)
 
 
-class SpanIds(NamedTuple):
-    """The ids of a span.
+class SharedParent(NamedTuple):
+    """The parent of spans of many processes, which is no span itself.
 
     Attributes:
-        trace_id: The id of its trace.
-        span_id: Its own id.
-        traceparent: Both with the flags of the trace, in W3C's format.
+        trace_id: The id of the trace.
+        span_id: The id that the spans have as their parent's.
     """
 
     trace_id: int
     span_id: int
-    traceparent: str
-
-    @classmethod
-    def of(cls, trace_id: int, span_id: int, flags: int) -> "SpanIds":
-        """Return the ids of a span whose trace has these flags."""
-        traceparent = f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
-        return cls(trace_id, span_id, traceparent)
 
 
 class Telemetry(Protocol):
@@ -62,25 +54,12 @@ class Telemetry(Protocol):
         attributes: Mapping[str, Any],
         started_ns: int,
         parent: "Context | None",
-        links: "Sequence[Link]" = (),
-        ids: SpanIds | None = None,
+        shared: SharedParent | None = None,
     ) -> "Span | None":
         """Start a span; return None where there is no tracer provider.
 
-        It gets the ids that `take_span_ids` or `reserve_span` returned, if there are
-        some.
-        """
-
-    def take_span_ids(self) -> SpanIds | None:
-        """Return ids that were prepared for a span without a parent.
-
-        None if none are, or the current context may have a parent.
-        """
-
-    def reserve_span(self) -> SpanIds | None:
-        """Return the ids of a span that is started later, in the current context.
-
-        None if only starting it shows its ids.
+        It is a child of the shared parent, if there is one. If the context ``parent``
+        has a span, it is a child of that, and links to the shared one.
         """
 
     def defer(self, work: Callable[[], object]) -> None:
@@ -137,15 +116,8 @@ class NullTelemetry:
         attributes: Mapping[str, Any],
         started_ns: int,
         parent: "Context | None",
-        links: "Sequence[Link]" = (),
-        ids: SpanIds | None = None,
+        shared: SharedParent | None = None,
     ) -> "Span | None":
-        """Return None."""
-
-    def take_span_ids(self) -> SpanIds | None:
-        """Return None."""
-
-    def reserve_span(self) -> SpanIds | None:
         """Return None."""
 
     def defer(self, work: Callable[[], object]) -> None:
@@ -182,8 +154,6 @@ class ProxyTelemetry:
         emits_debug_events: That of the telemetry, as it is: every barrier asks.
         tracing_enabled: The same.
         defer: The same.
-        take_span_ids: The same.
-        reserve_span: The same.
         is_null: No telemetry is installed.
     """
 
@@ -196,8 +166,6 @@ class ProxyTelemetry:
         self.emits_debug_events = telemetry.emits_debug_events
         self.tracing_enabled = telemetry.tracing_enabled
         self.defer = telemetry.defer
-        self.take_span_ids = telemetry.take_span_ids
-        self.reserve_span = telemetry.reserve_span
         self.is_null = telemetry is NULL_TELEMETRY
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
@@ -215,8 +183,7 @@ class ProxyTelemetry:
         attributes: Mapping[str, Any],
         started_ns: int,
         parent: "Context | None",
-        links: "Sequence[Link]" = (),
-        ids: SpanIds | None = None,
+        shared: SharedParent | None = None,
     ) -> "Span | None":
         """Forward."""
         return self._installed.start_span(
@@ -224,8 +191,7 @@ class ProxyTelemetry:
             attributes=attributes,
             started_ns=started_ns,
             parent=parent,
-            links=links,
-            ids=ids,
+            shared=shared,
         )
 
     def flush(self, timeout: float) -> None:

@@ -5,10 +5,7 @@ span is created when the call has ended, with its start and end times.
 """
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from opentelemetry import context, trace
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
@@ -16,6 +13,7 @@ from opentelemetry.environment_variables import OTEL_PYTHON_TRACER_PROVIDER
 from opentelemetry.semconv.attributes import db_attributes as db
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import (
+    SpanContext,
     SpanKind,
     Status,
     StatusCode,
@@ -29,102 +27,15 @@ from tracedstore import names, otel_names
 from tracedstore._version import __version__
 from tracedstore.common.identity import ProcessIdentity, StoreIdentity
 from tracedstore.common.keys import OTHER_FAMILIES
-from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
+from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.recording.operation import EtcdRequest, Operation, Reason
 from tracedstore.recording.recorder import Recorder
-from tracedstore.recording.telemetry import SpanIds
+from tracedstore.recording.telemetry import SharedParent
 
 # Pause before the next check for a tracer provider. A job usually sets one up right
 # after its start; without one, calls must not pay for spans.
 _PROVIDER_CHECK_NS = 50_000_000
-_MAX_PREPARED = 16
-# What a sampler gets as the name of a span whose ids are reserved.
-RESERVED_NAME = "barrier"
 _SPAN_REASONS = Reason.SAMPLED | Reason.SLOW | Reason.FAILED | Reason.RETRIED
-
-
-class ReservedIds:
-    """An id generator of the SDK that returns reserved ids where they are used.
-
-    The last rank to arrive at a barrier gives the ids of its span to the others before
-    it releases them. The SDK takes longer to start a span than a barrier takes. So the
-    ids are taken first, and the span that gets them is started a moment later.
-
-    Args:
-        tracer: A tracer of the SDK. It gets its ids from here from now on.
-
-    Attributes:
-        prepared: For the next spans without a parent. Popping is atomic.
-    """
-
-    def __init__(self, tracer: Any) -> None:
-        self._sampler = tracer.sampler
-        self._generator = tracer.id_generator
-        self._used = threading.local()
-        self.prepared: list[SpanIds] = []
-        tracer.id_generator = self
-
-    @classmethod
-    def of(cls, tracer: Tracer) -> "ReservedIds | None":
-        """Reserve ids of a tracer; None if it is not one of the SDK."""
-        is_sdk = hasattr(tracer, "id_generator") and hasattr(tracer, "sampler")
-        return cls(tracer) if is_sdk else None
-
-    def prepare(self, name: str) -> None:
-        """Reserve ids for spans to come that are in no other trace.
-
-        Two at a time, so that there are some after many barriers in a row.
-        """
-        for _ in range(min(2, _MAX_PREPARED - len(self.prepared))):
-            self.prepared.append(self.reserve(name, context.Context()))
-
-    def reset(self) -> None:
-        """Forget prepared ids, as a forked child must: the parent has them too."""
-        self.prepared.clear()
-
-    def reserve(self, name: str, current: context.Context) -> SpanIds:
-        """Return ids for a span in a context.
-
-        The sampler decides now. It is asked again when the span is started.
-        """
-        parent = trace.get_current_span(current).get_span_context()
-        if parent.is_valid:
-            trace_id, flags = parent.trace_id, int(parent.trace_flags)
-        else:
-            trace_id = self._generator.generate_trace_id()
-            # Not every version of the SDK knows whether an id is random.
-            is_random = getattr(self._generator, "is_trace_id_random", bool)
-            flags = 2 * is_random()
-        flags &= ~TraceFlags.SAMPLED
-        if self._sampler.should_sample(current, trace_id, name).decision.is_sampled():
-            flags |= TraceFlags.SAMPLED
-        return SpanIds.of(trace_id, self._generator.generate_span_id(), flags)
-
-    @contextmanager
-    def used(self, ids: SpanIds) -> Iterator[None]:
-        """Return these ids in this thread."""
-        self._used.ids = ids
-        try:
-            yield
-        finally:
-            self._used.ids = None
-
-    # What the SDK calls.
-
-    def generate_trace_id(self) -> int:
-        """Return the id of a new trace."""
-        ids: SpanIds | None = getattr(self._used, "ids", None)
-        new: int = ids.trace_id if ids else self._generator.generate_trace_id()
-        return new
-
-    def generate_span_id(self) -> int:
-        """Return the id of a new span."""
-        ids: SpanIds | None = getattr(self._used, "ids", None)
-        new: int = ids.span_id if ids else self._generator.generate_span_id()
-        return new
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
 
 
 class Spans:
@@ -148,7 +59,6 @@ class Spans:
         self._on_provider = on_provider
         self._provider: TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
-        self._ids: ReservedIds | None = None
         self._provider_by_environment = OTEL_PYTHON_TRACER_PROVIDER in os.environ
         self._process = process_attributes(identity)
         self.suppressed_by_caller = 0
@@ -199,31 +109,6 @@ class Spans:
             return False
         return self._current_tracer() is not None
 
-    def take_ids(self) -> SpanIds | None:
-        """Return ids that were prepared for a span without a parent.
-
-        Every barrier asks, before it begins: only an empty context is certain to have
-        neither a parent nor what suppresses the span.
-        """
-        if self._ids is None or not self._ids.prepared or context.get_current():
-            return None
-        try:
-            return self._ids.prepared.pop()
-        except IndexError as error:
-            if raised_by_handler(error):
-                raise
-            return None  # another thread was quicker
-
-    def reserve(self) -> SpanIds | None:
-        """Return the ids of a span that `start` starts later, in this context.
-
-        None if the tracer is not one of the SDK, or there is to be no span.
-        """
-        current = context.get_current()
-        if self._ids is None or current.get(_SUPPRESS_INSTRUMENTATION_KEY):
-            return None
-        return self._ids.reserve(RESERVED_NAME, current)
-
     def start(
         self,
         name: str,
@@ -231,34 +116,43 @@ class Spans:
         attributes: Mapping[str, AttributeValue],
         started_ns: int,
         parent: context.Context | None,
-        links: Sequence[trace.Link] = (),
-        ids: SpanIds | None = None,
+        shared: SharedParent | None = None,
     ) -> trace.Span | None:
-        """Start a span that covers many calls, with reserved ids if there are some.
+        """Start a span that covers many calls.
 
         None without a tracer provider, and if the caller suppresses instrumentation.
+
+        Args:
+            name: Its name.
+            attributes: Its attributes.
+            started_ns: When it started, in nanoseconds since the epoch.
+            parent: The context that it is started in.
+            shared: The parent of the spans of all ranks. If the context has a span, the
+                new one is a child of that, and links to the shared parent.
         """
         tracer = self._current_tracer()
         if tracer is None or context.get_value(_SUPPRESS_INSTRUMENTATION_KEY, parent):
             return None
-        with nullcontext() if ids is None or not self._ids else self._ids.used(ids):
-            span = tracer.start_span(
-                name,
-                context=parent,
-                attributes=self._process | dict(attributes),
-                start_time=started_ns,
-                links=links,
-            )
-        if self._ids is not None:
-            # Here, because no caller waits for it.
-            self._ids.prepare(RESERVED_NAME)
-        return span
+        links: tuple[trace.Link, ...] = ()
+        if shared is not None:
+            remote = _remote(tracer, name, parent, shared)
+            if trace.get_current_span(parent).get_span_context().is_valid:
+                links = (trace.Link(remote),)
+            else:
+                parent = trace.set_span_in_context(
+                    trace.NonRecordingSpan(remote), parent
+                )
+        return tracer.start_span(
+            name,
+            context=parent,
+            attributes=self._process | dict(attributes),
+            start_time=started_ns,
+            links=links,
+        )
 
     def reset(self) -> None:
         """Forget what is the parent's, as a forked child must."""
         self.suppressed_by_caller = 0
-        if self._ids is not None:
-            self._ids.reset()
 
     def set_identity(self, identity: ProcessIdentity) -> None:
         """Put another identity on the spans from now on."""
@@ -281,7 +175,6 @@ class Spans:
         self._tracer = provider.get_tracer(
             names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
         )
-        self._ids = ReservedIds.of(self._tracer)
 
     def _attributes(
         self, operation: Operation, summary: str
@@ -315,6 +208,25 @@ class Spans:
         if operation.attributes is not None:
             attributes |= operation.attributes
         return attributes
+
+
+def _remote(
+    tracer: Tracer, name: str, parent: context.Context | None, shared: SharedParent
+) -> SpanContext:
+    """Return the shared parent as a span of another process.
+
+    Whether it is sampled is what the sampler says of a first span in its trace. It
+    decides by the id of the trace, so all ranks get the same answer. For a span with a
+    parent most samplers say what the parent's flag does: without this, all barriers
+    would be sampled. A tracer that is not one of the SDK has no sampler to ask.
+    """
+    flags = TraceFlags.SAMPLED
+    sampler = getattr(tracer, "sampler", None)
+    if sampler is not None:
+        alone = trace.set_span_in_context(trace.INVALID_SPAN, parent)
+        result = sampler.should_sample(alone, shared.trace_id, name)
+        flags = TraceFlags.SAMPLED if result.decision.is_sampled() else 0
+    return SpanContext(*shared, is_remote=True, trace_flags=TraceFlags(flags))
 
 
 def _of_request(request: EtcdRequest) -> dict[str, AttributeValue]:

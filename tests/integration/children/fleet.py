@@ -79,6 +79,7 @@ def run_rank(command: dict[str, Any]) -> None:
         fields |= {"result": "completed"}
         if provider is not None:
             # Not after a timeout, whose span the barrier exports before it raises.
+            provider.force_flush()
             provider.shutdown()
     except tracedstore.BarrierTimeout as error:
         fields |= {

@@ -14,7 +14,7 @@ from tracedstore.common.text import host_port
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import read_arrivals, read_ledger
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import BarrierKeys, LastArrival, Ledger
+from tracedstore.coordination.protocol import BarrierKeys, Ledger, last_rank
 from tracedstore.naming.decoders import chain, default_name
 from tracedstore.tools.attach.abandoned import AbandonedBarriers
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState
@@ -213,7 +213,7 @@ def _read_barrier(
         group=None if group is None else group.prefix,
     )
     if snapshot.check([keys.last_member]):
-        last = LastArrival.from_bytes(snapshot.get(keys.last_member)).rank
+        last = last_rank(snapshot.get(keys.last_member))
         if last is None and signed:
             last = signed[-1]
         return barrier(
