@@ -17,10 +17,9 @@ from store_requests import CountingRelay
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.diagnosis.ask.questions import polling_interval_of_rank
-from tracedstore.diagnosis.judgement.missing_ranks import find_causes
-from tracedstore.diagnosis.observe import group_stamps as stamps
-from tracedstore.diagnosis.observe import incarnations
-from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.judgement.inquiry import find_causes
+from tracedstore.diagnosis.observe import incarnations, process_groups
+from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.session import Session
 
 RANKS_PER_NODE = 8
@@ -65,7 +64,7 @@ def _start(store: dist.Store, ranks: int) -> None:
     for rank in range(ranks):
         incarnations.check_earlier(store, rank, ranks)
         rank_registry.register(store, rank, ranks)
-        stamps.write(store, "0", rank)
+        process_groups.write_stamp(store, "0", rank)
 
 
 def _idle(store: dist.Store, ranks: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.exchange import AnyStore
-from tracedstore.diagnosis.judgement.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.export.setup import ensure_configured
 from tracedstore.recording.telemetry import TELEMETRY
 

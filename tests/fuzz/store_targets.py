@@ -28,10 +28,9 @@ from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.diagnosis.ask.questions import Question
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
-from tracedstore.diagnosis.observe.group_stamps import Stamp
 from tracedstore.diagnosis.observe.incarnations import Replacement
-from tracedstore.diagnosis.observe.torch_key_table import ROWS
-from tracedstore.diagnosis.observe.torch_keys import meaning
+from tracedstore.diagnosis.observe.process_groups import Stamp
+from tracedstore.diagnosis.observe.torch_keys import ROWS, meaning
 from tracedstore.export.discovery import listed
 from tracedstore.local.facts import Frame, ProcessFacts, WrittenFamily
 from tracedstore.naming import rosters

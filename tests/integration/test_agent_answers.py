@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing import (
 from integration.harness import Running, pause, wait_until
 from support import stores
 from tracedstore.common import timeouts
-from tracedstore.diagnosis.ask import agent_responder
-from tracedstore.diagnosis.ask.agent_responder import AgentResponder
+from tracedstore.diagnosis.ask import responder as responders
 from tracedstore.diagnosis.ask.questions import ask
+from tracedstore.diagnosis.ask.responder import AgentResponder
 from tracedstore.local import socket_directory
 from tracedstore.local.agent_workers import AgentWorkers
 from tracedstore.local.facts import ProcessFacts
@@ -83,8 +83,8 @@ def start_workers(store: Any, folder: Path, *commands: str) -> PContext:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentResponder]:
     """An agent in this process, which polls fast."""
-    monkeypatch.setattr(agent_responder, "poll_interval", lambda *_: 0.05)
-    monkeypatch.setattr(agent_responder, "_FIRST_RETRY", 0.05)
+    monkeypatch.setattr(responders, "poll_interval", lambda *_: 0.05)
+    monkeypatch.setattr(responders, "_FIRST_RETRY", 0.05)
     responder = AgentResponder(AgentWorkers())
     yield responder
     responder.stop()

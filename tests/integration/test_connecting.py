@@ -17,7 +17,7 @@ from integration.conftest import StartChild, StartCommand
 from integration.harness import Child, in_background, pause, wait_until
 from support.etcd import free_port
 from tracedstore.coordination.rank_registry import read_ranks
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import read_blocked
 

@@ -20,10 +20,10 @@ from support import stores
 from tracedstore.common import procfs
 from tracedstore.coordination.rank_registry import RankInfo, register
 from tracedstore.diagnosis.ask import questions
-from tracedstore.diagnosis.ask.examine import examine
 from tracedstore.diagnosis.ask.questions import (
     Question,
     ask,
+    ask_ranks,
     poll_interval,
     polling_interval_of_rank,
 )
@@ -371,7 +371,7 @@ class TestExamine:
                 namespace="other/pid:[1]",
             )
             with polled(poll_of(store, 1, 4)):
-                found = examine(store, {0: here, 1: there}, [0, 1], 4, LONG)
+                found = ask_ranks(store, {0: here, 1: there}, [0, 1], 4, LONG)
         finally:
             LOCAL_SOCKET.stop(5)
 
@@ -390,7 +390,7 @@ class TestExamine:
                 return lambda *_args: released.wait()
 
         try:
-            assert examine(Hanging(), {}, [0, 1], 4, 0.2) == {}
+            assert ask_ranks(Hanging(), {}, [0, 1], 4, 0.2) == {}
         finally:
             released.set()
 
@@ -403,8 +403,8 @@ class TestExamine:
             def __getattr__(self, _name: str) -> Any:
                 raise ConnectionError
 
-        assert examine(Failing(), {}, [0], 4, 0.2) == {}
+        assert ask_ranks(Failing(), {}, [0], 4, 0.2) == {}
 
     def test_no_ranks(self) -> None:
         """Ranks outside of the job are not asked about."""
-        assert examine(None, {}, [-1, 4, 99], 4, LONG) == {}
+        assert ask_ranks(None, {}, [-1, 4, 99], 4, LONG) == {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.terminal import without_styles
 from tracedstore.common.causes import REMEDIES
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_key
 from tracedstore.tools.cli.main import main

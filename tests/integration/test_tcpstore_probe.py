@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.tools.attach.address import Address
 
 
@@ -23,7 +23,7 @@ def test_tcpstore(store: dist.TCPStore) -> None:
     """A TCPStore answers, and has no key that it had not before."""
     before = store.num_keys()
     with socket.create_connection(("127.0.0.1", store.port), timeout=60) as connection:
-        assert tcpstore_probe.probe(connection)
+        assert connection_attempt.probe_tcpstore(connection)
 
     assert store.num_keys() == before
 
@@ -35,13 +35,15 @@ def test_request_is_that_of_torch() -> None:
         client.start()
         connection, _ = server.accept()
         with connection:
-            request = connection.recv(len(tcpstore_probe._REQUEST), socket.MSG_WAITALL)
+            request = connection.recv(
+                len(connection_attempt._PROBE_REQUEST), socket.MSG_WAITALL
+            )
         # The client retries, fails, and times out.
         server.shutdown(socket.SHUT_RDWR)
     client.join(60)
 
-    assert request[:6] == tcpstore_probe._REQUEST[:6]
-    assert len(request) == len(tcpstore_probe._REQUEST)
+    assert request[:6] == connection_attempt._PROBE_REQUEST[:6]
+    assert len(request) == len(connection_attempt._PROBE_REQUEST)
 
 
 def _connect(port: int) -> None:
@@ -70,7 +72,7 @@ def test_another_server(answer: bytes, result: bool | None) -> None:
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
 
-        assert tcpstore_probe.probe(ours) is result
+        assert connection_attempt.probe_tcpstore(ours) is result
 
 
 def test_reset_connection() -> None:
@@ -78,7 +80,7 @@ def test_reset_connection() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        assert tcpstore_probe.probe(ours) is None
+        assert connection_attempt.probe_tcpstore(ours) is None
 
 
 def test_unknown_answer() -> None:
@@ -88,7 +90,9 @@ def test_unknown_answer() -> None:
         def serve() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(len(tcpstore_probe._REQUEST), socket.MSG_WAITALL)
+                connection.recv(
+                    len(connection_attempt._PROBE_REQUEST), socket.MSG_WAITALL
+                )
                 connection.sendall(b"\x01\x00\x00\x00")
 
         thread = Thread(target=serve)

@@ -36,7 +36,7 @@ from tracedstore import names
 from tracedstore.common.keys import MAX_FAMILIES, OTHER_FAMILIES
 from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.trace_context import JOB_COUNT_KEY, JOB_KEY
-from tracedstore.diagnosis.judgement.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.export import setup
 from tracedstore.export.late_spans import LateSpans
 from tracedstore.recording.recorder import RECORDER

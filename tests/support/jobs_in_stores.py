@@ -12,7 +12,7 @@ from tracedstore.coordination.protocol import (
     last_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY, RankInfo
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
 

@@ -20,13 +20,12 @@ from tracedstore.common import causes, procfs
 from tracedstore.common.procfs import port_holder
 from tracedstore.diagnosis.connection import (
     addresses,
-    connect_target,
     connecting,
+    connection_attempt,
     file_store,
+    group_creation,
 )
-from tracedstore.diagnosis.connection import connection_attempt as reach
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
-from tracedstore.diagnosis.observe import gloo_addresses
+from tracedstore.diagnosis.connection.addresses import ConnectTarget
 
 
 class TestSpelling:
@@ -120,7 +119,7 @@ class TestTarget:
     def test_env(self) -> None:
         """The URL's rank and world size precede the environment's."""
         environ = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "RANK": "3"}
-        target = connect_target.from_url("env://?rank=0&world_size=2", None, environ)
+        target = addresses.from_url("env://?rank=0&world_size=2", None, environ)
 
         assert target is not None
         assert (target.server, target.rank, target.world_size) == ("h:1", 0, 2)
@@ -140,7 +139,7 @@ class TestTarget:
             "MASTER_PORT": port,
         }
         url = "tcp://[::1]:7?rank=0&world_size=2"
-        target = connect_target.from_url(url, None, environ)
+        target = addresses.from_url(url, None, environ)
 
         assert target is not None
         assert (target.server, target.serving) == ("[::1]:7", serving)
@@ -148,7 +147,7 @@ class TestTarget:
     @pytest.mark.parametrize("url", ["env://", "tcp://h:x", "tcp://[h:1", "tcp://h:-1"])
     def test_rejected_by_torch(self, url: str) -> None:
         """What torch raises for is left to torch."""
-        assert connect_target.from_url(url, None, {}) is None
+        assert addresses.from_url(url, None, {}) is None
 
 
 class TestPortHolder:
@@ -201,7 +200,9 @@ class TestGloo:
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            found = gloo_addresses.read(store, gloo_addresses.key_prefix("0"), 2)
+            found = group_creation.read_addresses(
+                store, group_creation.key_prefix("0"), 2
+            )
         finally:
             dist.destroy_process_group()
 
@@ -214,22 +215,22 @@ class TestGloo:
     )
     def test_any_bytes(self, value: bytes) -> None:
         """No value raises."""
-        found = gloo_addresses.parse(value)
+        found = group_creation.parse_address(value)
         assert found is None or found.host.isprintable()
 
     def test_loopback(self) -> None:
         """Ranks at loopback are named only if there are several hosts."""
-        a = gloo_addresses.parse(gloo_value(b"a", "10.0.0.1"))
-        b = gloo_addresses.parse(gloo_value(b"b", "127.0.1.1"))
+        a = group_creation.parse_address(gloo_value(b"a", "10.0.0.1"))
+        b = group_creation.parse_address(gloo_value(b"b", "127.0.1.1"))
         assert a is not None
         assert b is not None
 
-        verdict = gloo_addresses.check_loopback({0: a, 1: b}, "phase", {0: 4, 1: 6})
+        verdict = group_creation.check_published({0: a, 1: b}, "phase", {0: 4, 1: 6})
         assert verdict is not None
         assert verdict.awaited_ranks == (6,)
         assert "rank 6 on b: publishes 127.0.1.1:7" in verdict.describe()
-        assert gloo_addresses.check_loopback({0: b, 1: b}, "phase", {}) is None
-        assert gloo_addresses.check_loopback({0: a, 1: a}, "phase", {}) is None
+        assert group_creation.check_published({0: b, 1: b}, "phase", {}) is None
+        assert group_creation.check_published({0: a, 1: a}, "phase", {}) is None
 
 
 class TestFile:
@@ -304,8 +305,8 @@ class TestReach:
 
         with serving(answer) as port:
             target = ConnectTarget(host="127.0.0.1", port_text=str(port), rank=1)
-            found = reach.examine(target)
-        verdict = reach.verdict(target, found, 3)
+            found = connection_attempt.connect_once(target)
+        verdict = connection_attempt.verdict_on(target, found, 3)
 
         assert found.result == causes.FOREIGN
         assert verdict is not None
@@ -318,10 +319,10 @@ class TestReach:
         joined = dist.TCPStore("127.0.0.1", store.port, 3, is_master=False)
         target = ConnectTarget(host="127.0.0.1", port_text=str(store.port), rank=1)
 
-        found = reach.examine(target)
+        found = connection_attempt.connect_once(target)
 
-        assert (found.result, found.joined) == (reach.ANSWERED, 1)
-        assert reach.verdict(target, found, 3) is None
+        assert (found.result, found.joined) == (connection_attempt.ANSWERED, 1)
+        assert connection_attempt.verdict_on(target, found, 3) is None
         del joined
 
     def test_no_count(self) -> None:
@@ -333,17 +334,19 @@ class TestReach:
 
         with serving(answer) as port:
             target = ConnectTarget(host="127.0.0.1", port_text=str(port), rank=1)
-            found = reach.examine(target)
+            found = connection_attempt.connect_once(target)
 
-        assert (found.result, found.joined) == (reach.ANSWERED, None)
-        assert reach.verdict(target, found, 3) is None
+        assert (found.result, found.joined) == (connection_attempt.ANSWERED, None)
+        assert connection_attempt.verdict_on(target, found, 3) is None
 
     def test_agents(self) -> None:
         """The agent that serves a static rendezvous reports how many joined."""
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
-        target = connect_target.of_agent("127.0.0.1", store.port, 3, True)
+        target = addresses.of_agent("127.0.0.1", store.port, 3, True)
 
-        verdict = reach.verdict(target, reach.examine(target), 3)
+        verdict = connection_attempt.verdict_on(
+            target, connection_attempt.connect_once(target), 3
+        )
 
         assert verdict is not None
         assert verdict.cause == "unknown"

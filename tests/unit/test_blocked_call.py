@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from tracedstore.common.identity import identify
-from tracedstore.diagnosis.observe import groups
-from tracedstore.diagnosis.observe.blocked_call import Member, describe_call
+from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe.blocked_calls import Member, describe_call
 from tracedstore.recording.counters import ActiveCall, StoreState
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.store_proxy import RECORDED
@@ -33,9 +33,9 @@ class CheckedStore(HashStore):
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
     """All ranks are members of the default group."""
-    groups.record("0", (), WORLD_SIZE)
+    process_groups.record_members("0", (), WORLD_SIZE)
     yield
-    groups.reset()
+    process_groups.reset()
 
 
 def waiting() -> tuple[CheckedStore, ActiveCall]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tracedstore.diagnosis.ask.claims import claim
+from tracedstore.diagnosis.judgement.stall_reports import claim
 from tracedstore.local import socket_directory
 
 CLAIM = """
 import sys
 from tracedstore.local import socket_directory
-from tracedstore.diagnosis.ask.claims import claim
+from tracedstore.diagnosis.judgement.stall_reports import claim
 socket_directory.candidates = lambda: sys.argv[1:]
 claimed = claim("what")
 print(claimed is not None, flush=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tracedstore import names
 from tracedstore.coordination.missing_report import StalledBarrier
-from tracedstore.diagnosis.judgement.stalled import StalledJob
+from tracedstore.diagnosis.judgement.stall_reports import StalledJob
 from tracedstore.recording import cold_metrics
 from tracedstore.recording.cold_metrics import TABLE, ColdMetrics, Labels
 from tracedstore.recording.counters import BUCKETS, NANOSECONDS, SeriesCounts

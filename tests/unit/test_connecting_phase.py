@@ -8,10 +8,10 @@ from torch.distributed import DistNetworkError
 
 import tracedstore
 from support.etcd import free_port
-from tracedstore.diagnosis.ask.claims import claim
 from tracedstore.diagnosis.connection import connecting
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection.addresses import ConnectTarget
 from tracedstore.diagnosis.connection.connecting import ConnectingPhase
+from tracedstore.diagnosis.judgement.stall_reports import claim
 
 Events = Callable[[], list[dict[str, Any]]]
 

@@ -33,11 +33,11 @@ from tracedstore.common import procfs
 from tracedstore.coordination import arrivals, rank_registry
 from tracedstore.coordination.connections import close_connection
 from tracedstore.diagnosis import service, session
-from tracedstore.diagnosis.ask import inquiry
-from tracedstore.diagnosis.judgement.stalled import VERDICT, StalledJob
+from tracedstore.diagnosis.judgement import inquiry
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT, StalledJob
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import blocked_waits as waits
-from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
@@ -109,7 +109,7 @@ def test_rank_that_arrives_meanwhile_is_not_named(
     monkeypatch.setenv("WORLD_SIZE", "3")
     tracedstore.configure(stall_after=STALL_AFTER, log_format="json")
     where, name = {
-        "while it is asked": (inquiry, "examine"),
+        "while it is asked": (inquiry, "ask_ranks"),
         "after the verdict": (Session, "publish_verdict"),
     }[arrives]
     slow = getattr(where, name)
@@ -212,7 +212,7 @@ def test_rank_whose_record_is_on_the_way_is_not_named(
         )
         return {1: answer}
 
-    monkeypatch.setattr(inquiry, "examine", examine)
+    monkeypatch.setattr(inquiry, "ask_ranks", examine)
     store = tracedstore.wrap(bare)
     waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
     for _ in range(3):
@@ -244,7 +244,7 @@ def test_rank_in_a_call_without_a_record_is_named_in_time(
     answer = ProcessFacts(
         rank=1, host="node", pid=1, state="running", operation="get back"
     )
-    monkeypatch.setattr(inquiry, "examine", lambda *_args, **_kwargs: {1: answer})
+    monkeypatch.setattr(inquiry, "ask_ranks", lambda *_args, **_kwargs: {1: answer})
     store = tracedstore.wrap(bare)
     waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
 

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.diagnosis.observe.group_creation import GroupCreation
+from tracedstore.diagnosis.connection.group_creation import GroupCreation
 
 
 def test_reading_is_not_recorded(registry: CollectorRegistry) -> None:

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.ask import inquiry
+from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 from tracedstore.local.facts import ProcessFacts
 
@@ -54,7 +54,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
         def examine(*args: Any, **_kwargs: Any) -> dict[int, ProcessFacts]:
             return {rank: found[rank] for rank in args[2] if rank in found}
 
-        monkeypatch.setattr(inquiry, "examine", examine)
+        monkeypatch.setattr(inquiry, "ask_ranks", examine)
 
     return answer
 

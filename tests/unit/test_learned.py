@@ -3,7 +3,7 @@
 import pytest
 
 from tracedstore.common.keys import fold_numbers
-from tracedstore.diagnosis.observe.learned_writers import learned_writers
+from tracedstore.diagnosis.observe.blocked_calls import learned_writers
 from tracedstore.local.facts import WrittenFamily
 
 

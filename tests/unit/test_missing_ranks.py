@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from tracedstore.common import procfs
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.judgement.missing_ranks import find_causes
+from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 
 WORLD_SIZE = 6

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import HashStore
 
-from tracedstore.diagnosis.observe.rank_keys import awaited_in, find_awaited
+from tracedstore.diagnosis.observe.blocked_calls import awaited_in, find_awaited
 
 
 class TestAwaitedIn:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.diagnosis.ask import questions, responder
-from tracedstore.diagnosis.ask.allowance import Allowance
-from tracedstore.diagnosis.ask.questions import Question
+from tracedstore.diagnosis.ask.questions import Allowance, Question
 from tracedstore.diagnosis.ask.responder import Responder
 
 LARGE = 6_000_000

@@ -11,9 +11,8 @@ from torch.distributed import TCPStore
 from integration.harness import in_background, wait_until
 from support.etcd import free_port
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.connection import connection_attempt as reach
-from tracedstore.diagnosis.connection import serving
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection import connection_attempt, serving
+from tracedstore.diagnosis.connection.addresses import ConnectTarget
 
 WORLD_SIZE = 4
 TIMEOUT = timedelta(seconds=60)
@@ -26,7 +25,7 @@ def target() -> Iterator[ConnectTarget]:
     serving_store: Future[TCPStore] = in_background(
         lambda: TCPStore("127.0.0.1", port, WORLD_SIZE, True, TIMEOUT)
     )
-    wait_until(lambda: reach.count_joined(port) == 1)
+    wait_until(lambda: connection_attempt.count_joined(port) == 1)
     yield ConnectTarget(
         host="127.0.0.1",
         port_text=str(port),
@@ -34,7 +33,7 @@ def target() -> Iterator[ConnectTarget]:
         world_size=WORLD_SIZE,
         serving=True,
     )
-    for _ in range(WORLD_SIZE - (reach.count_joined(port) or 0)):
+    for _ in range(WORLD_SIZE - (connection_attempt.count_joined(port) or 0)):
         TCPStore("127.0.0.1", port, WORLD_SIZE, False, TIMEOUT)
     serving_store.result(60)
 
@@ -56,8 +55,8 @@ def test_rank_that_joins_while_others_are_asked(
         clients.append(join(target, 3))
         return {}
 
-    monkeypatch.setattr(serving, "examine", ask)
-    reached = reach.examine(target, {})
+    monkeypatch.setattr(serving, "ask_ranks", ask)
+    reached = connection_attempt.connect_once(target, {})
 
     verdict = serving.ServerSide(target, 0.0).verdict(reached, 5.0)
 
@@ -72,7 +71,7 @@ def test_rank_that_joins_before_it_registers(
     """A client without an entry may be any rank: none of them is named."""
     monkeypatch.setattr(serving, "_REGISTRATION_DELAYS", (0.01,))
     # After the clients were counted for the first time.
-    reached = reach.examine(target, {})
+    reached = connection_attempt.connect_once(target, {})
     client = TCPStore("127.0.0.1", target.port, WORLD_SIZE, False, TIMEOUT)
 
     verdict = serving.ServerSide(target, 0.0).verdict(reached, 5.0)

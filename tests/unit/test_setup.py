@@ -278,8 +278,8 @@ in_child(check)
         done = run(
             self.SCRIPT
             + """
-from tracedstore.diagnosis.ask import claims
-from tracedstore.diagnosis.connection import connecting, server_examination as server
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.connection import connecting, connection_attempt
 from tracedstore.local.agent_workers import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
@@ -287,9 +287,9 @@ tracedstore.configure(log_format="off")
 store = HashStore()
 AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
 AGENT_WORKERS.environ = {"RANK": "0"}
-connecting._kept["what"] = claims.claim("what")
+connecting._kept["what"] = stall_reports.claim("what")
 claimed = connecting._kept["what"].fileno()
-server._probed["host", 1] = 0.0, ""
+connection_attempt._probed["host", 1] = 0.0, ""
 discovery._being_read.add(store)
 
 def check():
@@ -302,13 +302,13 @@ def check():
         AGENT_WORKERS.workers,
         dict(AGENT_WORKERS.environ),
         connecting._kept,
-        server._probed,
+        connection_attempt._probed,
         len(discovery._being_read),
     )
 
 in_child(check)
 os.fstat(claimed)
-assert AGENT_WORKERS.workers and server._probed
+assert AGENT_WORKERS.workers and connection_attempt._probed
 """
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_key
 from tracedstore.tools.attach import stalled_ranks as stalls

@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.diagnosis.observe import groups
-from tracedstore.diagnosis.observe.torch_key_table import DEVICES, ROWS, Row
-from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning, nccl_roots
+from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe.torch_keys import (
+    DEVICES,
+    ROWS,
+    KeyMeaning,
+    Row,
+    meaning,
+    nccl_roots,
+)
 
 SHA1 = "ad56679d2c95f00a464e146ac76c2deb475d8262"
 
@@ -302,39 +308,39 @@ class TestGroups:
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:
-        groups.reset()
+        process_groups.reset()
 
     def test_members(self) -> None:
         """The default group has all ranks; a later group replaces one of its name."""
-        groups.record("0", [], 3)
-        groups.record("1", [4, 2], 2)
+        process_groups.record_members("0", [], 3)
+        process_groups.record_members("1", [4, 2], 2)
 
-        assert groups.members("0") == (0, 1, 2)
-        assert groups.members("1") == (4, 2)
-        groups.record("1", [5], 1)
-        assert groups.members("1") == (5,)
-        assert groups.members("2") is None
+        assert process_groups.members("0") == (0, 1, 2)
+        assert process_groups.members("1") == (4, 2)
+        process_groups.record_members("1", [5], 1)
+        assert process_groups.members("1") == (5,)
+        assert process_groups.members("2") is None
 
     def test_unknown_ranks(self) -> None:
         """MPI passes no ranks and no size; that is not recorded."""
-        groups.record("0", [], -1)
+        process_groups.record_members("0", [], -1)
 
-        assert groups.members("0") is None
+        assert process_groups.members("0") is None
 
     def test_bounded(self) -> None:
         """Only the latest groups are kept."""
-        for number in range(groups.MAX_GROUPS + 2):
-            groups.record(str(number), [number], 1)
-            groups.record("0", [0], 1)
+        for number in range(process_groups.MAX_GROUPS + 2):
+            process_groups.record_members(str(number), [number], 1)
+            process_groups.record_members("0", [0], 1)
 
-        assert groups.members("0") == (0,)
-        assert groups.members("1") is None
-        assert groups.members("2") is None
-        assert groups.members(str(groups.MAX_GROUPS + 1)) is not None
+        assert process_groups.members("0") == (0,)
+        assert process_groups.members("1") is None
+        assert process_groups.members("2") is None
+        assert process_groups.members(str(process_groups.MAX_GROUPS + 1)) is not None
 
     def test_reset(self) -> None:
         """A forked child has no groups."""
-        groups.record("0", [], 3)
-        groups.reset()
+        process_groups.record_members("0", [], 3)
+        process_groups.reset()
 
-        assert groups.members("0") is None
+        assert process_groups.members("0") is None

@@ -19,8 +19,8 @@ from tracedstore.auto import lifetime, patches
 from tracedstore.common.identity import bottom_of
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.connection import connect_target, connecting
-from tracedstore.diagnosis.observe import group_creation, groups, incarnations
+from tracedstore.diagnosis.connection import addresses, connecting, group_creation
+from tracedstore.diagnosis.observe import incarnations, process_groups
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.store import TracedStore, wrap
@@ -119,9 +119,9 @@ def _watch_connecting(
     return connecting.watched(_guarded(_target_of_url, args[0], kwargs.get("timeout")))
 
 
-def _target_of_url(url: str, timeout: Any) -> connect_target.ConnectTarget | None:
+def _target_of_url(url: str, timeout: Any) -> addresses.ConnectTarget | None:
     ensure_configured()
-    target = connect_target.from_url(url, timeout)
+    target = addresses.from_url(url, timeout)
     if target is not None and target.rank is not None and target.world_size:
         # Before the first event: a URL may have the rank, and no variable.
         set_identity(target.rank, target.world_size)
@@ -142,12 +142,12 @@ def _watch_agent(
 
 def _target_of_agent(
     original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> connect_target.ConnectTarget | None:
+) -> addresses.ConnectTarget | None:
     ensure_configured()
     if isinstance(original, type):
-        return connect_target.of_agent(*args, **kwargs)
+        return addresses.of_agent(*args, **kwargs)
     if original.__name__ == "_create_tcp_store_server":
-        return connect_target.of_worker_store(*args[-2:])
+        return addresses.of_worker_store(*args[-2:])
     return None
 
 
@@ -237,7 +237,7 @@ def _record_members(arguments: dict[str, Any]) -> None:
 
     A process outside the group records it too: it takes part in the barrier after it.
     """
-    groups.record(
+    process_groups.record_members(
         str(arguments["group_name"]),
         arguments["global_ranks_in_group"],
         arguments["group_size"],

@@ -19,12 +19,12 @@ from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import process_identity
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.threads import DaemonThread
-from tracedstore.diagnosis.ask.inquiry import inquire, still_holds
 from tracedstore.diagnosis.ask.questions import MAX_POLLING_RANKS
-from tracedstore.diagnosis.connection.server_examination import examine_server
-from tracedstore.diagnosis.judgement import stalled
+from tracedstore.diagnosis.connection.connection_attempt import examine_server
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.inquiry import inquire, still_holds
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_call import is_barrier
+from tracedstore.diagnosis.observe.blocked_calls import is_barrier
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
 from tracedstore.diagnosis.observe.blocked_waits import (
     Repeats,
@@ -357,7 +357,7 @@ class Diagnosis:
 
     def _emit(self, wait: Wait, verdict: Verdict) -> None:
         waited = waited_seconds(self._recorder, wait.active)
-        stalled.report(wait, verdict, emit=self._repeats.is_due(wait, waited))
+        stall_reports.report(wait, verdict, emit=self._repeats.is_due(wait, waited))
 
     def _end(self, wait: Wait) -> None:
         """Withdraw what was published about a call that has ended, or mark it."""
@@ -366,14 +366,14 @@ class Diagnosis:
             if wait.record is not None:
                 self._sessions.end(wait.active, wait.record, failed=wait.failed)
         if wait.failed:
-            stalled.failed(wait)
+            stall_reports.failed(wait)
         elif wait.verdict is not None:
             self._resumed(wait, wait.verdict)
 
     def _resumed(self, wait: Wait, verdict: Verdict) -> None:
         self._repeats.forget(wait)
         waited = waited_seconds(self._recorder, wait.active)
-        stalled.resumed(wait, replace(verdict, waited_seconds=waited))
+        stall_reports.resumed(wait, replace(verdict, waited_seconds=waited))
 
     def check_store(self) -> bool:
         """Report that a store does not respond, if the thread hangs in it.
@@ -406,4 +406,4 @@ class Diagnosis:
         )
         # The store does not respond, so the ranks cannot agree on one.
         if election.is_first_of_host():
-            stalled.report(wait, wait.verdict)
+            stall_reports.report(wait, wait.verdict)

@@ -20,16 +20,16 @@ from tracedstore.coordination.connections import (
     connector,
     is_one_connection,
 )
-from tracedstore.diagnosis.ask.allowance import Allowance
 from tracedstore.diagnosis.ask.questions import (
     MAX_POLLING_RANKS,
+    Allowance,
     polling_interval_of_rank,
 )
 from tracedstore.diagnosis.ask.responder import Responder
-from tracedstore.diagnosis.connection.server_examination import probe_server
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.connection.connection_attempt import probe_server
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_call import Member, describe_call
+from tracedstore.diagnosis.observe.blocked_calls import Member, describe_call
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,

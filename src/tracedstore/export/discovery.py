@@ -16,7 +16,7 @@ from tracedstore.common.identity import number
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.connections import close_connection, side_connection
-from tracedstore.diagnosis.ask.agent_responder import connect
+from tracedstore.diagnosis.ask.responder import connect_to_workers
 from tracedstore.local.agent_workers import AGENT_WORKERS
 from tracedstore.recording.counters import store_of
 from tracedstore.recording.recorder import RECORDER
@@ -94,7 +94,7 @@ def _registry(entries: rank_registry.Entries) -> rank_registry.Registry:
 
 def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Registry:
     """Read the entries in the workers' store."""
-    store = connect(environ)
+    store = connect_to_workers(environ)
     try:
         size = number(environ.get("WORLD_SIZE")) or 0
         entries = rank_registry.read_entries(store, range(size))

@@ -21,10 +21,9 @@ from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import connections, rank_registry
-from tracedstore.diagnosis.ask.agent_responder import AGENT_RESPONDER
-from tracedstore.diagnosis.connection import connecting
-from tracedstore.diagnosis.connection import server_examination as server
-from tracedstore.diagnosis.observe import groups
+from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
+from tracedstore.diagnosis.connection import connecting, connection_attempt
+from tracedstore.diagnosis.observe import process_groups
 from tracedstore.export import discovery
 from tracedstore.export import shutdown as ending
 from tracedstore.export.http_endpoint import Endpoint
@@ -459,10 +458,10 @@ def _after_fork() -> None:
     _event_writer.reset()
     WATCHER.reset()
     rank_registry.reset()
-    groups.reset()
+    process_groups.reset()
     AGENT_RESPONDER.reset()
     connecting.reset()
-    server.reset()
+    connection_attempt.reset()
     discovery.reset()
     if _telemetry is not None:
         _telemetry.reset()

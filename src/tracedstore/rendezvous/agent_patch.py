@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from tracedstore import names
-from tracedstore.diagnosis.ask.agent_responder import AGENT_RESPONDER
+from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.export import node_endpoint
 from tracedstore.export.setup import try_to_configure
 from tracedstore.recording.recorder import RECORDER

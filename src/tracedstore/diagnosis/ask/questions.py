@@ -1,4 +1,4 @@
-"""Questions and answers through the store, for processes of other hosts.
+"""Questions to the processes of a job: over sockets of this host, or in the store.
 
 =============================== ===================================================
 ``tracedstore/QUESTIONS``       the number of questions so far
@@ -13,28 +13,33 @@ that is read may have been written by any client, and is validated.
 """
 
 import json
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges, validation
 from tracedstore.common.codec import Kind, Seconds, UpTo, Words
+from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import key_text
-from tracedstore.common.timeouts import pause
+from tracedstore.common.timeouts import pause, run_with_timeout
 from tracedstore.coordination.arrivals import (
     etcd_contents,
     find_absent,
     read_items,
 )
-from tracedstore.diagnosis.ask.allowance import Allowance
+from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import (
     MAX_ANSWER_BYTES,
     MAX_FAMILIES,
     ProcessFacts,
 )
+from tracedstore.local.host_ranks import ask_host
 from tracedstore.local.socket_server import KINDS
+from tracedstore.recording.recorder import RECORDER
 
 QUESTIONS: Final = "tracedstore/QUESTIONS"
 _QUESTION: Final = "tracedstore/QUESTION"
@@ -59,6 +64,17 @@ _MAX_REQUESTS_PER_SECOND: Final = 500
 _SHORTEST_INTERVAL: Final = 1.0
 # Up to this world size every rank reads questions itself.
 MAX_POLLING_RANKS: Final = 64
+# Seconds that may be spent at once, by a process that has spent nothing for so long.
+_BURST: Final = 16.0
+# Seconds after which it reads again, however much it has spent.
+_LONGEST_PAUSE: Final = 30.0
+# Bytes that are read in one second: in any job, and for each rank of a large one.
+_BYTES_PER_SECOND: Final = 64 * 1024
+_READ_BYTES_OF_RANK: Final = 16
+# Seconds for the processes of this host, and the share of the timeout at most.
+_HOST_TIMEOUT, _HOST_SHARE = 2.0, 0.5
+# Seconds that the store gets after the timeout, to delete what was asked.
+_STORE_GRACE = 1.0
 
 
 def _unfold(value: Any, world_size: int) -> frozenset[int]:
@@ -102,6 +118,42 @@ class Question:
         """
         max_bytes = _MAX_QUESTION_BYTES + _BYTES_OF_RANK * world_size
         return codec.decode(cls, value, max_bytes, world_size)
+
+
+class Allowance:
+    """Seconds of a process for reading and answering, one each second.
+
+    A store has no request for the length of a value, so a long one is known as such
+    only when it has been read. Then nothing is read for as long as it would have taken
+    at `_BYTES_PER_SECOND`.
+
+    Args:
+        world_size: The number of ranks.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._rate = max(_BYTES_PER_SECOND, _READ_BYTES_OF_RANK * world_size)
+        # When everything that was spent is earned again.
+        self._due = clock()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing may be read now."""
+        return self._due - self._clock() > _BURST
+
+    def spend(self, seconds: float) -> None:
+        """Take off the seconds that something is worth."""
+        now = self._clock()
+        due = max(self._due, now) + seconds
+        self._due = min(due, now + _BURST + _LONGEST_PAUSE)
+
+    def spend_bytes(self, number: int) -> None:
+        """Take off what it costs to read so many bytes."""
+        self.spend(number / self._rate)
 
 
 def poll_interval(_world_size: int, pollers: int) -> float:
@@ -267,7 +319,7 @@ def ask(
     """Ask ranks through the store; return the answers that arrived in time.
 
     It returns when all of the named ranks have answered, or after the timeout. Store
-    calls that hang are not bounded; `examine` bounds them.
+    calls that hang are not bounded; `ask_ranks` bounds them.
 
     Args:
         connection: A bare store that no other thread uses.
@@ -391,3 +443,71 @@ def _delete(connection: Any, keys: Iterable[str]) -> None:
             connection.delete_key(key)
         except Exception:  # EtcdStore cannot delete; the next question overwrites it
             return
+
+
+def ask_ranks(
+    connection: Any,
+    infos: Mapping[int, RankInfo],
+    ranks: Iterable[int],
+    world_size: int,
+    timeout: float,
+    *,
+    kind: str = "status",
+    families: Iterable[str] = (),
+) -> dict[int, ProcessFacts]:
+    """Return what is known about these ranks; those without any answer are omitted.
+
+    It never raises, and takes at most a second longer than the timeout. A store that
+    does not respond costs no more than that.
+
+    Args:
+        connection: A bare store that no other thread uses. If it hangs, the thread
+            that uses it is abandoned, so the caller must not use it any more.
+        infos: The ranks that have registered.
+        ranks: The ranks in question.
+        world_size: The number of ranks.
+        timeout: Seconds for all of it.
+        kind: ``status`` or ``stacks``.
+        families: The key families in question.
+    """
+    deadline = time.monotonic() + timeout
+    wanted = {rank for rank in ranks if 0 <= rank < world_size}
+    families = tuple(families)
+    if not wanted:
+        return {}
+    answers: dict[int, ProcessFacts] = {}
+    with suppress(OSError, ValueError):
+        host_timeout = min(_HOST_TIMEOUT, _HOST_SHARE * timeout)
+        answers = ask_host(infos, wanted, host_timeout, kind=kind, families=families)
+    elsewhere = wanted - answers.keys()
+    remaining = deadline - time.monotonic()
+    if elsewhere and remaining > 0:
+        through_store: dict[int, ProcessFacts] = {}
+        with suppress(Exception):  # whatever a store raises: nothing more is known
+            run_with_timeout(
+                remaining + _STORE_GRACE,
+                partial(
+                    _ask_unrecorded,
+                    connection,
+                    kind,
+                    elsewhere,
+                    remaining,
+                    families=families,
+                    asked_by=_own_name(),
+                    answers=through_store,
+                ),
+            )
+        answers |= dict(through_store)
+    return answers
+
+
+def _ask_unrecorded(*args: Any, **kwargs: Any) -> None:
+    # In a thread of its own, whose calls are the telemetry's.
+    with RECORDER.unrecorded():
+        ask(*args, **kwargs)
+
+
+def _own_name() -> str:
+    identity = process_identity()
+    rank = "" if identity.rank is None else f"rank {identity.rank} on "
+    return f"{rank}{identity.host} (pid {os.getpid()})"

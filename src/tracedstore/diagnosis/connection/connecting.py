@@ -19,12 +19,11 @@ from tracedstore import names
 from tracedstore.common import causes
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
-from tracedstore.diagnosis.ask.claims import Claim, claim
-from tracedstore.diagnosis.connection import connection_attempt as reach
-from tracedstore.diagnosis.connection import file_store
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.connection import connection_attempt, file_store
+from tracedstore.diagnosis.connection.addresses import ConnectTarget
 from tracedstore.diagnosis.connection.serving import ServerSide
-from tracedstore.diagnosis.judgement import stalled
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.stall_reports import Claim, claim
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.recording.recorder import RECORDER
@@ -136,7 +135,7 @@ class ConnectingPhase:
         """Check the spelling of the address, and watch the constructor."""
         defect = self._target.check_spelling()
         if defect is not None:
-            self._verdict = reach.from_defect(self._target, defect)
+            self._verdict = connection_attempt.from_defect(self._target, defect)
             self._report_verdict()
         if self._watched:
             WATCHER.add(self)
@@ -154,14 +153,14 @@ class ConnectingPhase:
         cause = causes.classify(error)
         if cause == causes.ADDRESS_IN_USE:
             verdict = run_with_timeout(
-                _END_TIMEOUT, partial(reach.port_in_use, self._target)
+                _END_TIMEOUT, partial(connection_attempt.port_in_use, self._target)
             )
         elif verdict is None and self._target.serving:
             # It failed before the first look. Its server is gone, but not its address.
             with suppress(TimeoutError):
                 verdict = run_with_timeout(_END_TIMEOUT, self._check_address)
         elif verdict is None:
-            verdict = reach.verdict(
+            verdict = connection_attempt.verdict_on(
                 self._target, self._reach_after(cause), self._waited()
             )
         if verdict is None:
@@ -173,7 +172,7 @@ class ConnectingPhase:
         if due and not self._left_to_other:
             self._report_verdict()
         # The claim is kept: the constructors of the other ranks fail in a moment.
-        stalled.failed(self)
+        stall_reports.failed(self)
 
     def returned(self) -> None:
         """Withdraw what was published: the constructor has returned."""
@@ -183,11 +182,11 @@ class ConnectingPhase:
                 run_with_timeout(_END_TIMEOUT, self._server.withdraw)
         if self._reported is not None:
             waited = self._waited()
-            stalled.resumed(self, replace(self._reported, waited_seconds=waited))
+            stall_reports.resumed(self, replace(self._reported, waited_seconds=waited))
         if self._claimed:
             _kept.pop(self._claimed).close()
 
-    def _reach_after(self, cause: str) -> reach.Reach:
+    def _reach_after(self, cause: str) -> connection_attempt.ConnectionAttempt:
         """Return what a connection attempt runs into after torch's have failed.
 
         Args:
@@ -198,17 +197,21 @@ class ConnectingPhase:
             cause = causes.UNKNOWN
         try:
             reached = run_with_timeout(
-                _END_TIMEOUT, partial(reach.examine, self._target)
+                _END_TIMEOUT, partial(connection_attempt.connect_once, self._target)
             )
         except TimeoutError:
-            return reach.Reach(result=cause)
-        if reached.result == reach.HUNG_UP:
+            return connection_attempt.ConnectionAttempt(result=cause)
+        if reached.result == connection_attempt.HUNG_UP:
             return replace(reached, result=causes.CONNECTION_LOST)
         return replace(reached, result=cause) if reached.answered else reached
 
     def _check_address(self) -> Verdict | None:
-        defect = reach.examine(self._target, os.environ).defect
-        return None if defect is None else reach.from_defect(self._target, defect)
+        defect = connection_attempt.connect_once(self._target, os.environ).defect
+        return (
+            None
+            if defect is None
+            else connection_attempt.from_defect(self._target, defect)
+        )
 
     def _end(self) -> Verdict | None:
         WATCHER.remove(self)
@@ -254,8 +257,8 @@ class ConnectingPhase:
             self._server.publish()
 
     def _look(self) -> None:
-        reached = reach.examine(self._target, os.environ)
-        found = reach.verdict(self._target, reached, self._waited())
+        reached = connection_attempt.connect_once(self._target, os.environ)
+        found = connection_attempt.verdict_on(self._target, reached, self._waited())
         if self._server is not None and reached.answered:
             found = self._server.verdict(reached, self._waited())
         with self._lock:
@@ -274,7 +277,7 @@ class ConnectingPhase:
         if self._server is None and not self._take_claim(verdict):
             return
         self._reported = verdict
-        stalled.report(self, verdict)
+        stall_reports.report(self, verdict)
 
     def _take_claim(self, verdict: Verdict) -> bool:
         """Return whether this process reports, of those of its host.

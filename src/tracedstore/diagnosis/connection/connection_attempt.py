@@ -1,28 +1,98 @@
 """Connects to a store's server once, step by step, and reports what happened.
 
 torch's client has one message for all failures: "the client socket has timed out".
+Importing torch takes seconds, and its client may wait without end for a server that
+does not answer, so the requests are our own.
+
+A torch client begins with two requests: VALIDATE, and PING with a number that the
+server echoes. A server that echoes it is a TCPStore. The server keeps nothing of either
+request. A test compares these requests with those of the installed torch.
 """
 
+import math
 import os
+import re
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tracedstore.common import causes, procfs
-from tracedstore.common.causes import REMEDIES, Cause
+from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
+from tracedstore.common.errors import error_message, error_type
+from tracedstore.common.keys import shown
 from tracedstore.common.procfs import IPAddress
-from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
+    ConnectTarget,
     check_lookup,
     check_served_here,
     is_local,
 )
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.observe.torch_keys import meaning
+from tracedstore.recording.counters import Call
+
+# VALIDATE (0) with torch's magic number, PING (13) with ours.
+_NONCE = 0x74726163
+_PROBE_REQUEST = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NONCE)
+_PROBE_RESPONSE = struct.pack("=I", _NONCE)
+# HTTP, SSH, Redis and mail servers answer in text.
+_TEXT = re.compile(rb"[\t\r\n\x20-\x7e]+")
+# The server counts clients under this key, which torch's own methods cannot address.
+_JOINED_KEY = b"init/"
+# ADD (4) of 0 to it; the response is the sum.
+_JOINED_REQUEST = struct.pack(f"=BQ{len(_JOINED_KEY)}sq", 4, 5, _JOINED_KEY, 0)
+_JOINED_RESPONSE = struct.Struct("=q")
+
+
+def probe_tcpstore(connection: socket.socket) -> bool | None:
+    """Return whether a TCPStore server answers; None if only torch can tell.
+
+    A server that closes the connection, or answers with other bytes than text, may be
+    the TCPStore of a torch with other requests.
+
+    Blocks until the server answers or hangs up, or the connection times out.
+    """
+    received = b""
+    with suppress(ConnectionError):
+        connection.sendall(_PROBE_REQUEST)
+        received = _receive(connection, len(_PROBE_RESPONSE))
+    if received == _PROBE_RESPONSE:
+        return True
+    return False if _TEXT.fullmatch(received) else None
+
+
+def joined_count(connection: socket.socket) -> int:
+    """Return how many clients of the job have joined, as torch's message counts them.
+
+    Only after `probe`, which begins the conversation.
+
+    Raises:
+        OSError: The server does not answer in time, or hung up.
+    """
+    connection.sendall(_JOINED_REQUEST)
+    response = _receive(connection, _JOINED_RESPONSE.size)
+    if len(response) < _JOINED_RESPONSE.size:
+        raise ConnectionError("the server hung up")
+    (count,) = _JOINED_RESPONSE.unpack(response)
+    return int(count)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Receive so many bytes; fewer if the server hangs up."""
+    received = b""
+    while len(received) < size:
+        if not (more := connection.recv(size - len(received))):
+            break
+        received += more
+    return received
+
 
 # Seconds for one connection, and for the server's answer to one request.
 _STEP_TIMEOUT = 1.5
@@ -38,7 +108,7 @@ _NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class ConnectionAttempt:
     """The result of one attempt to connect.
 
     Attributes:
@@ -61,15 +131,17 @@ class Reach:
         return self.result in (ANSWERED, HUNG_UP)
 
 
-def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> Reach:
+def connect_once(
+    target: ConnectTarget, environ: Mapping[str, str] = os.environ
+) -> ConnectionAttempt:
     """Resolve, connect and ask, in bounded time."""
     defect = target.check_spelling()
     if defect is not None:
-        return Reach(result=causes.NAME_RESOLUTION, defect=defect)
+        return ConnectionAttempt(result=causes.NAME_RESOLUTION, defect=defect)
     published = target.agents or "TORCHELASTIC_RUN_ID" in environ
     addresses, defect = check_lookup(target.host_name, target.host, published=published)
     if defect is not None:
-        return Reach(result=causes.NAME_RESOLUTION, defect=defect)
+        return ConnectionAttempt(result=causes.NAME_RESOLUTION, defect=defect)
     result, joined = causes.UNKNOWN, None
     for address in addresses[:_MAX_ADDRESSES_TRIED]:
         # Port 0 is any free port: which one is not known yet.
@@ -85,7 +157,7 @@ def examine(target: ConnectTarget, environ: Mapping[str, str] = os.environ) -> R
     if result in _NO_STORE and all(map(is_local, addresses)):
         found = procfs.port_holder(target.port)
         holder = "" if found is None else found.describe()
-    return Reach(
+    return ConnectionAttempt(
         result=result,
         addresses=addresses,
         defect=defect,
@@ -107,7 +179,7 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
         return causes.classify(error) or causes.UNKNOWN, None
     with connection:
         try:
-            is_tcpstore = tcpstore_probe.probe(connection)
+            is_tcpstore = probe_tcpstore(connection)
         except TimeoutError:
             return causes.SILENT, None
         except OSError:
@@ -119,33 +191,33 @@ def _ask(host: str, port: int) -> tuple[str, int | None]:
         joined = None
         # A torch with another protocol may not answer this: its server is there.
         with suppress(OSError):
-            joined = tcpstore_probe.joined_count(connection)
+            joined = joined_count(connection)
         return ANSWERED, joined
 
 
-def verdict(
-    target: ConnectTarget, reach: Reach, waited_seconds: float
+def verdict_on(
+    target: ConnectTarget, attempt: ConnectionAttempt, waited_seconds: float
 ) -> Verdict | None:
     """Return why the store cannot be reached; None if it answers.
 
     A server that answers has not failed: this rank is slow, or its turn has not come.
     """
-    if reach.defect is not None:
-        return from_defect(target, reach.defect, waited_seconds)
-    if reach.answered:
-        return _agents_absent(target, reach, waited_seconds)
-    shown = ", ".join(map(str, reach.addresses[:_MAX_ADDRESSES_TRIED]))
-    failure = causes.failure_of(reach.result)
+    if attempt.defect is not None:
+        return from_defect(target, attempt.defect, waited_seconds)
+    if attempt.answered:
+        return _agents_absent(target, attempt, waited_seconds)
+    shown = ", ".join(map(str, attempt.addresses[:_MAX_ADDRESSES_TRIED]))
+    failure = causes.failure_of(attempt.result)
     sentence = failure.finding.format(
         server=target.server, here=socket.gethostname(), somaxconn=procfs.max_backlog()
     )
     evidence = [sentence]
     if shown != target.host:
         evidence.insert(0, f"{target.host_name} {target.host!r} resolves to {shown}")
-    if reach.holder:
-        evidence.append(f"the port is held by {reach.holder}")
+    if attempt.holder:
+        evidence.append(f"the port is held by {attempt.holder}")
     evidence.append(f"torch has tried for {waited_seconds:.0f} s")
-    refused = reach.result == causes.REFUSED
+    refused = attempt.result == causes.REFUSED
     cause: Cause = "server_unreachable"
     remedy = failure.remedy or REMEDIES[cause]
     known = sentence
@@ -176,10 +248,10 @@ def verdict(
 
 
 def _agents_absent(
-    target: ConnectTarget, reach: Reach, waited_seconds: float
+    target: ConnectTarget, attempt: ConnectionAttempt, waited_seconds: float
 ) -> Verdict | None:
     """Count the agents that have not joined; only their number is known."""
-    size, joined = target.world_size or 0, reach.joined
+    size, joined = target.world_size or 0, attempt.joined
     if not (target.agents and target.serving and joined is not None and joined < size):
         return None
     return Verdict(
@@ -244,3 +316,96 @@ def port_in_use(target: ConnectTarget) -> Verdict:
         agents=target.agents,
         time=time.time(),
     )
+
+
+# Seconds for connecting once, name lookup included, and for which the result is used:
+# a job that tries again must not wait for it each time.
+_PROBE_TIMEOUT: Final = 1.0
+_PROBE_VALID: Final = 10.0
+_MAX_PROBED: Final = 64
+_NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
+
+# When a server was probed, by ``time.monotonic``, and with which result.
+_probed: dict[tuple[str, int], tuple[float, str]] = {}
+
+
+def reset() -> None:
+    """Forget the results, as a forked child must: a thread may have been writing."""
+    _probed.clear()
+
+
+def probe_server(host: str, port: int) -> str:
+    """Connect once; return "" or why that failed, a constant of `common/causes`.
+
+    Takes a second at most. The result is used again for 10 s.
+    """
+    now = time.monotonic()
+    probed_at, result = _probed.get((host, port), (-math.inf, ""))
+    if now - probed_at < _PROBE_VALID:
+        return result
+    try:
+        result = run_with_timeout(_PROBE_TIMEOUT, partial(probe_endpoint, host, port))
+    except TimeoutError:
+        result = causes.NO_ANSWER
+    if len(_probed) >= _MAX_PROBED:
+        _probed.clear()
+    _probed[host, port] = now, result
+    return result
+
+
+def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
+    """Return a verdict on the server of a call's store; None if it is not at fault.
+
+    Args:
+        call: The call.
+        error: The exception that ended the call; None if the call lasts and the server
+            does not respond.
+    """
+    method, state, args, _, _ = call
+    identity = state.identity
+    if identity.port is None:
+        return None
+    if error is not None and error_type(error) not in _NETWORK_ERRORS:
+        return None
+    keys = shown(method.keys_of(args)[0])
+    known = meaning(keys[0]) if keys else None
+    cause, finding = _server_cause(
+        identity.address, identity.port, responded=error is not None
+    )
+    evidence = [finding]
+    if error is not None:
+        evidence.append(error_message(error))
+    return Verdict(
+        phase=known.phase if known else f"key {keys[0]}" if keys else method.name,
+        cause=cause,
+        known=f"the store's server {identity.server}{_served_by(identity.port)}",
+        key=keys[0] if keys else "",
+        evidence=tuple(evidence),
+        remedy=REMEDIES[cause],
+        time=time.time(),
+    )
+
+
+def _server_cause(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
+    result = probe_server(host, port)
+    if result == causes.REFUSED:
+        return "server_gone", "it refuses connections: its process has ended"
+    if result == causes.NO_ANSWER:
+        return (
+            "server_unreachable",
+            f"connecting took longer than {_PROBE_TIMEOUT:g} s",
+        )
+    if result:
+        return "server_unreachable", f"connecting failed: {result}"
+    if responded:
+        return "server_gone", "it closed the connection, and accepts new ones"
+    return "server_unreachable", "it accepts connections, but does not respond"
+
+
+def _served_by(port: int) -> str:
+    """Return which process serves a port, as far as torch's launchers determine it."""
+    if os.environ.get("MASTER_PORT") != str(port):
+        return ""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return ", which torchrun's agent on that host serves"
+    return " at MASTER_PORT, which rank 0 serves unless the program does"

@@ -20,16 +20,15 @@ from tracedstore.common.causes import REMEDIES, worst
 from tracedstore.common.identity import host_name, restart_count
 from tracedstore.common.timeouts import pause
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.connection.addresses import check_loopback
-from tracedstore.diagnosis.connection.connect_target import ConnectTarget
+from tracedstore.diagnosis.ask.questions import ask_ranks
+from tracedstore.diagnosis.connection.addresses import ConnectTarget, check_loopback
 from tracedstore.diagnosis.connection.connection_attempt import (
     PHASE,
-    Reach,
+    ConnectionAttempt,
     count_joined,
 )
 from tracedstore.diagnosis.judgement import judge
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
@@ -95,25 +94,27 @@ class ServerSide:
                 self._published = True
         return absent
 
-    def verdict(self, reach: Reach, waited_seconds: float) -> Verdict | None:
+    def verdict(
+        self, attempt: ConnectionAttempt, waited_seconds: float
+    ) -> Verdict | None:
         """Name the ranks that have not connected; None if all have."""
         answers: Answers = {}
         others: tuple[str, ...] = ()
-        absent, joined = self._count(reach)
+        absent, joined = self._count(attempt)
         if joined is None or self._can_name(absent, joined):
             answers, others = self._ask(absent), self._other_servers()
             # Asking takes seconds. A rank that has connected by now is not awaited.
-            absent, joined = self._count(reach)
+            absent, joined = self._count(attempt)
         if not absent or (joined is not None and joined >= self._world_size):
             return None
-        found = self._verdict(absent, joined, reach, answers, others)
+        found = self._verdict(absent, joined, attempt, answers, others)
         found = replace(found, waited_seconds=waited_seconds)
         with self._lock:
             if not self._withdrawn:
                 self._client.set(VERDICT, found.to_bytes())
         return found
 
-    def _count(self, reach: Reach) -> tuple[set[int], int | None]:
+    def _count(self, attempt: ConnectionAttempt) -> tuple[set[int], int | None]:
         """Return the ranks without an entry, and how many clients have joined.
 
         The clients are counted after the entries are read: a rank that joins in
@@ -123,7 +124,7 @@ class ServerSide:
             absent = self.publish()
             # It cannot be read if the protocol is another one. This rank has joined,
             # so 0 is not the count either: torch keeps it elsewhere.
-            joined = count_joined(self._target.port) or None if reach.joined else None
+            joined = count_joined(self._target.port) or None if attempt.joined else None
             if joined is None or self._can_name(absent, joined):
                 break
             # They have not registered yet, or they are not traced.
@@ -151,7 +152,7 @@ class ServerSide:
         self,
         absent: Collection[int],
         joined: int | None,
-        reach: Reach,
+        attempt: ConnectionAttempt,
         answers: Answers,
         others: tuple[str, ...],
     ) -> Verdict:
@@ -166,7 +167,7 @@ class ServerSide:
                 f" {count} joined untraced"
             )
             ranks = ()
-        evidence = self._evidence(absent, joined, reach)
+        evidence = self._evidence(absent, joined, attempt)
         awaited = self._awaited(ranks, answers)
         cause = worst(one.cause for one in awaited)
         if others:
@@ -185,7 +186,7 @@ class ServerSide:
         )
 
     def _evidence(
-        self, absent: Collection[int], joined: int | None, reach: Reach
+        self, absent: Collection[int], joined: int | None, attempt: ConnectionAttempt
     ) -> tuple[str, ...]:
         target, size = self._target, self._world_size
         registered = sorted(set(range(size)).difference(absent))
@@ -200,7 +201,7 @@ class ServerSide:
             shown += f"; {more} more ranks"
         evidence = [f"{count}registered at {target.server}: {shown}"]
         loopback = check_loopback(
-            target.host_name, target.host, reach.addresses, os.environ
+            target.host_name, target.host, attempt.addresses, os.environ
         )
         if loopback is not None:
             evidence.append(loopback.finding)
@@ -259,7 +260,7 @@ class ServerSide:
     def _ask(self, ranks: Collection[int]) -> Answers:
         """Ask the first absent ranks: some may have a process on this host."""
         first = sorted(ranks)[:MAX_AWAITED]
-        return examine(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
+        return ask_ranks(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
 
     def _awaited(
         self, ranks: Collection[int], answers: Answers
@@ -270,5 +271,5 @@ class ServerSide:
         for rank in sorted(ranks)[:MAX_AWAITED]:
             host = name_of(decoder, rank)
             host = "" if host == default_name(rank) else host
-            awaited.append(judge.examine(rank, answers.get(rank), None, host))
+            awaited.append(judge.describe_rank(rank, answers.get(rank), None, host))
         return tuple(awaited)

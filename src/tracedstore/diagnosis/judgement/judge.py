@@ -109,7 +109,9 @@ def judge(
     named = sorted(suspects.writers)
     why = "each awaited rank writes a key that does not exist"
     found = {
-        rank: examine(rank, answers.get(rank), registered.get(rank), host_of(rank))
+        rank: describe_rank(
+            rank, answers.get(rank), registered.get(rank), host_of(rank)
+        )
         for rank in suspects.ranks
     }
     if not named and suspects.candidates:
@@ -132,7 +134,7 @@ def judge(
     return _judge_cycle(waiting, blocked, world_size)
 
 
-def examine(
+def describe_rank(
     rank: int, answer: ProcessFacts | None, info: RankInfo | None, host: str
 ) -> AwaitedRank:
     """Return what is known about a rank that does not arrive."""

@@ -1,7 +1,18 @@
 """What a store key of torch is for, and which ranks write it.
 
 A key is as a TracedStore sees it: relative to that store, with the prefixes of
-PrefixStores above it. `torch_key_table` has the patterns.
+PrefixStores above it.
+
+`ROWS` has torch's keys as data: one row per pattern of keys that torch waits for. The
+keys are those of torch 2.13; an integration test compares the rows with the keys that
+the installed torch uses. Rows that need hardware which that test does not have are
+marked with ``observed=False``: they are from torch's source.
+
+Some keys of torch have no row: an application may have keys of the same form. These are
+the keys of ``elastic.utils.store.synchronize`` (``<prefix><rank>``), of the other calls
+of ``_StoreCollectives`` (``<key>``, ``<key>/<rank>``), and of the barrier of
+torch's checkpoints (``rank<rank>``). Others are never waited for: counters, UCC's
+``ag_done``, ``exception_dump``.
 """
 
 import os
@@ -11,7 +22,322 @@ from functools import lru_cache
 from typing import Final
 
 from tracedstore.common import ranges
-from tracedstore.diagnosis.observe.torch_key_table import ROWS, Row
+
+# Device types under which torch nests the keys of a backend.
+DEVICES: Final = (
+    "cpu",
+    "cuda",
+    "hip",
+    "hpu",
+    "maia",
+    "meta",
+    "mps",
+    "mtia",
+    "musa",
+    "npu",
+    "privateuseone",
+    "vulkan",
+    "xla",
+    "xpu",
+)
+
+_ANY_DEVICE = "(?:" + "|".join(DEVICES) + ")"
+# torch writes numbers without leading zeros. The length bounds them.
+_NUMBER = "(?:0|[1-9][0-9]{0,8})"
+_RANK = f"(?P<rank>{_NUMBER})"
+_SEQUENCE = f"(?P<sequence>{_NUMBER})"
+# The keys of a process group are under its name and two slashes.
+_NAME = f"(?P<name>(?!{_ANY_DEVICE}//)[^/\\s]{{1,256}})"
+# Prefixes of stores above the one that the key is relative to.
+_ABOVE = "(?:.*/)?"
+_GROUP = f"{_ABOVE}{_NAME}//"
+_GROUP_HASH = f"{_ABOVE}(?P<name>[0-9a-f]{{40}})//"
+_BACKEND = f"{_GROUP}{_ANY_DEVICE}//"
+_CUDA = f"{_GROUP}cuda//"
+_SYMMETRIC_MEMORY = (
+    f"(?:{_GROUP}(?:cuda//)?(?:IntraNodeComm/|symmetric_memory-[0-9_]+/)?|.*/)?"
+    f"(?P<kind>CUDASymmetricMemory|NVSHMEMSymmetricMemory|NCCLAllocation)/{_SEQUENCE}"
+)
+_ELASTIC = f"{_ABOVE}torchelastic"
+_RPC = f"{_ABOVE}rpc_prefix_{_NUMBER}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What torch uses keys of one form for.
+
+    Attributes:
+        pattern: A regular expression for the whole key, without a leading slash. The
+            group ``shared`` is the part that all ranks of one exchange share; ``rank``
+            is the group rank whose key it is, ``name`` the name of a process group.
+        protocol: A stable code for the protocol.
+        phase: What a rank that waits for it executes: a format string of the groups
+            of the pattern, and of ``creation``, the call that creates the group.
+        writers: The group ranks that write it: ``rank`` and ``low`` are groups of the
+            pattern; None if the key does not contain it.
+        last_arrival: The last rank to arrive writes it.
+        counter: The key that counts arrivals, as a format string.
+        sibling: The key that each rank of the exchange writes, as a format string in
+            which ``{{rank}}`` remains.
+        agents: The ranks are those of torchrun's agents.
+        example: A key of this form.
+        observed: An integration test has torch wait for such a key.
+    """
+
+    pattern: str
+    protocol: str
+    phase: str
+    writers: int | str | None = None
+    last_arrival: bool = False
+    counter: str | None = None
+    sibling: str | None = None
+    agents: bool = False
+    example: str
+    observed: bool = True
+
+
+# The first row that matches is used.
+ROWS: Final = (
+    # Process groups: gloo. Every rank writes its address, and reads all others.
+    Row(
+        pattern=f"(?P<shared>{_BACKEND}{_NUMBER})/{_RANK}",
+        protocol="gloo",
+        phase="{creation}",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="default_pg/0//1//cpu//0/3",
+    ),
+    Row(  # TORCH_DISTRIBUTED_DEBUG=DETAIL: a second gloo group for checks
+        pattern=f"(?P<shared>{_BACKEND}pg_wrapper:(?P=name)/{_NUMBER})/{_RANK}",
+        protocol="gloo",
+        phase="{creation} (its group for TORCH_DISTRIBUTED_DEBUG=DETAIL)",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="default_pg/0//cpu//pg_wrapper:0/0/1",
+    ),
+    Row(  # a transport other than TCP
+        pattern=f"(?P<shared>{_BACKEND}{_NUMBER})/rank_{_RANK}",
+        protocol="gloo",
+        phase="{creation}",
+        writers="rank",
+        sibling="{shared}/rank_{{rank}}",
+        example="default_pg/0//cpu//0/rank_3",
+        observed=False,
+    ),
+    Row(  # split_group: without a device; the name is always a SHA-1 hash
+        pattern=f"(?P<shared>{_GROUP_HASH}{_NUMBER})/{_RANK}",
+        protocol="gloo",
+        phase="split_group {name}",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="default_pg/0//ad56679d2c95f00a464e146ac76c2deb475d8262//0/1",
+    ),
+    # Process groups: NCCL. The key of an id is the number of the communicator.
+    Row(
+        pattern=f"(?P<shared>{_CUDA}{_NUMBER})",
+        protocol="nccl_unique_id",
+        phase="NCCL unique id of group {name}",
+        writers=0,
+        example="default_pg/0//cuda//0",
+        observed=False,
+    ),
+    Row(  # groups larger than TORCH_NCCL_RANKS_PER_ROOT
+        pattern=f"(?P<shared>{_CUDA}UniqueNCCLID):(?P<root>{_NUMBER})",
+        protocol="nccl_unique_id",
+        phase="NCCL unique id of group {name}",
+        example="default_pg/0//cuda//UniqueNCCLID:1",
+        observed=False,
+    ),
+    Row(
+        pattern=f"(?P<shared>{_CUDA}(?P<low>{_NUMBER}):(?P<high>{_NUMBER}))",
+        protocol="nccl_p2p",
+        phase="NCCL unique id of ranks {low} and {high} of group {name}",
+        writers="low",
+        example="default_pg/0//cuda//1:3",
+        observed=False,
+    ),
+    Row(
+        pattern=f"(?P<shared>{_CUDA}IntraNodeComm/handshake-{_NUMBER})-{_RANK}",
+        protocol="intra_node_comm",
+        phase="IntraNodeComm of group {name}",
+        writers="rank",
+        sibling="{shared}-{{rank}}",
+        example="default_pg/0//cuda//IntraNodeComm/handshake-0-3",
+        observed=False,
+    ),
+    Row(  # polled with check(), but an application may wait for it
+        pattern=f"(?P<shared>{_BACKEND}teamr){_RANK}",
+        protocol="ucc",
+        phase="UCC team of group {name}",
+        writers="rank",
+        sibling="{shared}{{rank}}",
+        example="default_pg/0//cuda//teamr2",
+        observed=False,
+    ),
+    # Symmetric memory. Each process counts its exchanges.
+    Row(
+        pattern=f"(?P<shared>{_SYMMETRIC_MEMORY})/{_RANK}",
+        protocol="symmetric_memory",
+        phase="symmetric memory exchange {sequence}",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="default_pg/0//CUDASymmetricMemory/4/1",
+        observed=False,
+    ),
+    Row(
+        pattern=f"(?P<shared>{_SYMMETRIC_MEMORY})/last_member",
+        protocol="symmetric_memory",
+        phase="symmetric memory barrier {sequence}",
+        last_arrival=True,
+        counter="{shared}/num_members",
+        example="default_pg/0//CUDASymmetricMemory/5/last_member",
+        observed=False,
+    ),
+    # TORCH_DIST_INIT_BARRIER=1. All ranks call the barrier after new_group, under the
+    # name of the default group; with use_local_synchronization only its members, under
+    # its own name.
+    Row(
+        pattern=f"(?P<shared>(?:{_GROUP}|.*/)?store_based_barrier_key:"
+        r"(?P<barrier>[^/\s]{1,256})):last_worker",
+        protocol="store_based_barrier",
+        phase="store-based barrier of group {barrier}",
+        last_arrival=True,
+        counter="{shared}",
+        example="default_pg/0//store_based_barrier_key:1:last_worker",
+    ),
+    # torchrun's agents.
+    Row(  # read and changed by all agents
+        pattern=r"(?P<shared>(?:.*/)?torch\.rendezvous\.[^/]+)",
+        protocol="rendezvous_state",
+        phase="rendezvous of torchrun's agents",
+        agents=True,
+        example="torch.rendezvous.run",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_ELASTIC}/role_info)/{_RANK}",
+        protocol="role_info",
+        phase="rank assignment of torchrun's agents",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        agents=True,
+        example="torch.rendezvous.run.0/torchelastic/role_info/2",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_ELASTIC}/assigned_ranks)/{_NUMBER}",
+        protocol="assigned_ranks",
+        phase="rank assignment of torchrun's agents",
+        writers=0,
+        agents=True,
+        example="torch.rendezvous.run.0/torchelastic/assigned_ranks/1",
+    ),
+    # The traced rendezvous sees these keys without the prefix of the rendezvous.
+    Row(
+        pattern=r"(?:(?P<shared>(?:.*/)?torch\.rendezvous\..+\.[0-9]{1,9})/)?"
+        "MASTER_(?:ADDR|PORT)",
+        protocol="master_address",
+        phase="MASTER_ADDR exchange of torchrun's agents",
+        writers=0,
+        agents=True,
+        example="torch.rendezvous.run.0/MASTER_ADDR",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_ELASTIC}/agent/terminal_state)/last_member",
+        protocol="elastic_barrier",
+        phase="agents' exit barrier",
+        last_arrival=True,
+        counter="{shared}/num_members",
+        agents=True,
+        example="torch.rendezvous.run.0/torchelastic/agent/terminal_state/last_member",
+    ),
+    # After the timeout of elastic.utils.store.barrier(rank=...). The prefix may end
+    # with a digit, so the rank before /TRACE is not certain.
+    Row(
+        pattern="(?P<shared>.+)/TRACING_GATE",
+        protocol="elastic_barrier",
+        phase="missing ranks of barrier {shared}",
+        writers=0,
+        example="checkpoint/7/TRACING_GATE",
+    ),
+    Row(
+        pattern="(?P<shared>.*[^0-9][0-9]{1,9})/TRACE",
+        protocol="elastic_barrier",
+        phase="missing ranks of a barrier",
+        example="checkpoint/3/TRACE",
+    ),
+    # torch.distributed.rpc
+    Row(
+        pattern=f"(?P<shared>{_RPC}/{_NUMBER})/{_RANK}",
+        protocol="rpc",
+        phase="init_rpc",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="rpc_prefix_0/0/1",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_RPC}/names)/{_RANK}",
+        protocol="rpc",
+        phase="init_rpc",
+        writers="rank",
+        sibling="{shared}/{{rank}}",
+        example="rpc_prefix_0/names/1",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_RPC}/addrs)/.+",
+        protocol="rpc",
+        phase="init_rpc",
+        example="rpc_prefix_0/addrs/worker1",
+    ),
+    Row(
+        pattern=f"(?P<shared>(?P<above>{_RPC}/shutdown)/READY_ID_{_SEQUENCE})",
+        protocol="rpc",
+        phase="rpc.shutdown",
+        last_arrival=True,
+        counter="{above}/PROCESS_COUNT_ID_{sequence}",
+        example="rpc_prefix_0/shutdown/READY_ID_2",
+    ),
+    Row(  # a sum over all ranks
+        pattern=f"(?P<shared>{_RPC}/shutdown)/ACTIVE_CALLS_ID_{_NUMBER}",
+        protocol="rpc",
+        phase="rpc.shutdown",
+        example="rpc_prefix_0/shutdown/ACTIVE_CALLS_ID_2",
+    ),
+    Row(
+        pattern=f"(?P<shared>{_RPC})/Token_for_.+_(?:join|leave)",
+        protocol="rpc",
+        phase="RPC group membership",
+        example="rpc_prefix_0/Token_for_worker1_join",
+        observed=False,
+    ),
+    Row(
+        pattern=f"(?P<shared>{_ABOVE}debug_server)/rank{_RANK}",
+        protocol="debug_server",
+        phase="start of torch's debug server",
+        writers="rank",
+        sibling="{shared}/rank{{rank}}",
+        example="debug_server/rank2",
+        observed=False,
+    ),
+    # Barriers with a key of the caller: Store.barrier of a PrefixStore, elastic.utils.
+    # store.barrier, get_all and synchronize, and the barrier of this package.
+    Row(
+        pattern="(?P<shared>.+)/last_member",
+        protocol="store_barrier",
+        phase="barrier {shared}",
+        last_arrival=True,
+        counter="{shared}/num_members",
+        example="checkpoint/7/last_member",
+    ),
+    Row(  # of _StoreCollectives
+        pattern="(?P<shared>.+)/last_members",
+        protocol="store_collectives",
+        phase="barrier {shared}",
+        last_arrival=True,
+        counter="{shared}/num_members",
+        sibling="{shared}/{{rank}}",
+        example="checkpoint/7/last_members",
+    ),
+)
+
 
 _MAX_KEY_LENGTH: Final = 1024
 # torch's default for TORCH_NCCL_RANKS_PER_ROOT.

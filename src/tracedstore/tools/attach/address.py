@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tracedstore.common import causes
 from tracedstore.common.errors import CommandError
-from tracedstore.diagnosis.connection import tcpstore_probe
+from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.tools.attach.child_process import (
     ChildTimeoutError,
     Heartbeat,
@@ -173,7 +173,10 @@ class Address:
             self._check_file()
             return
         with self._connect() as connection:
-            if self.scheme == "tcp" and tcpstore_probe.probe(connection) is False:
+            if (
+                self.scheme == "tcp"
+                and connection_attempt.probe_tcpstore(connection) is False
+            ):
                 raise self.not_a_tcpstore()
         # The client for TLS and users needs torch.
         if self.scheme == "etcd" and not (self.secure or self.access.user):

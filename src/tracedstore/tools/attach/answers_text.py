@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from tracedstore.common import ranges
-from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.diagnosis.judgement.judge import describe_rank
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
@@ -31,7 +31,7 @@ def answer_lines(answers: Answers, blocked: Collection[int]) -> Iterator[Line]:
     for members in by_size[:_MAX_GROUPS]:
         first, *others = members
         info = answers.registered.get(first)
-        text = f"  {examine(first, members[first], info, '').describe()}"
+        text = f"  {describe_rank(first, members[first], info, '').describe()}"
         if others:
             text += f"; the same: {ranges.ranks_text(others)}"
         yield Line(text, "", 4)

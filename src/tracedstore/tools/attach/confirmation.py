@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_call import MAX_SIBLINGS
+from tracedstore.diagnosis.observe.blocked_calls import MAX_SIBLINGS
 from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
 

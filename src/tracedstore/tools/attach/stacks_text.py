@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracedstore.common import ranges
-from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.diagnosis.judgement.judge import describe_rank
 from tracedstore.local.facts import Frame, ProcessFacts
 from tracedstore.tools.attach.asking import Answers
 from tracedstore.tools.terminal import Line
@@ -44,7 +44,7 @@ def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
         yield Line(f"{named}{where}", "bold")
         for rank, answer in list(members.items())[:_MAX_PROCESSES_LISTED]:
             info = answers.registered.get(rank)
-            yield Line(f"  {examine(rank, answer, info, '').describe()}", "", 4)
+            yield Line(f"  {describe_rank(rank, answer, info, '').describe()}", "", 4)
         if len(members) > _MAX_PROCESSES_LISTED:
             yield Line(f"  and {len(members) - _MAX_PROCESSES_LISTED} more")
         for thread, frames in stacks:
@@ -68,7 +68,7 @@ def rank_lines(answers: Answers, rank: int) -> Iterator[str]:
         if rank < answers.world_size:
             yield f"no answer from rank {rank}, and no process of its host answers"
         return
-    yield examine(rank, answer, answers.registered.get(rank), "").describe()
+    yield describe_rank(rank, answer, answers.registered.get(rank), "").describe()
     for thread, frames in answer.stacks.items():
         yield f"thread {thread}"
         yield from (f"  {frame}" for frame in frames)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo, without_numbers
-from tracedstore.diagnosis.judgement.stalled import VERDICT
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
 from tracedstore.tools.attach.store_contents import StoreSnapshot

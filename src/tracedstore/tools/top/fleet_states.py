@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tracedstore.common.causes import Cause
 from tracedstore.coordination.protocol import BarrierKeys
-from tracedstore.diagnosis.judgement.judge import examine
+from tracedstore.diagnosis.judgement.judge import describe_rank
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.tools.attach.job_state import BarrierState, Group
 from tracedstore.tools.attach.job_status import Status
@@ -214,7 +214,7 @@ class FleetStates:
                     if rank is None or rank.pid not in (None, answer.pid):
                         continue
                     info = answers.registered.get(number)
-                    found = examine(number, answer, info, rank.host)
+                    found = describe_rank(number, answer, info, rank.host)
                     state = {"gone": State.GONE, "stopped": State.STOPPED}.get(
                         answer.state, rank.state
                     )

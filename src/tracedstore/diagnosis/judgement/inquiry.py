@@ -4,27 +4,41 @@ Everything here runs in the diagnosis thread, on a connection of its own. Readin
 bounded in requests; a store that does not respond is noticed by the watcher.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tracedstore.common import procfs
+from tracedstore.common import procfs, validation
 from tracedstore.common.causes import REMEDIES
-from tracedstore.common.identity import process_identity
+from tracedstore.common.identity import process_identity, restart_count
 from tracedstore.common.keys import fold
-from tracedstore.coordination import rank_registry
+from tracedstore.coordination import membership, rank_registry
+from tracedstore.coordination.arrivals import read_key
+from tracedstore.coordination.missing_report import Finding
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.ask.examine import examine
-from tracedstore.diagnosis.judgement.excess_arrivals import find_excess
-from tracedstore.diagnosis.judgement.judge import find_suspects, judge, still_waits
+from tracedstore.diagnosis.ask.questions import ask_ranks
+from tracedstore.diagnosis.judgement.judge import (
+    describe_rank,
+    describe_wait,
+    find_suspects,
+    judge,
+    still_waits,
+)
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, Verdict
-from tracedstore.diagnosis.observe import incarnations
-from tracedstore.diagnosis.observe.blocked_call import Member
+from tracedstore.diagnosis.observe import incarnations, process_groups
+from tracedstore.diagnosis.observe.blocked_calls import (
+    Member,
+    find_awaited,
+    learned_writers,
+)
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
-from tracedstore.diagnosis.observe.learned_writers import learned_writers
-from tracedstore.diagnosis.observe.rank_keys import find_awaited
+from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.local.facts import ProcessFacts, WrittenFamily
+from tracedstore.local.host_ranks import known_ranks
+from tracedstore.local.local_identity import LocalIdentity
+from tracedstore.local.socket_client import ask_processes
 from tracedstore.recording.operation import METHODS
 
 _MAX_FAMILIES_ASKED = 16
@@ -199,7 +213,7 @@ def _ask(
     # connected come first: more than 64 are not asked.
     asked = [*registered, *(rank for rank in ranks if rank not in registered)]
     families = {fold(key) for record in _of_users(blocked) for key in record.keys}
-    return examine(
+    return ask_ranks(
         connection,
         registered,
         asked[:MAX_AWAITED],
@@ -288,3 +302,129 @@ def _with_replacements(connection: Any, verdict: Verdict) -> Verdict:
         evidence=(*duplicates[:MAX_AWAITED], *verdict.evidence),
         remedy=REMEDIES["duplicate"],
     )
+
+
+_MAX_COUNT = 2**63
+
+
+def find_excess(
+    connection: Any, registry: Any, own: BlockedRecord, member: Member
+) -> Verdict | None:
+    """Return a verdict if more ranks arrived than there are.
+
+    Args:
+        connection: A connection to the store of the blocked call.
+        registry: A connection to the store in which the ranks registered.
+        own: The record of that call.
+        member: The rank of this process.
+    """
+    known = meaning(own.keys[0]) if own.keys else None
+    if known is None or known.counter is None:
+        return None
+    if known.group_name and process_groups.members(known.group_name) is None:
+        return None
+    size = member.world_size if own.members is None else len(own.members)
+    count = _read_count(connection, known.counter)
+    if count <= size:
+        return None
+    waiting = {
+        rank
+        for rank, record in read_blocked(registry, member.world_size).items()
+        if (record.phase, record.attempt, record.failed)
+        == (own.phase, own.attempt, None)
+    }
+    launches = incarnations.launches_in(incarnations.read_replacements(registry))
+    return Verdict(
+        phase=own.phase,
+        cause="too_many",
+        known=f"{count} arrivals were counted for {size} ranks",
+        waiting_ranks=tuple(sorted({own.rank, *waiting})),
+        key=own.keys[0],
+        waited_seconds=max(0.0, time.time() - own.started),
+        evidence=(
+            f"{known.counter} is {count}",
+            *(f"registered: {launch}" for launch in launches),
+        ),
+        remedy=REMEDIES["too_many"],
+        time=time.time(),
+    )
+
+
+def _read_count(connection: Any, counter: str) -> int:
+    """Return the count; 0 if there is none, or the value is no number."""
+    if not connection.check([counter]):
+        return 0
+    try:
+        return validation.digits(read_key(connection, counter), _MAX_COUNT)
+    except ValueError:
+        return 0
+
+
+# Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
+# verdict of a barrier is due within 5 s of its timeout.
+_HOST_TIMEOUT = 0.5
+_ANSWER_TIMEOUT = 1.5
+
+
+def find_causes(
+    store: Any, ranks: Sequence[int], world_size: int
+) -> dict[int, Finding]:
+    """Return why the first 64 of these ranks do not arrive, as far as it is known.
+
+    Args:
+        store: A connection that no other thread uses.
+        ranks: Ranks that did not arrive.
+        world_size: The number of ranks.
+    """
+    if membership.of(store) is not None:
+        return {}  # agents do not register
+    first = list(ranks[:MAX_AWAITED])
+    attempt = restart_count(os.environ)
+    registered = {
+        rank: info
+        for rank, info in rank_registry.read_ranks(store, first).items()
+        if info.attempt == attempt
+    }
+    # Only ranks that have registered: one that does not answer must not delay the
+    # verdict, and any process of this host may be one that has not registered.
+    pids = [info.pid for info in registered.values()]
+    replies = ask_processes(pids, "status", _HOST_TIMEOUT) if pids else {}
+    answers = known_ranks(
+        replies, registered, registered, LocalIdentity.own(), _HOST_TIMEOUT
+    )
+    elsewhere = registered.keys() - answers.keys()
+    if elsewhere:
+        answers |= ask_ranks(store, registered, elsewhere, world_size, _ANSWER_TIMEOUT)
+    now = time.time()
+    current = {
+        rank: record
+        for rank, record in read_blocked(store, world_size).items()
+        if record.attempt == attempt
+        and record.is_of_stall(now)
+        and still_waits(record, answers.get(rank), now)
+    }
+    return {
+        rank: _finding(rank, answers.get(rank), registered.get(rank), current.get(rank))
+        for rank in first
+    }
+
+
+def _finding(
+    rank: int,
+    answer: ProcessFacts | None,
+    info: RankInfo | None,
+    record: BlockedRecord | None,
+) -> Finding:
+    is_of_process = record is not None and (
+        (info is None or info.pid == record.pid)
+        and (answer is None or answer.state != "stopped")
+    )
+    if record is not None and is_of_process:
+        return Finding("diverged", describe_wait(record), "its blocked call")
+    awaited = describe_rank(rank, answer, info, "")
+    if answer is None:
+        # A rank that is not traced does not register: without an answer there is
+        # nothing to add to its name.
+        source = "it has registered" if info else "it has not registered"
+        return Finding(awaited.cause, "", f"{source}, and no process answers for it")
+    return Finding(awaited.cause, awaited.doing, f"its state from {answer.source}")

@@ -2,9 +2,16 @@
 
 gloo connects every two ranks after they exchanged their addresses. No Store call is in
 flight then, so the diagnosis of blocked calls does not see it.
+
+Each rank writes its host name and socket address under a key of its own: size, host
+name, size, sockaddr, and the ids of its connections (gloo's transport/tcp/context.cc).
+Any client can write the key, so the value is checked.
 """
 
+import ipaddress
 import math
+import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,20 +20,146 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
+from tracedstore.common import ranges
+from tracedstore.common.codec import printable_text
 from tracedstore.common.election import first_of
 from tracedstore.common.errors import error_message
 from tracedstore.common.identity import bottom_of, process_identity
+from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
+from tracedstore.coordination.arrivals import find_absent
 from tracedstore.coordination.connections import bare_store, side_connection
-from tracedstore.diagnosis.ask.claims import Claim, claim
 from tracedstore.diagnosis.connection import file_store
-from tracedstore.diagnosis.judgement import stalled
-from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe import gloo_addresses, incarnations
-from tracedstore.diagnosis.observe import group_stamps as stamps
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.stall_reports import Claim, claim
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.observe import incarnations, process_groups
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
+
+_MAX_HOST_NAME = 256
+_MAX_VALUE = 1024 * 1024
+# sizeof(struct sockaddr_storage)
+_SOCKADDR = 128
+_SIZE = struct.Struct("=Q")
+_MAX_RANKS_READ = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GlooAddress:
+    """What a rank published.
+
+    Attributes:
+        host: Its host name.
+        address: The IP address at which it listens.
+        port: The port.
+    """
+
+    host: str
+    address: IPAddress
+    port: int
+
+
+def parse_address(value: bytes) -> GlooAddress | None:
+    """Parse a published value; None if it is not one."""
+    try:
+        if len(value) > _MAX_VALUE:
+            return None
+        host, rest = _sized(value, _MAX_HOST_NAME)
+        peer, _ = _sized(rest, _MAX_VALUE)
+        if len(peer) < _SOCKADDR:
+            return None
+        family = int.from_bytes(peer[:2], "little")
+        port = int.from_bytes(peer[2:4], "big")
+        if family == socket.AF_INET:
+            address: IPAddress = ipaddress.IPv4Address(peer[4:8])
+        elif family == socket.AF_INET6:
+            address = ipaddress.IPv6Address(peer[8:24])
+        else:
+            return None
+        return GlooAddress(printable_text(host.decode()), address, port)
+    except (ValueError, struct.error):
+        return None
+
+
+def _sized(data: bytes, limit: int) -> tuple[bytes, bytes]:
+    (size,) = _SIZE.unpack_from(data)
+    end = _SIZE.size + size
+    if not 0 < size <= limit or end > len(data):
+        raise ValueError("not a size")
+    return data[_SIZE.size : end], data[end:]
+
+
+def read_addresses(store: Any, prefix: str, size: int) -> dict[int, GlooAddress]:
+    """Read what the ranks of a group have published.
+
+    Args:
+        store: A store that no other thread waits on.
+        prefix: The key of a rank without the rank.
+        size: The number of ranks of the group.
+    """
+    keys = [f"{prefix}{rank}" for rank in range(min(size, _MAX_RANKS_READ))]
+    absent = set(find_absent(lambda some: bool(store.check(list(some))), keys))
+    present = [rank for rank, key in enumerate(keys) if key not in absent]
+    values = store.multi_get([keys[rank] for rank in present]) if present else []
+    parsed = zip(present, map(parse_address, values), strict=True)
+    return {rank: address for rank, address in parsed if address is not None}
+
+
+def check_published(
+    addresses: Mapping[int, GlooAddress], phase: str, members: Mapping[int, int]
+) -> Verdict | None:
+    """Find ranks that publish loopback addresses to ranks of other hosts.
+
+    Args:
+        addresses: What the ranks of a group have published.
+        phase: What the ranks execute.
+        members: Global ranks by group rank; a rank that is not in it is its own.
+    """
+    hosts = {address.host for address in addresses.values()}
+    loopback = {
+        rank: found for rank, found in addresses.items() if found.address.is_loopback
+    }
+    if len(hosts) < 2 or not loopback:  # noqa: PLR2004 - more than one host
+        return None
+    named = [
+        AwaitedRank(
+            rank=members.get(rank, rank),
+            host=found.host,
+            cause="address",
+            doing=f"publishes {found.address}:{found.port}",
+        )
+        for rank, found in sorted(loopback.items())
+    ]
+    ranks = tuple(sorted(one.rank for one in named))
+    shown = ", ".join(sorted({found.host for found in loopback.values()})[:4])
+    evidence = (
+        "loopback addresses, which ranks of other hosts cannot reach, published to"
+        f" gloo by {ranges.ranks_text(ranks)}"
+    )
+    return Verdict(
+        phase=phase,
+        cause="address",
+        awaited=tuple(named),
+        awaited_ranks=ranks,
+        waiting_ranks=tuple(
+            sorted(members.get(rank, rank) for rank in addresses.keys() - loopback)
+        ),
+        evidence=(evidence,),
+        remedy=f"set GLOO_SOCKET_IFNAME on {shown}, or let its name resolve to its"
+        " network address",
+        time=time.time(),
+    )
+
+
+def key_prefix(group_name: str) -> str:
+    """Return the keys of a group's ranks without the rank, below the store given to it.
+
+    For the first device and the backend of the CPU.
+    """
+    return f"{group_name}//cpu//0/"
+
 
 _READ_TIMEOUT = 2.0
 _guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
@@ -57,14 +190,16 @@ class GroupCreation:
     def stamp(self) -> None:
         """Stamp the keys that this rank is about to write."""
         with RECORDER.unrecorded():
-            stamps.write(bottom_of(self.store), self.name, self._own_rank())
+            process_groups.write_stamp(
+                bottom_of(self.store), self.name, self._own_rank()
+            )
 
     def look(self) -> None:
         """Check the addresses that gloo's ranks have published."""
         with RECORDER.unrecorded(), side_connection(self.store) as connection:
-            prefix = gloo_addresses.key_prefix(self.name)
-            found = gloo_addresses.read(connection, prefix, self.size)
-        verdict = gloo_addresses.check_loopback(
+            prefix = key_prefix(self.name)
+            found = read_addresses(connection, prefix, self.size)
+        verdict = check_published(
             found, f"connecting gloo's ranks of group {self.name}", self._members()
         )
         if verdict is not None:
@@ -99,7 +234,7 @@ class GroupCreation:
                 first_of(members, without=verdict.awaited_ranks, reporters=1)
             )
         if self._own_rank() in reporters:
-            stalled.report(self, verdict)
+            stall_reports.report(self, verdict)
 
     def _set_verdict(self, verdict: Verdict) -> None:
         self.verdict = replace(
@@ -122,17 +257,17 @@ class GroupCreation:
             if self.verdict is None:
                 run_with_timeout(_READ_TIMEOUT, self.look)
         if self.verdict is not None:
-            stalled.report(self, self.verdict)
+            stall_reports.report(self, self.verdict)
 
     def _look_for_stale_keys(self) -> None:
         with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
             members = self.ranks or tuple(range(self.size))
-            verdict = stamps.find_stale(store, self.name, members)
+            verdict = process_groups.find_stale(store, self.name, members)
             jobs = incarnations.jobs_in(
                 incarnations.read_replacements(store), process_identity().run_id
             )
         if jobs:
-            phase = stamps.phase_of(self.name)
+            phase = process_groups.phase_of(self.name)
             verdict = incarnations.shared_store(
                 verdict or Verdict(phase=phase, cause="unknown", time=time.time()), jobs
             )
@@ -176,11 +311,11 @@ def watched(creation: GroupCreation) -> Iterator[None]:
     except Exception as error:
         if not raised_by_handler(error):
             _guarded(creation.add_note, error)
-        _guarded(stalled.failed, creation)
+        _guarded(stall_reports.failed, creation)
         raise
     finally:
         WATCHER.remove(watch)
     if creation.verdict is not None:
         waited = time.monotonic() - creation.started
         ended = replace(creation.verdict, waited_seconds=waited)
-        _guarded(stalled.resumed, creation, ended)
+        _guarded(stall_reports.resumed, creation, ended)

@@ -1,10 +1,15 @@
-"""Who created a process group: one stamp for each rank and group.
+"""The process groups that this process creates: their members, and who created them.
 
-torch writes its own keys a few times when a group is created. A stamp next to them
-has the attempt, so that a value of an earlier attempt is not taken for one of this.
+Keys of a group contain group ranks. The caller of `members` translates them to global
+ranks. A group is recorded before torch creates it, so that its members are known while
+its creation blocks.
+
+torch writes its own keys a few times when a group is created. A stamp next to them has
+the attempt, so that a value of an earlier attempt is not taken for one of this.
 """
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +21,47 @@ from tracedstore.common.codec import Pid, Printable, Rank, Seconds, Small
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination.arrivals import read_existing
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+
+# The latest groups are kept: a job creates a few dozen, each with a new name.
+MAX_GROUPS: Final = 1024
+
+_members: dict[str, tuple[int, ...]] = {}
+_lock = threading.RLock()
+
+
+def record_members(name: str, global_ranks: Sequence[int], world_size: int) -> None:
+    """Record the members of a group.
+
+    Args:
+        name: The name that torch has for the group.
+        global_ranks: The global rank of each group rank; empty for the default group,
+            which has all ranks.
+        world_size: The number of members.
+
+    A later group with the same name replaces the earlier one: torch reuses names after
+    ``destroy_process_group``.
+    """
+    ranks = tuple(global_ranks) or tuple(range(world_size))
+    if not ranks:
+        return  # MPI assigns the ranks later
+    with _lock:
+        _members.pop(name, None)
+        _members[name] = ranks
+        if len(_members) > MAX_GROUPS:
+            del _members[next(iter(_members))]
+
+
+def members(name: str) -> tuple[int, ...] | None:
+    """Return the global rank of each group rank; None if the group is unknown."""
+    return _members.get(name)
+
+
+def reset() -> None:
+    """Forget all groups, as a forked child must."""
+    global _lock  # noqa: PLW0603 - another thread of the parent may hold it
+    _lock = threading.RLock()
+    _members.clear()
+
 
 # The key of a rank is this, the name of the group, and the rank.
 _STAMPS: Final = "tracedstore/STAMPS"
@@ -47,7 +93,7 @@ class Stamp:
         return codec.decode(cls, value, _MAX_STAMP_BYTES)
 
 
-def write(store: Any, group: str, rank: int) -> None:
+def write_stamp(store: Any, group: str, rank: int) -> None:
     """Stamp the keys that a rank is about to write for a group."""
     stamp = Stamp(
         rank=rank,

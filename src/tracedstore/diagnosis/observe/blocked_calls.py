@@ -1,18 +1,23 @@
-"""What a blocked Store call waits for, as far as this process knows."""
+"""The blocked Store calls of this process, and what each of them waits for.
+
+The writers of a key are known for torch's keys (`torch_keys`). Those of users' keys
+follow from the keys themselves, if every rank writes one with its rank in it, or from
+what ranks wrote to keys of the same family.
+"""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from tracedstore.common.identity import ProcessIdentity, restart_count
-from tracedstore.common.keys import fold, shown
+from tracedstore.common.keys import fold, fold_numbers, replace_number, shown
+from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination.arrivals import absent_keys, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.protocol import BarrierKeys
-from tracedstore.diagnosis.observe import groups
+from tracedstore.diagnosis.observe import process_groups
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
-from tracedstore.diagnosis.observe.rank_keys import awaited_in
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
 from tracedstore.local.facts import WrittenFamily
 from tracedstore.local.key_writers import KEY_WRITERS
@@ -113,7 +118,7 @@ def _phase(operation: str, absent: Sequence[str]) -> str:
 def _members(known: KeyMeaning, member: Member) -> tuple[int, ...] | None:
     """Return the ranks that take part; None if they are unknown."""
     if known.group_name:
-        return groups.members(known.group_name)
+        return process_groups.members(known.group_name)
     return tuple(range(member.world_size))
 
 
@@ -173,3 +178,116 @@ def is_barrier(call: ActiveCall) -> bool:
     return any(
         isinstance(key, str) and waiting_barrier(key) is not None for key in keys
     )
+
+
+# Maximum number of variable parts of a key that are tried as the rank.
+_MAX_POSITIONS: Final = 4
+# Ranks whose own key exists, from which on that is no coincidence.
+_MIN_PRESENT: Final = 2
+
+
+def awaited_in(
+    keys: Sequence[str], absent: Sequence[str], world_size: int
+) -> tuple[int, ...] | None:
+    """Return the ranks that write the absent keys of one call; None if unknown.
+
+    They are known if the call waits for one key of each rank.
+
+    Args:
+        keys: The keys that the call waits for.
+        absent: Those that do not exist.
+        world_size: The number of ranks.
+    """
+    if len(keys) != world_size or world_size < _MIN_PRESENT:
+        return None
+    folded = [fold_numbers(key) for key in keys]
+    if len({family for family, _ in folded}) > 1:
+        return None
+    columns = list(zip(*(numbers for _, numbers in folded), strict=True))
+    varying = [column for column in columns if len(set(column)) > 1]
+    if len(varying) != 1 or set(varying[0]) != set(range(world_size)):
+        return None
+    rank_of = dict(zip(keys, varying[0], strict=True))
+    return tuple(sorted(rank for key in absent if (rank := rank_of[key]) is not None))
+
+
+def find_awaited(
+    connection: Any, key: str, blocked: Collection[int], world_size: int
+) -> tuple[int, ...] | None:
+    """Return the ranks that have not written their key of a family; None if unknown.
+
+    A number in the key is the rank if the keys of all blocked ranks exist, and those of
+    all others do not.
+
+    Args:
+        connection: A connection to the store of the key.
+        key: A key that does not exist.
+        blocked: The blocked ranks.
+        world_size: The number of ranks.
+    """
+    others = [rank for rank in range(world_size) if rank not in blocked]
+    # Keys 0, 1 and 2 of which the next one does not exist may be counted, no matter who
+    # writes them.
+    if len(blocked) < _MIN_PRESENT or not others or max(blocked) < others[0]:
+        return None
+    _, numbers = fold_numbers(key)
+    for position, number in enumerate(numbers[:_MAX_POSITIONS]):
+        if number not in others:
+            continue
+        keys = [replace_number(key, position, rank) for rank in range(world_size)]
+        own = [keys[rank] for rank in sorted(blocked)]
+        if absent_keys(connection, own):
+            continue
+        absent = absent_keys(connection, [keys[rank] for rank in others])
+        if len(absent) == len(others):
+            return tuple(others)
+    return None
+
+
+# Writers whose rank was a number in their key, from which on that is a rule.
+_MIN_WRITERS = 2
+
+
+def learned_writers(
+    keys: Sequence[str], written: Mapping[int, Sequence[WrittenFamily]]
+) -> tuple[int, ...]:
+    """Return the ranks that write these keys; none if one of them is unknown.
+
+    One rank that wrote all keys of a family writes the next one too. If several ranks
+    wrote keys with their own rank in them, the number in a key is the rank that writes
+    it.
+
+    Args:
+        keys: Keys that do not exist.
+        written: The families that each rank wrote. Not all writes are observed: a rank
+            that is not listed may have written a family too.
+    """
+    awaited: set[int] = set()
+    for key in keys:
+        family, numbers = fold_numbers(key)
+        writers = {
+            rank: one
+            for rank, families in written.items()
+            for one in families
+            if one.family == family
+        }
+        writer = _writer(numbers, writers)
+        if writer is None:
+            return ()
+        awaited.add(writer)
+    return tuple(sorted(awaited))
+
+
+def _writer(
+    numbers: Sequence[int | None], writers: Mapping[int, WrittenFamily]
+) -> int | None:
+    if not writers:
+        return None
+    positions = set.intersection(*(set(one.rank_positions) for one in writers.values()))
+    found = {numbers[position] for position in positions if position < len(numbers)}
+    if len(writers) < _MIN_WRITERS:
+        # A number of its keys was its rank: as a rule, or by chance.
+        (writer,) = writers
+        return writer if found <= {writer} else None
+    number = found.pop() if len(found) == 1 else None
+    return number if number is not None and number < MAX_RANKS else None

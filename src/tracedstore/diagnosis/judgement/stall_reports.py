@@ -1,0 +1,142 @@
+"""Reports stalls: the only way out of `job.stalled`."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tracedstore import names
+from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.local import socket_directory
+from tracedstore.recording.cold_metrics import Labels
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY
+
+_FILE: Final = "claims"
+# struct flock: type, whence, start, length and pid.
+_LOCK: Final = struct.Struct("@hhqqi4x")
+# Bytes of a digest that are an offset. Offsets have 63 bits.
+_OFFSET_BYTES: Final = 7
+_TAKEN: Final = (errno.EAGAIN, errno.EACCES)
+
+
+class Claim:
+    """A claim of this process, until it is closed or freed, or the process ends.
+
+    Args:
+        descriptor: The open file that is locked.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor of the open file; -1 if it is closed."""
+        return self._descriptor
+
+    # Bound as a default, because module globals may be None at interpreter shutdown.
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """Give the claim up. A forked child that closes its copy releases nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close(descriptor)
+
+    __del__ = close
+
+
+def claim(what: str) -> Claim | None:
+    """Claim a report for this process; None if another one of this host has it.
+
+    A process that cannot find out, because there is no private directory or it has no
+    locks, has the claim: two reports are better than none. A forked child must close
+    its copy.
+    """
+    try:
+        return _lock(what)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return None
+        return Claim(-1)
+
+
+def _lock(what: str) -> Claim:
+    with socket_directory.create() as directory:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        held = Claim(os.open(_FILE, flags, 0o600, dir_fd=directory))
+    try:
+        # Hosts may share the directory.
+        named = f"{socket_directory.namespace_digest()}/{what}"
+        digest = hashlib.sha256(named.encode("utf-8", "surrogatepass")).digest()
+        offset = int.from_bytes(digest[:_OFFSET_BYTES])
+        lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+        # Of the open file: two claims of one process exclude each other, too.
+        fcntl.fcntl(held, fcntl.F_OFD_SETLK, lock)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+# The key of the latest verdict, for the other ranks and for ``tracedstore status``.
+VERDICT: Final = "tracedstore/VERDICT"
+
+_MAX_RANKS_NAMED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledJob:
+    """A stalled job, as of the last report.
+
+    Attributes:
+        cause: Why it is stalled.
+        awaited_count: Number of ranks that it waits for, 0 if they are unknown.
+        awaited: Host and cause of each of the first 64 of them.
+    """
+
+    cause: str
+    awaited_count: int
+    awaited: Mapping[int, tuple[str, str]]
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """A process exports one stall at a time."""
+        return ("job",)
+
+    def gauges(self) -> Iterator[tuple[names.Metric, Labels, float]]:
+        """Return the values of the gauges."""
+        yield names.JOB_AWAITED, (self.cause,), self.awaited_count
+        for rank, (host, cause) in list(self.awaited.items())[:_MAX_RANKS_NAMED]:
+            yield names.JOB_RANK_AWAITED, (str(rank), host, cause), 1
+
+
+def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
+    """Emit `job.stalled` and set the gauges.
+
+    Args:
+        wait: The wait that the verdict is about; `resumed` gets the same.
+        verdict: The verdict.
+        emit: False to set the gauges alone.
+    """
+    stalled = StalledJob(
+        cause=verdict.cause,
+        awaited_count=len(verdict.awaited_ranks),
+        awaited={one.rank: (one.host, one.cause) for one in verdict.awaited},
+    )
+    RECORDER.cold.begin(wait, stalled)
+    if emit:
+        TELEMETRY.emit(names.JOB_STALLED, **verdict.event_fields())
+
+
+def resumed(wait: object, verdict: Verdict) -> None:
+    """Emit `job.resumed` and clear the gauges, if the stall was reported."""
+    if RECORDER.cold.end(wait):
+        TELEMETRY.emit(names.JOB_RESUMED, **verdict.event_fields())
+
+
+def failed(wait: object) -> None:
+    """Clear the gauges of a wait that ended with an exception."""
+    RECORDER.cold.end(wait)
