@@ -239,8 +239,8 @@ class TestAnswers:
         own_job(monkeypatch)
         script = (
             "import subprocess, sys\n"
-            "from tracedstore.auto import early_answers\n"
-            "early_answers.start()\n"
+            "from tracedstore.auto import patches\n"
+            "patches.answer_before_registration()\n"
             "subprocess.run([sys.executable, '-m',"
             " 'integration.children.answering', 'load_dataset'])\n"
         )

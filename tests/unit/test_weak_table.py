@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.auto import lifetime
+from tracedstore.auto import replacements
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import membership, rank_registry
 from tracedstore.coordination.membership import Membership
@@ -134,6 +134,6 @@ def test_stores_of_the_patches() -> None:
 
     def write(_number: int) -> None:
         kept.append(tracedstore.wrap(HashStore()))
-        lifetime.own(kept[-1])
+        replacements.own(kept[-1])
 
-    read_during(write, lambda: lifetime.wrapper_of(other))
+    read_during(write, lambda: replacements.wrapper_of(other))

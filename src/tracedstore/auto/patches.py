@@ -341,15 +341,37 @@ def _answer_for_workers(_module: ModuleType) -> None:
 
 
 def _answer_questions(_module: ModuleType) -> None:
-    """Let a rank answer questions before it has created its store."""
     try:
-        # torch's import is not complete, and this module does not import torch.
-        from tracedstore.auto import early_answers  # noqa: PLC0415 - see the docstring
-
-        early_answers.start()
+        answer_before_registration()
     except Exception as error:
         _raise_if_from_handler(error)
         _log_disabled(error)
+
+
+def answer_before_registration() -> None:
+    """Let a rank answer questions from the import of torch on, before it has a store.
+
+    A rank that is late, because it reads data before it creates its store, is what the
+    others wait for. It has not registered, so only its own host can find it.
+    """
+    # torch's import is not complete, and these modules do not import torch.
+    from tracedstore import names  # noqa: PLC0415 - see the docstring of the module
+    from tracedstore.common.errors import ConfigurationError  # noqa: PLC0415
+    from tracedstore.export.settings import Settings  # noqa: PLC0415
+    from tracedstore.local.socket_server import LOCAL_SOCKET  # noqa: PLC0415
+    from tracedstore.recording.recorder import RECORDER  # noqa: PLC0415
+
+    try:
+        settings = Settings.load({})
+    except ConfigurationError:
+        return  # reported when the telemetry is set up
+    LOCAL_SOCKET.enable(on=settings.answers and not settings.disabled)
+    # A process that a rank started, such as a data loader's worker, has the RANK of its
+    # parent. Where multiprocessing starts the ranks themselves, they listen when they
+    # register.
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        RECORDER.failures.guarded(names.DIAGNOSIS, LOCAL_SOCKET.start)
 
 
 def _register_traced_handlers(module: ModuleType) -> None:

@@ -3,32 +3,51 @@
 They wrap the stores that torch creates and register the rank of this process. Each
 function takes torch's original as its first argument. If the telemetry fails, torch
 gets the store that it would have without tracedstore.
+
+The job does not close a wrapper that it did not create. On the Python base a wrapper
+stays alive until it is released, because torch's C++ does not keep its Python object.
+One that stays alive does harm: its server keeps the port, and the next
+``init_process_group`` at that port reads the keys of the previous one. So a wrapper
+lives as long as the process groups on it, and the PrefixStores that these were created
+with. The bare store would be freed at the same time. A native wrapper lives as long as
+C++ refers to it, and needs none of this.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 from torch.distributed import ProcessGroup, Store
 
 from tracedstore import names
-from tracedstore.auto import lifetime, patches
+from tracedstore.auto import patches
 from tracedstore.common.identity import bottom_of
 from tracedstore.common.signal_safety import off_main_thread
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.connection import addresses, connecting, group_creation
 from tracedstore.diagnosis.observe import incarnations, process_groups
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.store import TracedStore, wrap
+from tracedstore.store import TracedStore, is_native, release, wrap
 
 RendezvousResult = tuple[Store, int, int]
 
 # Runs an optional step; on failure counts it and returns None.
 _guarded = partial(RECORDER.failures.guarded, names.AUTO)
+
+# The states of the stores that were wrapped here. A store that the job wrapped is the
+# job's to close.
+_owned: WeakTable[None] = WeakTable()
+# What keeps an owned wrapper alive: the wrapper, and a weak reference to a process
+# group or a PrefixStore that uses it. By a number.
+_users: dict[int, tuple[TracedStore, ref[Any]]] = {}
+_numbers = itertools.count()
 
 
 def rendezvous(
@@ -195,9 +214,9 @@ def _trace_store_of(call: inspect.BoundArguments) -> None:
 
 def _use_wrapper(call: inspect.BoundArguments) -> None:
     """Let a call use the wrapper of its store argument, if that is wrapped."""
-    traced = lifetime.wrapper_of(call.arguments["store"])
-    if traced is not None:
-        call.arguments["store"] = traced
+    wrapper = wrapper_of(call.arguments["store"])
+    if wrapper is not None:
+        call.arguments["store"] = wrapper
 
 
 def _copy_notes(error: Exception) -> None:
@@ -224,11 +243,11 @@ def _create_group(
         with _watch_creation(call):
             created = original(*call.args, **call.kwargs)
     except BaseException:
-        if traced is not None:
-            lifetime.close_if_unused(traced)
+        if traced is not None and _is_owned(traced) and not _is_used(traced):
+            traced.close()
         raise
     if traced is not None:
-        _guarded(_close_after, traced, created)
+        _guarded(_release_after, traced, created)
     return created
 
 
@@ -265,10 +284,42 @@ def _creation_of(arguments: dict[str, Any]) -> group_creation.GroupCreation | No
     )
 
 
-def _close_after(traced: TracedStore, created: Any) -> None:
+def own(store: TracedStore) -> None:
+    """Take over releasing a store."""
+    _owned.set(store._traced, None)  # noqa: SLF001 - of this package
+
+
+def wrapper_of(store: Store) -> TracedStore | None:
+    """Return the open wrapper of a bare store that was wrapped here."""
+    for state, _ in _owned.items():  # noqa: PERF102 - no dictionary
+        if state.inner is store:
+            wrapper: TracedStore | None = state.wrapper()
+            return wrapper
+    return None
+
+
+def _is_owned(store: TracedStore) -> bool:
+    return store._traced in _owned  # noqa: SLF001 - of this package
+
+
+def _is_used(store: TracedStore) -> bool:
+    return any(used is store for used, _ in _users.values())
+
+
+def _release_after(traced: TracedStore, created: Any) -> None:
+    """Release an owned store when a new group and all its other users are gone."""
+    if not _is_owned(traced) or is_native(traced):
+        return
     # The group and its PrefixStore; a process outside the group gets neither.
-    users = (part for part in created if isinstance(part, (Store, ProcessGroup)))
-    lifetime.close_after(traced, *users)
+    users = [part for part in created if isinstance(part, (Store, ProcessGroup))]
+    for user in users:
+        number = next(_numbers)
+        # No Python code runs when a user is gone, and so no signal handler, whose
+        # exception would be lost there: the callback is a function of C, which takes
+        # the reference for the default of ``dict.pop``.
+        _users[number] = traced, ref(user, partial(_users.pop, number))
+    if users:
+        release(traced)
 
 
 def _traced_bottom(store: Store | None) -> TracedStore | None:
@@ -312,5 +363,5 @@ def _wrap_and_own(store: Store) -> TracedStore | None:
     if isinstance(store, TracedStore) or not RECORDER.on:
         return None
     traced = wrap(store)
-    lifetime.own(traced)
+    own(traced)
     return traced

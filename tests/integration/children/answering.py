@@ -11,7 +11,7 @@ import sys
 import time
 
 from integration.harness import report
-from tracedstore.auto import early_answers
+from tracedstore.auto import patches
 from tracedstore.common import procfs
 
 
@@ -47,7 +47,7 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
-    early_answers.start()
+    patches.answer_before_registration()
     report(
         pid=os.getpid(),
         start_ticks=procfs.own_start_ticks(),
