@@ -55,7 +55,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 
 # The native base, for the torch of this environment. Without a C++ compiler the tests
 # that need it fail.
-$(VENV)/.native: src/tracedstore/native/store.cpp src/tracedstore/native/verify.py $(VENV)/.ready
+$(VENV)/.native: src/tracedstore/native/store.cpp src/tracedstore/native/load.py $(VENV)/.ready
 	-$(BIN)/tracedstore build-native --dir $(NATIVE) && touch $@
 
 $(TOOLS)/.ready: scripts/fetch-tools.sh

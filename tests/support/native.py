@@ -12,8 +12,12 @@ from native_caller import one_builder
 
 from tracedstore.common.errors import CommandError
 from tracedstore.native.build import build
-from tracedstore.native.load import PACKAGE_DIRECTORY, file_in
-from tracedstore.native.verify import RefusedError, open_verified
+from tracedstore.native.load import (
+    PACKAGE_DIRECTORY,
+    RefusedError,
+    file_in,
+    open_verified,
+)
 
 on_both_cores = pytest.mark.parametrize("core", ["python", "native"], indirect=True)
 

@@ -12,7 +12,7 @@ import torch
 
 import tracedstore
 from tracedstore.common.errors import CommandError
-from tracedstore.native import build, load, verify
+from tracedstore.native import build, load
 
 HEADER = Path(torch.__file__).parent / "include" / build._HEADER
 
@@ -167,7 +167,7 @@ class TestFallBack:
             file = load.file_in(tmp_path)
             file.parent.mkdir()
             file.write_text("no extension")
-            verify.seal(file)
+            load.seal(file)
 
         assert re.fullmatch(expected, run(WRAP, tmp_path, core))
 
@@ -193,8 +193,8 @@ def run(script: str, directory: Path, core: str) -> str:
 # Puts another file in the place of the one that was checked, before it is loaded.
 REPLACE = (
     """
-from tracedstore.native import verify
-check = verify.open_verified
+from tracedstore.native import load
+check = load.open_verified
 
 def check_and_replace(file):
     descriptor = check(file)
@@ -203,7 +203,7 @@ def check_and_replace(file):
     other.replace(file)
     return descriptor
 
-verify.open_verified = check_and_replace
+load.open_verified = check_and_replace
 """
     + WRAP
 )
@@ -218,7 +218,7 @@ class TestVerification:
         file = load.file_in(tmp_path)
         file.parent.mkdir(mode=0o755)
         shutil.copy(load.find(), file)
-        verify.seal(file)
+        load.seal(file)
         return file
 
     @staticmethod
@@ -262,7 +262,7 @@ class TestVerification:
 
     def test_without_digest(self, build_in: Path) -> None:
         """A build of an earlier version is not used."""
-        verify.digest_file(build_in).unlink()
+        load.digest_file(build_in).unlink()
 
         reason = self.refused(build_in)
 
@@ -272,7 +272,7 @@ class TestVerification:
     @pytest.mark.parametrize("content", [b"", b"0" * 64, b"x" * 1000, b"\xff 1\n"])
     def test_damaged_digest(self, build_in: Path, content: bytes) -> None:
         """The digest may be copied in part, too."""
-        verify.digest_file(build_in).write_bytes(content)
+        load.digest_file(build_in).write_bytes(content)
 
         assert f"{build_in}.sha256 is damaged" in self.refused(build_in)
 
@@ -280,7 +280,7 @@ class TestVerification:
     @pytest.mark.parametrize("mode", [0o775, 0o757])
     def test_others_can_write(self, build_in: Path, digest: bool, mode: int) -> None:
         """Neither the file nor its digest may be writable by others."""
-        file = verify.digest_file(build_in) if digest else build_in
+        file = load.digest_file(build_in) if digest else build_in
         file.chmod(mode)
 
         reason = self.refused(build_in)
@@ -302,7 +302,7 @@ class TestVerification:
         """In a sticky folder nobody can; members of a group own what they write."""
         build_in.parent.parent.chmod(mode)
 
-        os.close(verify.open_verified(build_in))
+        os.close(load.open_verified(build_in))
 
     @pytest.mark.parametrize("owned", ["directory", "folder", "file", "digest"])
     def test_other_owner(
@@ -313,7 +313,7 @@ class TestVerification:
             "directory": build_in.parent.parent,
             "folder": build_in.parent,
             "file": build_in,
-            "digest": verify.digest_file(build_in),
+            "digest": load.digest_file(build_in),
         }[owned]
         inode = path.stat().st_ino
         fstat = os.fstat
@@ -345,11 +345,11 @@ class TestVerification:
         before = os.umask(0)
         try:
             file.write_text("content")
-            verify.seal(file)
+            load.seal(file)
         finally:
             os.umask(before)
 
-        os.close(verify.open_verified(file))
+        os.close(load.open_verified(file))
 
     def test_build_into_folder_of_everyone(self, tmp_path: Path) -> None:
         """It is refused before the work: nobody would use the build."""
@@ -408,7 +408,7 @@ class TestFind:
         """A file that is no extension is refused with its name."""
         file = tmp_path / "tracedstore_native.so"
         file.write_text("no extension")
-        verify.seal(file)
+        load.seal(file)
 
         with pytest.raises(load.NativeUnavailable, match="cannot be loaded"):
             load.load_file(file)

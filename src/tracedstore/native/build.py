@@ -19,13 +19,16 @@ from typing import Final
 import torch
 
 from tracedstore.common.errors import CommandError
-from tracedstore.native import verify
 from tracedstore.native.load import (
     DIRECTORY_VARIABLE,
     SOURCE,
     NativeUnavailable,
+    RefusedError,
     build_key,
+    check_folders,
+    digest_file,
     file_in,
+    seal,
     user_directory,
 )
 
@@ -111,9 +114,9 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
         place.parent.parent.mkdir(parents=True, exist_ok=True)
         place.parent.mkdir(mode=0o755, exist_ok=True)
         # Before the work: a build there would not be used.
-        verify.check_folders(place)
+        check_folders(place)
         folder = tempfile.mkdtemp(prefix="building-", dir=place.parent.parent)
-    except verify.RefusedError as error:
+    except RefusedError as error:
         raise CommandError(str(error)) from error
     except NativeUnavailable as error:
         raise CommandError(f"{error}; name a directory with --dir") from error
@@ -135,11 +138,11 @@ def build(directory: Path | None, progress: Callable[[str], None]) -> Path:
             f'-DTRACEDSTORE_KEY="{build_key()}"',
             *(f"-DHAS_{name}" for name in sorted(features)),
         )
-        verify.seal(made)
+        seal(made)
         progress("testing the build in a process of its own")
         _test(Path(folder))
         made.replace(place)
-        verify.digest_file(made).replace(verify.digest_file(place))
+        digest_file(made).replace(digest_file(place))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return place
