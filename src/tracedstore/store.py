@@ -300,6 +300,6 @@ def _probe(store: Store) -> Probe | None:
             "the requests inside a call of an EtcdStore are not counted",
         )
         return None
-    from tracedstore.etcd.counting_client import count_requests_of  # noqa: PLC0415 - see above
+    from tracedstore.etcd.request_counts import count_requests_of  # noqa: PLC0415 - see above
 
     return count_requests_of(store)

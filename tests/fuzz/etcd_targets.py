@@ -12,17 +12,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from fuzz.target import Inputs, Target, changed_bytes, changed_json
 from support.hostile_json import JSON
 from tracedstore.etcd import EtcdError, EtcdUnreachableError
-from tracedstore.etcd.endpoints import Endpoint
 from tracedstore.etcd.etcd_errors import RequestFailed, WatchEnded
-from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.http_pool import Connection
-from tracedstore.etcd.messages import Message, text
-from tracedstore.etcd.namespace import Namespace
-from tracedstore.etcd.swap import swap
-from tracedstore.etcd.waiting import _next_puts
+from tracedstore.etcd.etcd_v3_store import next_puts
+from tracedstore.etcd.gateway import Gateway, Message, text
+from tracedstore.etcd.http_pool import ClusterMember, Connection
+from tracedstore.etcd.namespace import Namespace, swap
 from tracedstore.rendezvous.etcd_v3 import EtcdV3RendezvousBackend
 
-_ENDPOINT = Endpoint("h", 1, secure=False)
+_MEMBER = ClusterMember("h", 1, secure=False)
 # A client gives up after some time, and the target after some requests.
 _MAX_CALLS = 4
 
@@ -84,7 +81,7 @@ def _connection(data: bytes) -> Connection:
 
 
 def _gateway(data: bytes) -> Any:
-    gateway: Any = Gateway([_ENDPOINT])
+    gateway: Any = Gateway([_MEMBER])
     # The version of a server that has no v3 API.
     gateway._pool.exchange = lambda *_: (200, data.partition(b"\r\n\r\n")[2])
     return gateway
@@ -95,7 +92,7 @@ def _answer(data: bytes) -> None:
     deadline = time.monotonic() + 30
     try:
         status, body = _connection(data).read_answer(deadline)
-        answer = _gateway(data)._parsed(_ENDPOINT, status, body)
+        answer = _gateway(data)._parsed(_MEMBER, status, body)
     except RequestFailed as failed:
         message = str(failed.failure.error)
     else:
@@ -149,10 +146,10 @@ def _stream(data: bytes) -> None:
     messages: list[Message] = []
     gateway, deadline = _gateway(data), time.monotonic() + 30
     try:
-        messages.extend(gateway._messages(_connection(data), _ENDPOINT, deadline))
+        messages.extend(gateway._messages(_connection(data), _MEMBER, deadline))
     finally:
         watch = cast("Any", _Watch(messages))
-        _next_puts(watch, (b"a", b"b"), 1, deadline)
+        next_puts(watch, (b"a", b"b"), 1, deadline)
 
 
 _KEY = {

@@ -23,11 +23,11 @@ from support.stores import SHORT
 from support.tools import tool
 from tracedstore.common.errors import ConfigurationError, error_type
 from tracedstore.etcd import EtcdError, EtcdUnreachableError, EtcdV3Store
-from tracedstore.etcd.endpoints import parse_endpoints
 from tracedstore.etcd.etcd_errors import EtcdLeaseError, WatchEnded
+from tracedstore.etcd.etcd_v3_store import next_puts
 from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import key_range, prefix_of, split
-from tracedstore.etcd.waiting import _next_puts
+from tracedstore.etcd.http_pool import parse_endpoints
+from tracedstore.etcd.namespace import key_range, prefix_of, split
 from tracedstore.rendezvous.etcd_v3 import EtcdV3RendezvousBackend
 
 pytestmark = pytest.mark.etcd
@@ -335,7 +335,7 @@ class TestWaiting:
         keys = key_range(prefix_of("compacted"), "k")
 
         with pytest.raises(WatchEnded):
-            _next_puts(gateway, keys.content, 2, time.monotonic() + 20)
+            next_puts(gateway, keys.content, 2, time.monotonic() + 20)
 
     def test_forked_child(self, store: Any) -> None:
         """A forked child uses the store of its parent, and the parent does as well."""

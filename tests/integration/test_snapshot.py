@@ -14,7 +14,7 @@ from integration.harness import operation_counts
 from support.stores import file, tcp
 from tracedstore.coordination.arrivals import Arrivals, read_arrivals, record_arrival
 from tracedstore.coordination.protocol import BarrierKeys
-from tracedstore.etcd.counting_client import count_requests_of
+from tracedstore.etcd.request_counts import count_requests_of
 
 MakeEtcd = Callable[[Path], Store]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.certificates import Pair
 from support.etcd import EtcdServer
-from tracedstore.etcd.messages import text
+from tracedstore.etcd.gateway import text
 
 SECRET = "secret-of-a-test"
 

@@ -150,7 +150,7 @@ ALLOWED_IMPORTS = {
 # The only modules that may import these libraries. Each list is kept short.
 ALLOWED_USERS = {
     "etcd": {
-        "etcd/counting_client.py",
+        "etcd/request_counts.py",
         "tools/attach/store_connection.py",
         "tools/demo/store_servers.py",
     },

@@ -32,11 +32,10 @@ from tracedstore.etcd import (
     Tls,
     gateway,
 )
-from tracedstore.etcd.endpoints import parse_endpoints
 from tracedstore.etcd.etcd_errors import EtcdCompactedError, connection_failure
-from tracedstore.etcd.layout import number_in
-from tracedstore.etcd.messages import text
-from tracedstore.etcd.namespace import Namespace
+from tracedstore.etcd.gateway import text
+from tracedstore.etcd.http_pool import parse_endpoints
+from tracedstore.etcd.namespace import Namespace, number_in
 
 SILENT = b"silent"
 CLOSE = b""
@@ -127,7 +126,7 @@ def serve() -> Iterator[Any]:
 def connect(*servers: Server, **options: Any) -> Any:
     """Return a store that uses the first server first."""
     store = EtcdV3Store([server.address for server in servers], "job", **options)
-    store._gateway._rotation._index = 0
+    store._gateway._index = 0
     return store
 
 

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from tracedstore.etcd import EtcdOutcomeUnknownError, EtcdUnreachableError
-from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import Content, key_range, prefix_of
-from tracedstore.etcd.messages import Message, text
-from tracedstore.etcd.namespace import Namespace
-from tracedstore.etcd.swap import Swap, swap
+from tracedstore.etcd.gateway import Gateway, Message, text
+from tracedstore.etcd.namespace import (
+    Content,
+    Namespace,
+    Swap,
+    key_range,
+    prefix_of,
+    swap,
+)
 
 KEYS = key_range(prefix_of("job"), "k")
 OLD = Content(keys=KEYS, revision=10, value=b"old", modified=8)

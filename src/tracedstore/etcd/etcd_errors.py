@@ -194,14 +194,15 @@ class _Kind:
 
     error: type[EtcdError]
     text: str
-    code: int | None = None
+    codes: tuple[int, ...] = ()
     has: tuple[str, ...] = ("",)
     sent: bool = False
     transient: bool = False
     expired: bool = False
 
     def matches(self, code: int, message: str) -> bool:
-        return self.code in (None, code) and any(part in message for part in self.has)
+        known = not self.codes or code in self.codes
+        return known and any(part in message for part in self.has)
 
 
 # The first one that matches counts. A field in braces is filled in.
@@ -221,7 +222,7 @@ _KINDS = (
     _Kind(
         EtcdDeniedError,
         "{etcd} rejects the token of the user: {message}",
-        code=_UNAUTHENTICATED,
+        codes=(_UNAUTHENTICATED,),
         expired=True,
     ),
     _Kind(
@@ -234,7 +235,7 @@ _KINDS = (
         EtcdDeniedError,
         "{etcd} denies access: it needs a user with a role that has read and write"
         " permission for the prefix of the namespace ({message})",
-        code=_DENIED,
+        codes=(_DENIED,),
     ),
     _Kind(
         EtcdError,
@@ -251,7 +252,7 @@ _KINDS = (
     _Kind(
         EtcdLeaseError,
         "{etcd} does not know the lease: it has expired or was revoked",
-        code=_NOT_FOUND,
+        codes=(_NOT_FOUND,),
         has=("lease",),
     ),
     _Kind(
@@ -275,21 +276,14 @@ _KINDS = (
     _Kind(
         EtcdUnreachableError,
         "{etcd} is overloaded: {message}",
-        code=_EXHAUSTED,
+        codes=(_EXHAUSTED,),
         transient=True,
     ),
     # A timeout, a change of leader, or a shutdown.
     _Kind(
         EtcdUnreachableError,
         "{etcd} cannot serve a request: {message}",
-        code=_UNAVAILABLE,
-        sent=True,
-        transient=True,
-    ),
-    _Kind(
-        EtcdUnreachableError,
-        "{etcd} cannot serve a request: {message}",
-        code=_DEADLINE_EXCEEDED,
+        codes=(_UNAVAILABLE, _DEADLINE_EXCEEDED),
         sent=True,
         transient=True,
     ),

@@ -1,30 +1,45 @@
 """EtcdV3Store: a torch.distributed.Store in an etcd cluster, over the v3 API."""
 
 import ssl
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from math import inf
 from operator import attrgetter
 from typing import TypeAlias, TypeVar
 
-from torch.distributed import QueueEmptyError, Store
+from torch.distributed import DistStoreError, QueueEmptyError, Store
 
 from tracedstore.common.errors import ConfigurationError
-from tracedstore.etcd.endpoints import Tls, parse_endpoints
-from tracedstore.etcd.etcd_errors import EtcdOutcomeUnknownError
-from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import (
+from tracedstore.common.keys import shown
+from tracedstore.common.signal_safety import raised_by_handler
+from tracedstore.etcd.etcd_errors import (
+    EtcdOutcomeUnknownError,
+    EtcdUnreachableError,
+    WatchEnded,
+)
+from tracedstore.etcd.gateway import (
+    INT64,
+    MAX_OPERATIONS,
+    Gateway,
+    KeyValue,
+    Range,
+    events,
+    range_of,
+)
+from tracedstore.etcd.http_pool import Tls, parse_endpoints
+from tracedstore.etcd.namespace import (
     KeyRange,
+    Namespace,
+    Swap,
     content_of,
+    deadline_of_call,
     number_in,
     split,
+    swap,
     to_bytes,
     wrapped,
 )
-from tracedstore.etcd.messages import MAX_OPERATIONS, KeyValue, Range
-from tracedstore.etcd.namespace import Namespace, deadline_of_call
-from tracedstore.etcd.swap import Swap, swap
-from tracedstore.etcd.waiting import Deadline
-from tracedstore.etcd.waiting import block as block_until
 from tracedstore.recording.counters import Probe
 
 T = TypeVar("T")
@@ -33,8 +48,14 @@ Value: TypeAlias = str | bytes
 
 # The values of one transaction: a set takes two of its operations.
 _MAX_SETS, _MAX_SET_BYTES = MAX_OPERATIONS // 2, 1024 * 1024
-_INT64 = 2**63
 _NOTHING = (b"", b"")
+# A key that exists is returned with a timeout of 0, too.
+_FIRST_READ_SECONDS = 0.25
+# A member that hangs leaves its watches silent. So a wait reads after this many
+# seconds, then after twice as many, up to a maximum.
+_READ_AGAIN_SECONDS, _MAX_READ_AGAIN_SECONDS = 5.0, 40.0
+# Seconds between two watches that end at once, from the second one on.
+_SHORT_WATCH_PAUSE = 0.2
 _timeout_of: Callable[[Store], timedelta] = attrgetter("timeout")
 
 
@@ -100,12 +121,12 @@ class EtcdV3Store(Store):
     @property
     def host(self) -> str:
         """The host of the first endpoint."""
-        return self._gateway.host
+        return self._endpoints[0].host
 
     @property
     def port(self) -> int:
         """The port of the first endpoint."""
-        return self._gateway.port
+        return self._endpoints[0].port
 
     def __repr__(self) -> str:
         servers = ",".join(map(str, self._endpoints))
@@ -165,7 +186,7 @@ class EtcdV3Store(Store):
     def add(self, key: Key, num: int) -> int:
         """Add to the number in a key, 0 if it is missing; return the sum."""
         given: object = num
-        if not isinstance(given, int) or not -_INT64 <= num < _INT64:
+        if not isinstance(given, int) or not -INT64 <= num < INT64:
             raise TypeError("add() takes a whole number of 64 bits")
         keys = self._namespace.range(key)
         deadline = deadline_of_call()
@@ -341,6 +362,93 @@ class EtcdV3Store(Store):
         from_events: Callable[[list[KeyValue]], T] | None = None,
         timeout: timedelta | None = None,
     ) -> T:
-        deadline = Deadline(_timeout_of(self) if timeout is None else timeout, keys)
+        """Read until there is a result, and watch in between.
+
+        The watch begins at the revision after the read, so that no change is lost
+        between the two. When it breaks, because a server restarts, the leader changes
+        or the revision is compacted, this reads again.
+
+        Args:
+            keys: What the call waits for, for the text of its exception.
+            read: Reads within a deadline. Returns the result, or None, the range whose
+                next change may bring one, and the revision of the read.
+            from_events: Returns the result from the first write to a range that was
+                empty.
+            timeout: When to give up; by default the timeout of the store.
+
+        Raises:
+            DistStoreError: The timeout has passed.
+        """
+        deadline = _Deadline(_timeout_of(self) if timeout is None else timeout, keys)
         traffic = self._gateway.traffic
-        return block_until(self._gateway, traffic, deadline, read, from_events)
+        pause, until = _READ_AGAIN_SECONDS, deadline.first_read_at
+        ended = -inf
+        while True:
+            try:
+                result, unread, revision = read(until)
+            except EtcdUnreachableError as error:
+                deadline.check(str(error))
+                raise
+            if result is not None:
+                return result
+            deadline.check()
+            until = deadline.at
+            watch_until = min(deadline.at, time.monotonic() + pause)
+            try:
+                found = next_puts(self._gateway, unread, revision + 1, watch_until)
+                if from_events is not None:
+                    return from_events(found)
+            except TimeoutError as error:
+                if raised_by_handler(error):
+                    raise
+                traffic.add_watch_timeout()
+                pause = min(2 * pause, _MAX_READ_AGAIN_SECONDS)
+                deadline.check()
+            except WatchEnded:
+                traffic.add_recovery("watch_restart")
+                deadline.check()
+                now = time.monotonic()
+                if now - ended < _SHORT_WATCH_PAUSE:
+                    time.sleep(max(0.0, min(_SHORT_WATCH_PAUSE, deadline.at - now)))
+                ended = time.monotonic()
+
+
+class _Deadline:
+    """When a blocking call times out, and with which exception."""
+
+    def __init__(self, timeout: timedelta, keys: Sequence[KeyRange]) -> None:
+        self._timeout = timeout
+        self._keys = keys
+        started = time.monotonic()
+        self.at = started + timeout.total_seconds()
+        self.first_read_at = max(self.at, started + _FIRST_READ_SECONDS)
+
+    def check(self, cause: str = "") -> None:
+        """Raise the exception of the call if its time is over."""
+        if time.monotonic() < self.at:
+            return
+        milliseconds = round(self._timeout.total_seconds() * 1000)
+        keys = ", ".join(shown(each.name for each in self._keys))
+        text = f"Wait timeout after {milliseconds}ms, keys: {keys}"
+        raise DistStoreError(f"{text}; {cause}" if cause else text)
+
+
+def next_puts(
+    transport: Gateway, keys: Range, revision: int, until: float
+) -> list[KeyValue]:
+    """Return the keys of the next write in a range.
+
+    Raises:
+        TimeoutError: There was none.
+        WatchEnded: The watch broke, or the revision was compacted.
+    """
+    request = range_of(keys, start_revision=str(revision), filters=["NODELETE"])
+    with transport.watch(request, until) as messages:
+        for message in messages:
+            if message.get("canceled"):
+                raise WatchEnded(str(message.get("cancel_reason", "canceled")))
+            if found := events(message):
+                # One transaction may write several keys of the range.
+                first = min(each.modified for _, each in found)
+                return [each for _, each in found if each.modified == first]
+    raise WatchEnded

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to the members of a cluster: connections, and a pool that threads share.
+"""HTTP/1.1 to the members of an etcd cluster: addresses, TLS, connections, and a pool.
 
 The answers are read here and not by a library, because a deadline for the whole answer,
 its size, and what a signal handler raises are the point. docs/design.md has what
@@ -11,12 +11,14 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
+from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.text import host_port
-from tracedstore.etcd.endpoints import Endpoint
 from tracedstore.etcd.etcd_errors import (
     EtcdError,
     Failure,
@@ -24,6 +26,8 @@ from tracedstore.etcd.etcd_errors import (
     connection_failure,
 )
 
+_DEFAULT_PORT = 2379
+_ACCEPTED = "accepted is HOST:PORT, http://HOST:PORT or https://HOST:PORT"
 _READ_BYTES = 65_536
 _MAX_HEAD_BYTES = 65_536
 # Bounds what a broken server can make a job allocate.
@@ -35,6 +39,115 @@ _TLS_HINTS = {
     False: "; if it speaks TLS, use https:// or the TLS settings",
     True: "; if it does not speak TLS, use http://",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """The files for TLS.
+
+    Attributes:
+        ca_cert: The certificate of the authority that signed the server's; by default
+            those of the system.
+        cert: The client's certificate, where etcd requires one.
+        key: The key of the client's certificate, unless ``cert`` has it too.
+    """
+
+    ca_cert: str | os.PathLike[str] | None = None
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Read the files.
+
+        Raises:
+            ConfigurationError: A file cannot be read, or is no certificate or key.
+        """
+        if self.key is not None and self.cert is None:
+            raise self._unusable("there is a key, and no certificate for it")
+        try:
+            context = ssl.create_default_context(
+                cafile=None if self.ca_cert is None else os.fspath(self.ca_cert)
+            )
+            if self.cert is not None:
+                key = None if self.key is None else os.fspath(self.key)
+                # Without this, OpenSSL asks for a password on the terminal.
+                context.load_cert_chain(os.fspath(self.cert), key, self._refuse)
+        except ssl.SSLError as error:
+            text = "not a certificate, or not its key"
+            raise self._unusable(text) from error
+        except OSError as error:
+            raise self._unusable(error.strerror or str(error)) from error
+        return context
+
+    def _refuse(self) -> str:
+        raise self._unusable("the key has a password, which is not supported")
+
+    def _unusable(self, text: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the files for TLS with etcd cannot be used: {text}"
+            f" (ca_cert={self.ca_cert}, cert={self.cert}, key={self.key})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMember:
+    """One member of a cluster.
+
+    Attributes:
+        host: Its name or address.
+        port: Its port for clients.
+        secure: Whether it is reached over TLS.
+    """
+
+    host: str
+    port: int
+    secure: bool
+
+    def __str__(self) -> str:
+        return host_port(self.host, self.port)
+
+
+def parse_endpoints(
+    endpoints: str | Sequence[str], *, secure: bool
+) -> list[ClusterMember]:
+    """Parse a list of endpoints, or a text with commas between them.
+
+    Args:
+        endpoints: The endpoints.
+        secure: Whether an endpoint without a scheme is reached over TLS.
+
+    Raises:
+        ConfigurationError: There is none, or one is invalid.
+    """
+    texts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+    found = [_parse(text.strip(), secure=secure) for text in texts if text.strip()]
+    if not found:
+        raise ConfigurationError(f"etcd has no endpoints; {_ACCEPTED}")
+    return found
+
+
+def _parse(text: str, *, secure: bool) -> ClusterMember:
+    scheme = "https" if secure else "http"
+    if "@" in text:
+        # It may have a password, so it is not in the text.
+        raise ConfigurationError(
+            "an etcd endpoint has no user: user and password are separate settings"
+        )
+    try:
+        parts = urlsplit(text if "://" in text else f"{scheme}://{text}")
+        # As it is in DNS, and in a header.
+        host = (parts.hostname or "").encode("idna").decode("ascii")
+        port = parts.port or _DEFAULT_PORT
+    except ValueError:  # UnicodeError is one
+        raise _invalid(text) from None
+    rest = (parts.path.strip("/"), parts.query, parts.fragment)
+    if parts.scheme not in ("http", "https") or not host or any(rest):
+        raise _invalid(text)
+    return ClusterMember(host, port, parts.scheme == "https")
+
+
+def _invalid(text: str) -> ConfigurationError:
+    return ConfigurationError(f"the etcd endpoint {text!r} is invalid; {_ACCEPTED}")
 
 
 class NotHttpError(OSError):
@@ -292,7 +405,7 @@ class _Connections:
     """
 
     def __init__(self) -> None:
-        self.idle: dict[Endpoint, deque[Connection]] = {}
+        self.idle: dict[ClusterMember, deque[Connection]] = {}
         self.busy: set[Connection] = set()
         self.ended = threading.Event()
 
@@ -335,9 +448,9 @@ class Pool:
                     idle.pop().close()
 
     @contextmanager
-    def open(self, endpoint: Endpoint, deadline: float) -> Iterator[Connection]:
+    def open(self, member: ClusterMember, deadline: float) -> Iterator[Connection]:
         """Open a new connection, and close it at the end."""
-        connection = self._connect(endpoint, deadline)
+        connection = self._connect(member, deadline)
         try:
             yield connection
         finally:
@@ -346,7 +459,7 @@ class Pool:
 
     def exchange(
         self,
-        endpoint: Endpoint,
+        member: ClusterMember,
         verb: str,
         path: str,
         body: bytes,
@@ -358,30 +471,30 @@ class Pool:
         Raises:
             RequestFailed: There is no answer.
         """
-        connection = self._take(endpoint, deadline)
-        with self._discarded_on_failure(connection, endpoint):
+        connection = self._take(member, deadline)
+        with self._discarded_on_failure(connection, member):
             connection.write(verb, path, body, headers, deadline)
             answer = connection.read_answer(deadline)
         own = self._own()
         own.busy.discard(connection)
-        idle = own.idle.setdefault(endpoint, deque())
+        idle = own.idle.setdefault(member, deque())
         if connection.reusable and len(idle) < _MAX_IDLE and not self._closed:
             idle.append(connection)
         else:
             connection.close()
         return answer
 
-    def broken(self, endpoint: Endpoint, error: OSError, *, sent: bool) -> Failure:
+    def broken(self, member: ClusterMember, error: OSError, *, sent: bool) -> Failure:
         """Return the failure for a connection that could not be made, or broke."""
         # etcd closes a connection that speaks TLS where it does not, and vice versa.
-        hint = "" if self.reached else _TLS_HINTS[endpoint.secure]
-        return connection_failure(str(endpoint), error, sent=sent, hint=hint)
+        hint = "" if self.reached else _TLS_HINTS[member.secure]
+        return connection_failure(str(member), error, sent=sent, hint=hint)
 
-    def _take(self, endpoint: Endpoint, deadline: float) -> Connection:
+    def _take(self, member: ClusterMember, deadline: float) -> Connection:
         """Return an idle connection, or a new one."""
         self.check_open()
         own = self._own()
-        idle = own.idle.setdefault(endpoint, deque())
+        idle = own.idle.setdefault(member, deque())
         with suppress(IndexError):
             while True:
                 connection = idle.pop()
@@ -389,21 +502,21 @@ class Pool:
                     own.busy.add(connection)
                     return connection
                 connection.close()
-        return self._connect(endpoint, deadline)
+        return self._connect(member, deadline)
 
-    def _connect(self, endpoint: Endpoint, deadline: float) -> Connection:
-        context = self.context if endpoint.secure else None
-        connection = Connection(endpoint.host, endpoint.port, context)
+    def _connect(self, member: ClusterMember, deadline: float) -> Connection:
+        context = self.context if member.secure else None
+        connection = Connection(member.host, member.port, context)
         # Before it connects, so that close() can end that as well.
         self._own().busy.add(connection)
-        with self._discarded_on_failure(connection, endpoint):
+        with self._discarded_on_failure(connection, member):
             self.check_open()
             connection.connect(deadline)
         return connection
 
     @contextmanager
     def _discarded_on_failure(
-        self, connection: Connection, endpoint: Endpoint
+        self, connection: Connection, member: ClusterMember
     ) -> Iterator[None]:
         """Close a connection that cannot be made, or breaks.
 
@@ -421,7 +534,7 @@ class Pool:
             # A server rejects a client's certificate after the first request.
             rejected = isinstance(error, ssl.SSLError) and not connection.received
             sent = connection.sent and not rejected
-            raise RequestFailed(self.broken(endpoint, error, sent=sent)) from error
+            raise RequestFailed(self.broken(member, error, sent=sent)) from error
 
     def _own(self) -> _Connections:
         """Return the connections of this process, and drop those of its parent."""

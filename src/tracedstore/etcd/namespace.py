@@ -1,31 +1,52 @@
-"""The requests for the keys of one namespace."""
+"""The keys of one namespace in etcd: where they are, and the requests for them.
 
+Each Store key is one contiguous range of etcd keys.
+
+With ``P = /tracedstore/<namespace>//`` and 00 for a zero byte:
+
+    P key 00             the value
+    P key 00 a <unique>  one chunk for each append()
+    P key 00 c           the counter: its version is the number of add(key, 1) since the
+                         last set()
+    P key 00 q <unique>  one entry for each queue_push()
+
+The value is the value plus the counter, then the chunks in the order of their creation.
+A key is escaped, so that it has no zero byte: one key's range never includes another's.
+
+A compare-and-set has a definite result after a lost answer, too. Its condition is on
+revisions, so it holds at most once, however often the request is sent. After a lost
+answer the request is repeated. If it fails then, the first change of the value since
+the read shows whether the lost one had been applied.
+"""
+
+import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TypeVar
 
+from tracedstore import names
+from tracedstore.common.errors import ConfigurationError
+from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.etcd.etcd_errors import (
     EtcdCompactedError,
     EtcdError,
     EtcdOutcomeUnknownError,
+    WatchEnded,
 )
-from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import (
-    Content,
-    KeyRange,
-    content_of,
-    key_range,
-    number_in,
-    prefix_of,
-    wrapped,
-)
-from tracedstore.etcd.messages import (
+from tracedstore.etcd.gateway import (
+    INT64,
     MAX_OPERATIONS,
+    Gateway,
+    KeyValue,
     Message,
     compare,
     count,
     delete,
+    events,
     key_values,
     put,
     range_of,
@@ -41,6 +62,197 @@ T = TypeVar("T")
 _CALL_SECONDS = 30.0
 # Keys in one answer of a listing.
 _PAGE = 5_000
+_MAX_ATTEMPTS = 20
+# What C++'s stoll reads, which torch's own stores use; an empty value is 0.
+# A longer one has more than 64 bits.
+_NUMBER = re.compile(rb"\s*+([+-]?)(?=\d)0*+(\d{0,19}+)(?!\d)")
+
+
+def prefix_of(namespace: str) -> bytes:
+    """Return the prefix of all keys of a namespace.
+
+    Raises:
+        ConfigurationError: The namespace is no text that a prefix can have.
+    """
+    if not namespace or "\0" in namespace:
+        raise ConfigurationError(f"the etcd namespace {namespace!r} is no usable text")
+    if namespace.strip("/") != namespace or "//" in namespace:
+        raise ConfigurationError(
+            f"the etcd namespace {namespace!r} has an empty part: it must not start or"
+            " end with a slash, or have two in a row"
+        )
+    # Two slashes: the keys of "a" do not include those of "a/b".
+    return f"{names.ETCD_ROOT}{namespace}//".encode("utf-8", "surrogateescape")
+
+
+def rendezvous_key(namespace: str) -> str:
+    """Return the etcd key of a rendezvous' state, which is next to the Store keys."""
+    prefix_of(namespace)  # raises for an invalid one
+    return f"{names.ETCD_ROOT}{namespace}/rendezvous"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """The etcd keys of one Store key.
+
+    Attributes:
+        name: The Store key.
+        value: The etcd key of the value, and the start of the range.
+    """
+
+    name: bytes
+    value: bytes
+
+    @property
+    def counter(self) -> bytes:
+        """The etcd key of the counter."""
+        return self.value + b"c"
+
+    @property
+    def chunks(self) -> tuple[bytes, bytes]:
+        """The range of the chunks."""
+        return self.value + b"a", self.value + b"b"
+
+    @property
+    def additions(self) -> tuple[bytes, bytes]:
+        """The range of all that is added to the value: counter and chunks."""
+        return self.value + b"a", self.value + b"q"
+
+    @property
+    def content(self) -> tuple[bytes, bytes]:
+        """The range of value, counter and chunks."""
+        return self.value, self.value + b"q"
+
+    @property
+    def queue(self) -> tuple[bytes, bytes]:
+        """The range of the queue."""
+        return self.value + b"q", self.value + b"r"
+
+    @property
+    def everything(self) -> tuple[bytes, bytes]:
+        """The whole range."""
+        return self.value, self.value[:-1] + b"\1"
+
+    def new_chunk(self) -> bytes:
+        """Return an etcd key for a chunk."""
+        return self.value + b"a" + os.urandom(12)
+
+    def new_entry(self) -> bytes:
+        """Return an etcd key for an entry of the queue."""
+        return self.value + b"q" + os.urandom(12)
+
+
+def key_range(prefix: bytes, key: str | bytes) -> KeyRange:
+    """Return the etcd keys of a Store key.
+
+    Raises:
+        TypeError: It is no str or bytes.
+    """
+    name = to_bytes(key, "key")
+    escaped = name.replace(b"\1", b"\1\2").replace(b"\0", b"\1\1")
+    return KeyRange(name, prefix + escaped + b"\0")
+
+
+def to_bytes(given: object, what: str) -> bytes:
+    """Return a key or a value as bytes.
+
+    Raises:
+        TypeError: It is no str or bytes.
+    """
+    if isinstance(given, str):
+        return given.encode("utf-8", "surrogateescape")
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return bytes(given)
+    raise TypeError(f"a {what} must be str or bytes, not {type(given).__name__}")
+
+
+def split(prefix: bytes, etcd_key: bytes) -> tuple[str, bytes] | None:
+    """Return the Store key of an etcd key, and which part of it that is.
+
+    None for an etcd key that no store has written.
+    """
+    escaped, separator, part = etcd_key[len(prefix) :].partition(b"\0")
+    if not separator:
+        return None
+    name = escaped.replace(b"\1\1", b"\0").replace(b"\1\2", b"\1")
+    return name.decode("utf-8", "surrogateescape"), part[:1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Content:
+    """The content of a key at one revision.
+
+    Attributes:
+        keys: The etcd keys.
+        revision: The revision at which it was read.
+        value: The value; None if there is none.
+        modified: The revision of the value, 0 if there is none.
+        counter: The version of the counter, 0 if there is none.
+        chunks: What was appended, in order.
+    """
+
+    keys: KeyRange
+    revision: int
+    value: bytes | None = None
+    modified: int = 0
+    counter: int = 0
+    chunks: list[KeyValue] = field(default_factory=list)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the key exists."""
+        return self.value is not None or self.counter > 0 or bool(self.chunks)
+
+    def data(self) -> bytes:
+        """Return the value of the Store key."""
+        base = self.value or b""
+        if self.counter:
+            number = number_in(base)
+            # A value that is no number: the counter is that of an add() that failed.
+            if number is not None:
+                base = b"%d" % wrapped(number + self.counter)
+        return base + b"".join(chunk.value for chunk in self.chunks)
+
+    def unchanged(self) -> list[Message]:
+        """Return the conditions for a write that nothing else may precede."""
+        conditions = [
+            compare(self.keys.value, "MOD", "EQUAL", self.modified),
+            compare(self.keys.counter, "VERSION", "EQUAL", self.counter),
+            compare(self.keys.chunks, "CREATE", "LESS", self.revision + 1),
+        ]
+        if self.chunks:
+            # Deleted chunks leave no trace in the condition above.
+            last = self.chunks[-1]
+            conditions.append(compare(last.key, "CREATE", "EQUAL", last.created))
+        return conditions
+
+
+def content_of(keys: KeyRange, found: Iterable[KeyValue], revision: int) -> Content:
+    """Put the content of a key together."""
+    content = Content(keys=keys, revision=revision)
+    for each in found:
+        if each.key == keys.value:
+            content.value, content.modified = each.value, each.modified
+        elif each.key == keys.counter:
+            content.counter = each.version
+        else:
+            content.chunks.append(each)
+    content.chunks.sort(key=lambda chunk: chunk.created)
+    return content
+
+
+def number_in(data: bytes) -> int | None:
+    """Return the number that a value starts with; None if there is none."""
+    if not data:
+        return 0
+    found = _NUMBER.match(data)
+    number = INT64 if found is None else int(found[1] + (found[2] or b"0"))
+    return number if -INT64 <= number < INT64 else None
+
+
+def wrapped(number: int) -> int:
+    """Return what a signed number of 64 bits holds after an overflow."""
+    return (number + INT64) % (2 * INT64) - INT64
 
 
 class Namespace:
@@ -263,3 +475,99 @@ def _pairs(
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(items), MAX_OPERATIONS):
         yield items[start : start + MAX_OPERATIONS]
+
+
+class Swap(Enum):
+    """The result of a compare-and-set.
+
+    Attributes:
+        WON: It wrote.
+        LOST: Another client wrote before it.
+        SAME: An answer was lost, and the same value was written: by this client or by
+            another one.
+    """
+
+    WON = auto()
+    LOST = auto()
+    SAME = auto()
+
+
+def swap(
+    transport: Gateway, old: Content, new: bytes, deadline: float
+) -> tuple[Swap, Content]:
+    """Replace the content of a key, unless it has changed.
+
+    Returns:
+        The result, and the content that was found if it is not `Swap.WON`.
+
+    Raises:
+        EtcdOutcomeUnknownError: The answer was lost, and etcd no longer has the history
+            that shows the result.
+    """
+    request: Message = {
+        "compare": old.unchanged(),
+        "success": [delete(old.keys.additions), put(old.keys.value, new)],
+        "failure": [read(old.keys.content)],
+    }
+    answer, lost = _send(transport, request, deadline)
+    succeeded = bool(answer.get("succeeded"))
+    now = old
+    if not succeeded:
+        (found,) = responses(answer, 1)
+        now = content_of(old.keys, key_values(found), revision(answer))
+    if lost is None:
+        return (Swap.WON if succeeded else Swap.LOST), now
+    if not succeeded and now.modified == old.modified != 0:
+        return Swap.LOST, now  # only the counter or the chunks have changed
+    if not succeeded and now.value is None and old.value is None:
+        raise lost  # the history may have no change to wait for
+    written = _first_change(transport, old, deadline)
+    if written is None:
+        raise lost
+    is_put, change = written
+    if succeeded:
+        if change.modified != revision(answer):
+            raise lost  # the lost one was applied, and then undone
+        return Swap.WON, now
+    same = is_put and change.value == new
+    return (Swap.SAME if same else Swap.LOST), now
+
+
+def _send(
+    transport: Gateway, request: Message, deadline: float
+) -> tuple[Message, EtcdOutcomeUnknownError | None]:
+    """Send a transaction until it is answered; return whether an answer was lost."""
+    lost: EtcdOutcomeUnknownError | None = None
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            answer = transport.call("kv/txn", request, deadline, repeatable=False)
+        except EtcdOutcomeUnknownError as error:
+            lost = error
+        except EtcdError as error:
+            # Whatever fails now, an earlier one may have been applied.
+            raise lost or error from error.__cause__
+        else:
+            return answer, lost
+    raise lost or EtcdOutcomeUnknownError
+
+
+def _first_change(
+    transport: Gateway, old: Content, deadline: float
+) -> tuple[bool, KeyValue] | None:
+    """Return the first change of a value since it was read; None if it is forgotten."""
+    request = range_of(old.keys.value, start_revision=str(old.revision + 1))
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            with transport.watch(request, deadline) as messages:
+                for message in messages:
+                    if message.get("canceled"):
+                        return None
+                    if found := events(message):
+                        return found[0]
+        except WatchEnded:
+            continue
+        except (TimeoutError, EtcdError) as error:
+            if raised_by_handler(error):
+                raise
+            return None
+    return None

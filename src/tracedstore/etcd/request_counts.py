@@ -1,13 +1,26 @@
-"""Counts the requests inside one Store call, by the thread that makes it."""
+"""Counts the requests inside one Store call, by the thread that makes it.
 
+An EtcdV3Store counts its own. In torch's EtcdStore ``add`` repeats its compare-and-set
+until it wins, and ``get`` and ``wait`` loop over watches, all inside one call. That
+store makes every request through the client that it was created with, so a wrapper of
+the client counts them.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from threading import get_ident
+from typing import Any
 
 from tracedstore import names
 from tracedstore.recording.cold_metrics import Recovery, RequestResult
 from tracedstore.recording.operation import Attempts, EtcdRequest
 from tracedstore.recording.recorder import RECORDER
 
+# The methods of python-etcd's client that make a request.
+_REQUESTS = frozenset(
+    {"delete", "get", "read", "set", "test_and_set", "update", "watch", "write"}
+)
 # Requests of one call that its span shows.
 _MAX_REQUESTS_SHOWN = 16
 
@@ -118,3 +131,66 @@ class Traffic(AttemptCounter):
         counts = self.current()
         if counts is not None:
             counts.watch_timeouts += 1
+
+
+def count_requests_of(store: Any) -> AttemptCounter:
+    """Count the requests of an EtcdStore from now on, by a wrapper of its client."""
+    if type(store.client) is not CountingClient:
+        store.client = CountingClient(store.client)
+    counter: AttemptCounter = store.client._counter  # noqa: SLF001 - of this module
+    return counter
+
+
+class CountingClient:
+    """Behaves like the client that it wraps, and counts its requests."""
+
+    def __init__(self, client: Any) -> None:
+        object.__setattr__(self, "_client", client)
+        object.__setattr__(self, "_counter", AttemptCounter())
+
+    @property  # type: ignore[misc]  # passes isinstance() checks for the client
+    def __class__(self) -> type:
+        return type(self._client)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._client, name)
+        counts = self._counter.current()
+        if counts is None or name not in _REQUESTS:
+            return attribute
+        return _counted(name, attribute, counts)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._client, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._client, name)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._client
+
+    def __repr__(self) -> str:
+        return repr(self._client)
+
+
+def _counted(
+    name: str, request: Callable[..., Any], counts: AttemptCounts
+) -> Callable[..., Any]:
+    import etcd  # noqa: PLC0415 - EtcdV3Store does not need it
+
+    is_swap = name == "test_and_set"
+
+    @wraps(request)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts.requests += 1
+        try:
+            result = request(*args, **kwargs)
+        except etcd.EtcdCompareFailed:
+            counts.swaps_lost += is_swap
+            raise
+        except etcd.EtcdWatchTimedOut:
+            counts.watch_timeouts += 1
+            raise
+        counts.swaps_won += is_swap
+        return result
+
+    return counted

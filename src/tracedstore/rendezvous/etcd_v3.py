@@ -16,9 +16,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from tracedstore.common.password_file import read_password
 from tracedstore.etcd import EtcdError, EtcdLeaseError, EtcdV3Store, Tls
-from tracedstore.etcd.gateway import Gateway
-from tracedstore.etcd.layout import rendezvous_key
-from tracedstore.etcd.messages import (
+from tracedstore.etcd.gateway import (
+    Gateway,
     KeyValue,
     Message,
     compare,
@@ -29,6 +28,7 @@ from tracedstore.etcd.messages import (
     revision,
     text,
 )
+from tracedstore.etcd.namespace import rendezvous_key
 
 # Seconds, as torch's etcd-v2 backend has them.
 _STATE_TTL = 7200

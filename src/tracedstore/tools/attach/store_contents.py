@@ -15,8 +15,8 @@ from tracedstore.common import validation
 from tracedstore.common.errors import CommandError
 from tracedstore.coordination.arrivals import etcd_contents, list_keys
 from tracedstore.coordination.protocol import is_ledger_key
-from tracedstore.etcd.layout import rendezvous_key
-from tracedstore.etcd.messages import key_values, range_of
+from tracedstore.etcd.gateway import key_values, range_of
+from tracedstore.etcd.namespace import rendezvous_key
 
 # Keys per multi_get request.
 _BATCH_SIZE = 1024
