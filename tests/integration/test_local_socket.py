@@ -244,8 +244,8 @@ class TestAnswers:
             "subprocess.run([sys.executable, '-m',"
             " 'integration.children.answering', 'load_dataset'])\n"
         )
-        tests = str(Path(__file__).parents[1])
-        environ = {**os.environ, "RANK": "4", "PYTHONPATH": tests}
+        path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+        environ = {**os.environ, "RANK": "4", "PYTHONPATH": os.pathsep.join(path)}
         with subprocess.Popen(
             [sys.executable, "-c", script],
             env=environ,
