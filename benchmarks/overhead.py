@@ -48,7 +48,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 # Calls of TCPStore that wait for the server's response.
 BARRED_OPERATIONS = ("get", "add", "check", "compare_set", "wait")
 # On the native base, and on the Python base.
-CORES = ("native", "python")
+BASES = ("native", "python")
 MAX_TRACED_TO_BARE = {"native": 1.03, "python": 1.10}
 MAX_COST_TO_SPAN_PER_CALL = {"native": 0.02, "python": 0.10}
 # Microseconds that the native base adds to a call: of a HashStore from Python, through
@@ -75,13 +75,13 @@ class Row:
     span_per_call_ratio: float
     span_per_call_cost_us: float
 
-    def ratio(self, core: str) -> float:
+    def ratio(self, base: str) -> float:
         """The duration of a call on a recording base over that of a bare one."""
-        return self.native_ratio if core == "native" else self.python_ratio
+        return self.native_ratio if base == "native" else self.python_ratio
 
-    def cost_ratio(self, core: str) -> float:
+    def cost_ratio(self, base: str) -> float:
         """The cost of a recording base over the cost of a span per call."""
-        cost = self.native_cost_us if core == "native" else self.python_cost_us
+        cost = self.native_cost_us if base == "native" else self.python_cost_us
         return cost / self.span_per_call_cost_us
 
 
@@ -125,7 +125,7 @@ def _measure(name: str, operation: str, variants: dict[str, Store], rounds: int)
     # variant would pay for that.
     cost: dict[str, float] = {}
     bare: dict[str, float] = {}
-    for variant in (*CORES, "span per call"):
+    for variant in (*BASES, "span per call"):
         bare[variant], cost[variant] = _cost(
             call, variants["bare"], variants[variant], rounds
         )
@@ -172,11 +172,11 @@ def _costs_from_cpp(rounds: int) -> dict[str, float]:
     }
 
 
-def _traced(bare: Store, core: str) -> tracedstore.TracedStore:
+def _traced(bare: Store, base: str) -> tracedstore.TracedStore:
     """Wrap a store, with one of the recording bases."""
-    RECORDER.core = core
+    RECORDER.core = base
     traced = tracedstore.wrap(bare)
-    assert (type(traced) is tracedstore.TracedStore) == (core == "python")
+    assert (type(traced) is tracedstore.TracedStore) == (base == "python")
     return traced
 
 
@@ -227,18 +227,18 @@ def _bars(rows: list[Row], from_cpp: dict[str, float], counted: int) -> list[Bar
     ]
     expected = 2 * THREADS * CALLS_EACH
     bars = []
-    for core in CORES:
+    for base in BASES:
         bars += [
             Bar.at_most(
-                f"{core}: TCPStore traced / bare, worst of "
+                f"{base}: TCPStore traced / bare, worst of "
                 + ", ".join(BARRED_OPERATIONS),
-                max(row.ratio(core) for row in barred),
-                MAX_TRACED_TO_BARE[core],
+                max(row.ratio(base) for row in barred),
+                MAX_TRACED_TO_BARE[base],
             ),
             Bar.at_most(
-                f"{core}: cost added / cost a span per call adds, median",
-                statistics.median(row.cost_ratio(core) for row in rows),
-                MAX_COST_TO_SPAN_PER_CALL[core],
+                f"{base}: cost added / cost a span per call adds, median",
+                statistics.median(row.cost_ratio(base) for row in rows),
+                MAX_COST_TO_SPAN_PER_CALL[base],
             ),
         ]
     return [
@@ -289,7 +289,7 @@ def main() -> int:
         for name, bare in _stores(Path(folder), port).items():
             variants: dict[str, Store] = {
                 "bare": bare,
-                **{core: _traced(bare, core) for core in CORES},
+                **{base: _traced(bare, base) for base in BASES},
                 "span per call": SpanPerCallStore(bare, tracer),
             }
             under_prefix: dict[str, Store] = {

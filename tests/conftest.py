@@ -73,7 +73,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The recording base, in tests that select one; see `on_both_cores`."""
+    """The recording base, in tests that select one; see `on_both_bases`."""
     return use_core(request.param, monkeypatch)
 
 

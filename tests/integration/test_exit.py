@@ -9,7 +9,7 @@ from pathlib import Path
 import native_caller
 import pytest
 
-from support.native import on_both_cores
+from support.native import on_both_bases
 
 pytestmark = pytest.mark.processes
 
@@ -150,7 +150,7 @@ class TestCollector:
         assert child.returncode == 0, errors
         assert output == "at the end\n"
 
-    @on_both_cores
+    @on_both_bases
     def test_barrier_at_the_end(self, core: str) -> None:
         """The span of a barrier that completes just before the end is exported."""
         child = start(BARRIER_AT_THE_END, TRACEDSTORE_CORE=core)
@@ -174,7 +174,7 @@ class TestServer:
 class TestCallsOfCpp:
     """Threads that Python does not know are in Store calls when the process ends."""
 
-    @on_both_cores
+    @on_both_bases
     def test_exit_status_is_kept(self, core: str) -> None:
         """The process ends, though the calls would last for minutes more."""
         child = start(

@@ -6,12 +6,12 @@ import pytest
 
 from integration.conftest import StartChild
 from integration.harness import Child
-from support.native import on_both_cores
+from support.native import on_both_bases
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("core"),
-    on_both_cores,
+    on_both_bases,
 ]
 
 

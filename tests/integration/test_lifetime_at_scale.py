@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from integration.harness import in_threads, operation_count, results, wait_until
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.stores import tcp
 from tracedstore import store as store_module
 from tracedstore import wrap
@@ -122,7 +122,7 @@ class TestSockets:
         wait_until(lambda: abs(open_files() - before) <= 2)
         assert store_module._kept_alive == {}
 
-    @on_both_cores
+    @on_both_bases
     def test_clones_of_a_closed_store(self, server: dist.TCPStore, core: str) -> None:
         """A store's clones are freed when it is closed; native ones when unused."""
         before = open_files()

@@ -8,7 +8,7 @@ import pytest
 import tracedstore
 from integration.conftest import StartChild
 from integration.harness import Child, forked, wait_until
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.versions import has_split_group
 from tracedstore.recording.recorder import RECORDER
 
@@ -31,7 +31,7 @@ def start_ranks(
     return [first, *others]
 
 
-@on_both_cores
+@on_both_bases
 @pytest.mark.parametrize(("kind", "world_size"), [("tcp", 4), ("file", 2)])
 class TestGloo:
     """The caller drops the store at once and never closes it."""
@@ -80,7 +80,7 @@ LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
 class TestNativeThreads:
     """Gloo's lazy connections call the store from native threads."""
 
-    @on_both_cores
+    @on_both_bases
     def test_in_flight_and_counted(
         self, start_child: StartChild, tcp_server: Child, core: str
     ) -> None:

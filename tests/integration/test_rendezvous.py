@@ -28,7 +28,7 @@ from integration.harness import (
 from support.certificates import Authority, Pair
 from support.etcd import EtcdServer, free_port
 from support.events import Events, check
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.rendezvous import handler, new_run_id
 from tracedstore import TracedStore, names
 from tracedstore.recording.recorder import RECORDER
@@ -162,7 +162,7 @@ class TestMixedNodes:
         assert "MASTER_ADDR" in "".join(store.list_keys())
         node.shutdown()
 
-    @on_both_cores
+    @on_both_bases
     def test_store_of_an_earlier_round(
         self, endpoints: dict[str, str], core: str
     ) -> None:

@@ -16,14 +16,14 @@ from integration.harness import (
     results,
     wait_until,
 )
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.stores import SHORT
 from support.versions import TORCH, WITHOUT_COLLECTIVES, needs_collectives
 
 if TORCH < WITHOUT_COLLECTIVES:
     from torch._C._distributed_c10d import _StoreCollectives
 
-pytestmark = [pytest.mark.usefixtures("core"), on_both_cores]
+pytestmark = [pytest.mark.usefixtures("core"), on_both_bases]
 
 RANKS = 4
 LONG = timedelta(seconds=15)

@@ -19,7 +19,7 @@ from tracedstore.native.load import (
     open_verified,
 )
 
-on_both_cores = pytest.mark.parametrize("core", ["python", "native"], indirect=True)
+on_both_bases = pytest.mark.parametrize("core", ["python", "native"], indirect=True)
 
 
 def use_core(name: str, monkeypatch: pytest.MonkeyPatch) -> str:

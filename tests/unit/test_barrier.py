@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils import store as torch_store
 import tracedstore
 from integration.harness import in_background
 from support.events import Events, check
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.stores import KINDS, is_listening, second_client
 from tracedstore import BarrierTimeout
 from tracedstore.coordination.arrivals import record_arrival
@@ -32,7 +32,7 @@ from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.recording.watcher import WATCHER
 from tracedstore.testing import FakeClock, FlakyStore
 
-pytestmark = on_both_cores
+pytestmark = on_both_bases
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from torch.distributed import (
 
 import tracedstore
 from integration.harness import forked, in_background, wait_until
-from support.native import on_both_cores
+from support.native import on_both_bases
 from support.stores import KINDS, is_listening
 from tracedstore.common import procfs
 from tracedstore.coordination import arrivals, rank_registry
@@ -54,7 +54,7 @@ Events = Callable[[], list[dict[str, Any]]]
 STALL_AFTER = 0.4
 
 
-pytestmark = on_both_cores
+pytestmark = on_both_bases
 
 
 @pytest.fixture(autouse=True)

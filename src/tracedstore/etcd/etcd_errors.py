@@ -260,7 +260,8 @@ _KINDS = (
         "{etcd} has compacted the revision that a request reads",
         has=("has been compacted",),
     ),
-    # etcd checks these before it proposes a write.
+    # etcd finds these out before it proposes a write to its members, so the write was
+    # not applied and can be repeated.
     _Kind(
         EtcdUnreachableError,
         "{etcd} has no leader: most members of its cluster are down or cut off",
@@ -279,7 +280,7 @@ _KINDS = (
         codes=(_EXHAUSTED,),
         transient=True,
     ),
-    # A timeout, a change of leader, or a shutdown.
+    # A timeout, a change of leader, or a shutdown: the write may have been proposed.
     _Kind(
         EtcdUnreachableError,
         "{etcd} cannot serve a request: {message}",

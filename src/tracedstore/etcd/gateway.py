@@ -39,7 +39,8 @@ Range = tuple[bytes, bytes]
 
 # etcd accepts this many operations in a transaction (--max-txn-ops).
 MAX_OPERATIONS = 128
-# Values in one answer. Python takes up to fifty times the memory of a short value.
+# Values in one answer. A short value takes up to fifty times its bytes as a Python
+# object, so a bound on the bytes alone does not bound the memory.
 _MAX_VALUES = 4_000_000
 INT64 = 2**63
 _MAX_TOKEN = 16_384
@@ -261,7 +262,7 @@ class Gateway:
         self._index = random.SystemRandom().randrange(len(self._members))
         self._pool = Pool(context)
         self._user, self._password = user, password
-        # A forked child shares the token of its parent, and so does a clone.
+        # A token is no connection: a forked child may go on with that of its parent.
         self._token = ""
         self._without_users = False
 

@@ -415,8 +415,9 @@ class Pool:
 
     Attributes:
         context: The TLS settings.
-        reached: A server has answered. Nothing listens at a mistyped address: that is
-            an error at once. A server that has answered before may be restarting.
+        reached: A server has answered. If none ever has, the address may be mistyped,
+            and a failure to connect is an error at once. One that has answered before
+            may be restarting, and the request is tried again until its deadline.
     """
 
     def __init__(self, context: ssl.SSLContext | None) -> None:

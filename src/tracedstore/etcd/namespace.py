@@ -63,8 +63,10 @@ _CALL_SECONDS = 30.0
 # Keys in one answer of a listing.
 _PAGE = 5_000
 _MAX_ATTEMPTS = 20
-# What C++'s stoll reads, which torch's own stores use; an empty value is 0.
-# A longer one has more than 64 bits.
+# torch's own stores read the number in a value with C++'s stoll: white space, a sign,
+# and as many digits as follow; what comes after them is ignored. The digits are
+# bounded, because Python would read a number of any length from a value, and one with
+# more than 19 digits has more than 64 bits anyway.
 _NUMBER = re.compile(rb"\s*+([+-]?)(?=\d)0*+(\d{0,19}+)(?!\d)")
 
 
@@ -242,7 +244,10 @@ def content_of(keys: KeyRange, found: Iterable[KeyValue], revision: int) -> Cont
 
 
 def number_in(data: bytes) -> int | None:
-    """Return the number that a value starts with; None if there is none."""
+    """Return the number that a value starts with, 0 if it is empty.
+
+    None if it starts with no number of 64 bits.
+    """
     if not data:
         return 0
     found = _NUMBER.match(data)
@@ -517,17 +522,26 @@ def swap(
         now = content_of(old.keys, key_values(found), revision(answer))
     if lost is None:
         return (Swap.WON if succeeded else Swap.LOST), now
+    # An answer was lost, and this one is of a repetition. If that succeeded, the lost
+    # request did not reach etcd, or it did and another client has undone it. If it
+    # failed, the lost request wrote, or another client did. The first change of the
+    # value since the read shows which.
     if not succeeded and now.modified == old.modified != 0:
-        return Swap.LOST, now  # only the counter or the chunks have changed
+        # The value is the old one, so nothing wrote it: the counter or the chunks have
+        # changed.
+        return Swap.LOST, now
     if not succeeded and now.value is None and old.value is None:
-        raise lost  # the history may have no change to wait for
+        # There may be no change of the value in the history, and a watch for one would
+        # wait until the deadline.
+        raise lost
     written = _first_change(transport, old, deadline)
     if written is None:
         raise lost
     is_put, change = written
     if succeeded:
         if change.modified != revision(answer):
-            raise lost  # the lost one was applied, and then undone
+            # The lost request wrote first, and its write was undone before this one.
+            raise lost
         return Swap.WON, now
     same = is_put and change.value == new
     return (Swap.SAME if same else Swap.LOST), now

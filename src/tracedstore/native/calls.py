@@ -34,10 +34,11 @@ from tracedstore.recording.store_proxy import RECORDED, create_series
 
 # What C++ compares with ticks.
 _MIN, _MAX = -(2**63), 2**63 - 1
-# Calls that have ended and are kept, which is more than threads end one at a time.
-_MAX_ENDED = 256
-# Seconds for which they are kept: explaining a call takes two at most.
+# A call that ended is kept for a while, because its thread still asks for its tuple
+# when it explains the failure. Seconds, of which explaining takes two at most; and how
+# many calls, which is more than there are threads that explain one.
 _KEPT = 4.0
+_MAX_ENDED = 256
 # Identifies a call: the record of its thread, and its number there.
 _CallKey = tuple[int, int]
 # A call as C++ passes it: both parts of its key, the index of its method, its arguments
@@ -139,7 +140,7 @@ class NativeRecording:
         _ = store._traced  # noqa: SLF001 - its label sets are exported from now on
         return store
 
-    # What `core.counters.NativeCalls` asks for.
+    # What `recording.counters.NativeCalls` asks for.
 
     def sums(self) -> Iterator[tuple[Series, SeriesCounts]]:
         """Return the sums over all threads."""
@@ -272,8 +273,9 @@ class NativeRecording:
             call = self._call(native, state, outer)
             seen[record, number] = outers[thread_id] = call
             found.append(ActiveCall(*call, thread_id, call))
-        # A new one that replaces the other: calls that end look into it without the
-        # lock. They are not kept for long, because they refer to the state of a store.
+        # Threads whose calls end read these tables without the lock. So each table is
+        # made anew and then put in the place of the old one, and never changed. What
+        # has ended is not kept for long, because it refers to the state of a store.
         now = time.monotonic()
         kept = {key: one for key, one in self._ended.items() if now < one[1] + _KEPT}
         kept |= {key: (one, now) for key, one in self._seen.items() if key not in seen}

@@ -340,7 +340,7 @@ def _load_once() -> Any:
 
 
 def describe() -> str:
-    """Return which base records here, and why not the other, as one line."""
+    """Return one line: which base records here, and if it is Python, why."""
     try:
         file = find()
         # Checked and not loaded, because loading it would import torch.
