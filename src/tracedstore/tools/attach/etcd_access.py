@@ -84,14 +84,12 @@ def count_keys(transport: Any, prefix: str, deadline: float) -> int:
     Raises:
         EtcdError: The server, its certificate or the user is not accepted.
     """
-    from tracedstore.etcd import messages  # noqa: PLC0415 - imports torch
+    from tracedstore.etcd import gateway  # noqa: PLC0415 - imports torch
 
     # The character after a slash ends the range.
     keys = prefix.encode(), (prefix[:-1] + "0").encode()
-    request = messages.range_of(keys, count_only=True)
-    return messages.count(
-        transport.call("kv/range", request, deadline, repeatable=True)
-    )
+    request = gateway.range_of(keys, count_only=True)
+    return gateway.count(transport.call("kv/range", request, deadline, repeatable=True))
 
 
 def not_an_etcd(url: str) -> CommandError:
