@@ -12,7 +12,7 @@ import barrier_durations
 from barrier_variants import FLOORS, VARIANTS, configure
 from wire import CountingStore, Relay, relay
 
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import BarrierKeys
 
 WORLDS = (2, 8, 16, 64)
 # No bar is for the floors, so fewer sets of processes are enough.

@@ -18,7 +18,7 @@ from torch.distributed.elastic.utils import store as torch_store_utils
 
 import tracedstore
 from tracedstore.coordination import arrivals, rank_registry
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import BarrierKeys
 
 WORLDS = (1024, 16_384)
 _BARRIER_TIMEOUT = 0.3

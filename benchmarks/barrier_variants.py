@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.utils import store as torch_store_utils
 
 import tracedstore
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     encode_arrival,
     last_arrival,

@@ -16,10 +16,10 @@ from store_requests import CountingRelay
 
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.barrier import BarrierCall
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.ask.questions import polling_interval_of_rank
 from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.diagnosis.observe import incarnations, process_groups
-from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.session import Session
 
 RANKS_PER_NODE = 8

@@ -17,10 +17,10 @@ from log_lines import LogLines
 
 from tracedstore.common.clock import Clock
 from tracedstore.common.identity import ProcessIdentity, identify
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis import service, session
 from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.observe import blocked_waits as waits
-from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.recording.counters import ActiveCall, StoreState

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 import tracedstore
 from support.etcd import EtcdServer
 from support.native import use_core, why_not_built
-from tracedstore import barrier_patch
+from tracedstore import elastic
 from tracedstore import store as store_module
 from tracedstore.common.errors import CommandError
 from tracedstore.common.identity import set_group_identity
@@ -86,7 +86,7 @@ def clean_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     tracedstore.uninstrument()
     tracedstore.shutdown(timeout=1)
-    barrier_patch.restore()
+    elastic.restore_torch_barrier()
     rank_registry.reset()
     set_group_identity(None)
     # A barrier that a test left behind must not delay the reports of the next one.

@@ -10,7 +10,7 @@ import etcd
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import BarrierKeys
 from tracedstore.coordination.rank_registry import REGISTRY
 from tracedstore.recording.counters import UNRECORDED
 from tracedstore.recording.recorder import RECORDER

@@ -8,11 +8,11 @@ from tracedstore.auto.patches import instrument as instrument
 from tracedstore.auto.patches import uninstrument as uninstrument
 from tracedstore.common.errors import ConfigurationError as ConfigurationError
 from tracedstore.common.errors import TracedStoreError as TracedStoreError
-from tracedstore.coordination.barrier_timeout import BarrierTimeout as BarrierTimeout
-from tracedstore.coordination.exchange import get_all as get_all
-from tracedstore.coordination.exchange import store_timeout as store_timeout
-from tracedstore.coordination.exchange import synchronize as synchronize
+from tracedstore.coordination.barrier import BarrierTimeout as BarrierTimeout
 from tracedstore.elastic import barrier as barrier
+from tracedstore.elastic import get_all as get_all
+from tracedstore.elastic import store_timeout as store_timeout
+from tracedstore.elastic import synchronize as synchronize
 from tracedstore.export.settings import Settings as Settings
 from tracedstore.export.setup import configure as configure
 from tracedstore.export.setup import in_flight as in_flight

@@ -22,7 +22,7 @@ from integration.harness import in_background, operation_count, wait_until
 from support.stores import KINDS, client_of
 from tracedstore import TracedStore, wrap
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.connections import bare_store
+from tracedstore.coordination.store_access import bare_store
 from tracedstore.diagnosis.observe.blocked_record import read_blocked
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore

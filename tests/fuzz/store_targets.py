@@ -16,15 +16,15 @@ from support.hostile_pickles import OPCODES
 from support.rendezvous import pickled_state
 from tracedstore.common import validation
 from tracedstore.common.ranges import MAX_RANKS, fold, unfold
-from tracedstore.coordination.arrivals import etcd_contents
-from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
     encode_arrival,
     last_rank,
 )
+from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
+from tracedstore.coordination.store_access import etcd_contents
 from tracedstore.diagnosis.ask.questions import Question
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord

@@ -21,15 +21,15 @@ from tracedstore.common import timeouts
 from tracedstore.diagnosis.ask import responder as responders
 from tracedstore.diagnosis.ask.questions import ask
 from tracedstore.diagnosis.ask.responder import AgentResponder
-from tracedstore.local import socket_directory
-from tracedstore.local.agent_workers import AgentWorkers
+from tracedstore.local import sockets
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.local.socket_client import (
+from tracedstore.local.host_ranks import AgentWorkers
+from tracedstore.local.sockets import (
+    LOCAL_SOCKET,
     LocalReply,
     ask_local,
     local_processes,
 )
-from tracedstore.local.socket_server import LOCAL_SOCKET
 
 LONG = 60.0
 SCRIPT = """\
@@ -54,7 +54,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     """A directory for sockets that only this test uses."""
     private = tmp_path / f"tracedstore-{os.getuid()}"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(socket_directory, "candidates", lambda: [str(private)])
+    monkeypatch.setattr(sockets, "directory_candidates", lambda: [str(private)])
     yield private
     LOCAL_SOCKET.stop(5)
     LOCAL_SOCKET.reset()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from support.hostile_pickles import hostile_pickles
 from support.rendezvous import pickled_state
-from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
+from tracedstore.coordination.arrivals import BarrierKeys, encode_arrival
 from tracedstore.coordination.rank_registry import REGISTRY
 
 Store = Any

@@ -19,13 +19,14 @@ import pytest
 from integration.harness import Child, in_background, pause, wait_until
 from tracedstore import names
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.local import socket_directory
+from tracedstore.local import sockets
+from tracedstore.local.facts import LocalIdentity
 from tracedstore.local.host_ranks import ask_host, ranks_of_host
-from tracedstore.local.local_identity import LocalIdentity
-from tracedstore.local.socket_client import ask_local, local_processes
-from tracedstore.local.socket_server import (
+from tracedstore.local.sockets import (
     LOCAL_SOCKET,
     METRICS_PAGE,
+    ask_local,
+    local_processes,
 )
 from tracedstore.recording.recorder import RECORDER
 
@@ -51,7 +52,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     private = folder / f"tracedstore-{os.getuid()}"
     private.mkdir(mode=0o700)
-    monkeypatch.setattr(socket_directory, "candidates", lambda: [str(private)])
+    monkeypatch.setattr(sockets, "directory_candidates", lambda: [str(private)])
     yield private
     LOCAL_SOCKET.stop(5)
     LOCAL_SOCKET.enable(on=True)
@@ -406,7 +407,7 @@ class TestHostileDirectory:
         runtime_dir.write_text("")
         monkeypatch.setenv("RANK", "1")
         paths = [str(runtime_dir), str(tmp_path / "second")]
-        monkeypatch.setattr(socket_directory, "candidates", lambda: paths)
+        monkeypatch.setattr(sockets, "directory_candidates", lambda: paths)
 
         LOCAL_SOCKET.start()
 
@@ -418,9 +419,9 @@ class TestHostileDirectory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
 
         name = f"tracedstore-{os.getuid()}"
-        assert socket_directory.candidates()[0] == f"/run/user/7/{name}"
+        assert sockets.directory_candidates()[0] == f"/run/user/7/{name}"
         monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
-        assert all(path.startswith("/") for path in socket_directory.candidates())
+        assert all(path.startswith("/") for path in sockets.directory_candidates())
 
 
 class TestHostilePeers:
@@ -431,9 +432,9 @@ class TestHostilePeers:
         """The address of this process's socket."""
         monkeypatch.setenv("RANK", "1")
         LOCAL_SOCKET.start()
-        with socket_directory.existing() as (directory,):
-            name = socket_directory.socket_name(os.getpid())
-            yield socket_directory.address(directory, name)
+        with sockets.existing_directories() as (directory,):
+            name = sockets.socket_name(os.getpid())
+            yield sockets.socket_address(directory, name)
 
     @pytest.mark.parametrize(
         "request_line",
@@ -510,9 +511,9 @@ class TestHostilePeers:
     def test_bad_server(self, runtime_dir: Path, line: bytes) -> None:
         """A socket that answers something else is no traced process."""
         with socket.socket(socket.AF_UNIX) as server:
-            with socket_directory.existing() as (directory,):
-                name = socket_directory.socket_name(os.getpid())
-                server.bind(socket_directory.address(directory, name))
+            with sockets.existing_directories() as (directory,):
+                name = sockets.socket_name(os.getpid())
+                server.bind(sockets.socket_address(directory, name))
             server.listen()
 
             def serve() -> None:

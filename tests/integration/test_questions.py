@@ -28,8 +28,8 @@ from tracedstore.diagnosis.ask.questions import (
     polling_interval_of_rank,
 )
 from tracedstore.diagnosis.ask.responder import Responder
-from tracedstore.local import socket_directory
-from tracedstore.local.socket_server import LOCAL_SOCKET
+from tracedstore.local import sockets
+from tracedstore.local.sockets import LOCAL_SOCKET
 
 LONG = 60.0
 Connect = Callable[[], Any]
@@ -39,7 +39,7 @@ Connect = Callable[[], Any]
 def _private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of other tests do not listen in the directory of this one."""
     folder = tmp_path / "sockets"
-    monkeypatch.setattr(socket_directory, "candidates", lambda: [str(folder)])
+    monkeypatch.setattr(sockets, "directory_candidates", lambda: [str(folder)])
 
 
 @pytest.fixture(params=["tcp", "file", "hash", "python", "etcd"])

@@ -12,8 +12,12 @@ from torch.distributed import Store
 import tracedstore
 from integration.harness import operation_counts
 from support.stores import file, tcp
-from tracedstore.coordination.arrivals import Arrivals, read_arrivals, record_arrival
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import (
+    Arrivals,
+    BarrierKeys,
+    read_arrivals,
+    record_arrival,
+)
 from tracedstore.etcd.request_counts import count_requests_of
 
 MakeEtcd = Callable[[Path], Store]

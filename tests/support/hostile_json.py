@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tracedstore.coordination.arrivals import last_arrival
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import last_arrival
 
 ENTRY = {
     "rank": 0,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tracedstore.common.causes import Cause
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     encode_arrival,
     last_arrival,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tracedstore.naming.agent_hosts import hosts_never_joined
+from tracedstore.naming.decoders import hosts_never_joined
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
 POD = {"HOSTNAME": "train-0", "JOB_COMPLETION_INDEX": "0"}

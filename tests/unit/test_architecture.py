@@ -37,14 +37,12 @@ ALLOWED_IMPORTS = {
     },
     "testing": {"common", "recording"},
     "store": {"names", "common", "recording", "etcd", "export", "native"},
-    "elastic": {"common", "recording", "naming", "coordination", "diagnosis", "export"},
-    "barrier_patch": {
+    "elastic": {
         "names",
         "common",
         "recording",
-        "naming",
         "coordination",
-        "elastic",
+        "diagnosis",
         "export",
     },
     "rendezvous": {
@@ -57,7 +55,7 @@ ALLOWED_IMPORTS = {
         "etcd",
         "export",
         "store",
-        "barrier_patch",
+        "elastic",
         "local",
     },
     "auto": {
@@ -71,7 +69,7 @@ ALLOWED_IMPORTS = {
         "export",
         "rendezvous",
         "store",
-        "barrier_patch",
+        "elastic",
         "local",
     },
     "_public": {
@@ -339,7 +337,7 @@ class TestPublicSurface:
 
     def test_all(self) -> None:
         """__all__ is sorted and complete, and every name is documented."""
-        modules = {"auto", "barrier_patch", "common", "coordination", "diagnosis"}
+        modules = {"auto", "common", "coordination", "diagnosis"}
         modules |= {"elastic", "etcd", "export", "local", "names", "naming", "native"}
         modules |= {"otel_names", "recording", "rendezvous", "signals", "store"}
         modules |= {"testing", "tools"}

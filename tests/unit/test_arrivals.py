@@ -13,13 +13,13 @@ from torch.distributed import HashStore, Store
 import tracedstore
 from support.stores import KINDS
 from tracedstore.coordination.arrivals import (
+    BarrierKeys,
     confirm_arrival,
-    etcd_keys,
-    find_absent,
+    encode_arrival,
     read_arrivals,
     record_arrival,
 )
-from tracedstore.coordination.protocol import BarrierKeys, encode_arrival
+from tracedstore.coordination.store_access import etcd_keys, find_absent
 from tracedstore.testing import FlakyStore
 
 KEYS = BarrierKeys("barrier/7")

@@ -11,9 +11,9 @@ from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from integration.harness import in_threads, results
-from tracedstore import barrier_patch
-from tracedstore.coordination import membership
-from tracedstore.coordination.membership import Membership
+from tracedstore import elastic
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.recording.recorder import RECORDER
 
 TORCH_BARRIER = torch_store.barrier
@@ -22,10 +22,10 @@ TORCH_BARRIER = torch_store.barrier
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Emit no events, and restore torch's barrier after the test."""
-    barrier_patch.restore()
+    elastic.restore_torch_barrier()
     tracedstore.configure(log_format="off")
     yield
-    barrier_patch.restore()
+    elastic.restore_torch_barrier()
 
 
 class TestReplace:
@@ -34,12 +34,12 @@ class TestReplace:
     def test_replace_and_restore(self) -> None:
         """Both modules of torch that have the function are patched."""
         for _ in range(2):
-            barrier_patch.replace()
-            barrier_patch.replace()
-            assert torch_store.barrier is barrier_patch.barrier
-            assert torch_distributed.barrier is barrier_patch.barrier
-            barrier_patch.restore()
-            barrier_patch.restore()
+            elastic.replace_torch_barrier()
+            elastic.replace_torch_barrier()
+            assert torch_store.barrier is elastic.barrier_for_torch
+            assert torch_distributed.barrier is elastic.barrier_for_torch
+            elastic.restore_torch_barrier()
+            elastic.restore_torch_barrier()
             assert torch_store.barrier is TORCH_BARRIER
             assert torch_distributed.barrier is TORCH_BARRIER
 
@@ -47,11 +47,11 @@ class TestReplace:
         """restore() keeps a function that was patched over ours."""
         # Undone after the fixture's restore(), which brings torch's barrier back.
         monkeypatch.setattr(torch_store, "barrier", TORCH_BARRIER)
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
 
         later_patch: Any = partial(TORCH_BARRIER)
         monkeypatch.setattr(torch_store, "barrier", later_patch)
-        barrier_patch.restore()
+        elastic.restore_torch_barrier()
 
         assert torch_store.barrier is later_patch
         assert torch_distributed.barrier is TORCH_BARRIER
@@ -62,7 +62,7 @@ class TestBarrier:
 
     def test_completes(self) -> None:
         """It completes with torch's arguments by name and by position."""
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
         store = dist.HashStore()
 
         def call(number: int) -> None:
@@ -77,9 +77,11 @@ class TestBarrier:
 
     def test_membership(self) -> None:
         """A caller without a rank uses the rank recorded for its store."""
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
         store = dist.HashStore()
-        membership.record(store, Membership(1, 3, lambda rank: f"node-{rank}"))
+        rank_registry.record_agent(
+            store, Member(rank=1, world_size=3, host_of=lambda rank: f"node-{rank}")
+        )
 
         with pytest.raises(tracedstore.BarrierTimeout) as raised:
             torch_store.barrier(store, 3, "key", 0.1)
@@ -90,9 +92,11 @@ class TestBarrier:
     @pytest.mark.parametrize("rank", [None, 0])
     def test_membership_is_ignored(self, rank: int | None) -> None:
         """A recorded rank is ignored for another world size or with a rank given."""
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
         store = dist.HashStore()
-        membership.record(store, Membership(1, 3 if rank is not None else 4, str))
+        rank_registry.record_agent(
+            store, Member(rank=1, world_size=3 if rank is not None else 4, host_of=str)
+        )
 
         with pytest.raises(tracedstore.BarrierTimeout) as raised:
             torch_store.barrier(store, 3, "key", 0.1, rank, trace_timeout=0.1)
@@ -101,22 +105,22 @@ class TestBarrier:
 
     def test_decoder_needs_rank(self) -> None:
         """A decoder without a rank raises torch's AssertionError."""
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
         store = dist.HashStore()
-        membership.record(store, Membership(1, 3, str))
+        rank_registry.record_agent(store, Member(rank=1, world_size=3, host_of=str))
         with pytest.raises(AssertionError, match="Tracing requires rank information"):
             torch_store.barrier(store, 3, "key", 0.1, rank_tracing_decoder=str)
 
     def test_membership_is_freed_with_its_store(self) -> None:
         """Nothing is kept of a store that was freed."""
         store = dist.HashStore()
-        membership.record(store, Membership(0, 1, str))
-        before = len(membership._memberships)
+        rank_registry.record_agent(store, Member(rank=0, world_size=1, host_of=str))
+        before = len(rank_registry._agents)
         del store
 
-        assert len(membership._memberships) == before - 1
-        assert membership.of(dist.HashStore()) is None
-        assert membership.of([]) is None
+        assert len(rank_registry._agents) == before - 1
+        assert rank_registry.agent_in(dist.HashStore()) is None
+        assert rank_registry.agent_in([]) is None
 
 
 class TestFallback:
@@ -125,7 +129,7 @@ class TestFallback:
     @pytest.fixture(autouse=True)
     def replaced(self, quiet: None) -> None:
         """Replace torch's barrier."""
-        barrier_patch.replace()
+        elastic.replace_torch_barrier()
 
     def test_invalid_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Invalid settings count as a failure and do not raise into the job."""

@@ -8,8 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tracedstore.common.identity import identify
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.observe import process_groups
-from tracedstore.diagnosis.observe.blocked_calls import Member, describe_call
+from tracedstore.diagnosis.observe.blocked_calls import describe_call
 from tracedstore.recording.counters import ActiveCall, StoreState
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.store_proxy import RECORDED

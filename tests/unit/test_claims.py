@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tracedstore.diagnosis.judgement.stall_reports import claim
-from tracedstore.local import socket_directory
+from tracedstore.local import sockets
 
 CLAIM = """
 import sys
-from tracedstore.local import socket_directory
+from tracedstore.local import sockets
 from tracedstore.diagnosis.judgement.stall_reports import claim
-socket_directory.candidates = lambda: sys.argv[1:]
+sockets.directory_candidates = lambda: sys.argv[1:]
 claimed = claim("what")
 print(claimed is not None, flush=True)
 sys.stdin.read()
@@ -28,7 +28,7 @@ sys.stdin.read()
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private directory for the test alone."""
     folder = tmp_path / "private"
-    monkeypatch.setattr(socket_directory, "candidates", lambda: [str(folder)])
+    monkeypatch.setattr(sockets, "directory_candidates", lambda: [str(folder)])
     return folder
 
 

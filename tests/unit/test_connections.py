@@ -12,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore
 import tracedstore
 from support.stores import tcp
 from tracedstore import store as store_module
-from tracedstore.coordination.connections import side_connection
+from tracedstore.coordination.store_access import side_connection
 
 
 class TestSideConnection:

@@ -30,14 +30,14 @@ from integration.harness import forked, in_background, wait_until
 from support.native import on_both_bases
 from support.stores import KINDS, is_listening
 from tracedstore.common import procfs
-from tracedstore.coordination import arrivals, rank_registry
-from tracedstore.coordination.connections import close_connection
+from tracedstore.coordination import rank_registry, store_access
+from tracedstore.coordination.rank_registry import Member
+from tracedstore.coordination.store_access import close_connection
 from tracedstore.diagnosis import service, session
 from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.judgement.stall_reports import VERDICT, StalledJob
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import blocked_waits as waits
-from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
@@ -549,7 +549,7 @@ def test_long_verdict_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Session(handle_of(traced), member, answers=False)
     bare.set(VERDICT, "x" * 6_000_000)
     reads: list[str] = []
-    read = arrivals.read_key
+    read = store_access.read_key
 
     def counted(store: Any, key: str) -> bytes:
         reads.append(key)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
-from tracedstore.coordination import exchange
+from tracedstore import elastic
 
 
 class TestSignatures:
@@ -35,11 +35,11 @@ class TestStoreTimeout:
         """It is restored on success, and on failure too, where torch's is not."""
         store = HashStore()
         store.set_timeout(timedelta(seconds=9))
-        with exchange.store_timeout(store, 0.05):
+        with elastic.store_timeout(store, 0.05):
             assert store.timeout == timedelta(milliseconds=50)  # type: ignore[attr-defined]
         assert store.timeout == timedelta(seconds=9)  # type: ignore[attr-defined]
 
-        with pytest.raises(RuntimeError), exchange.store_timeout(store, 0.05):
+        with pytest.raises(RuntimeError), elastic.store_timeout(store, 0.05):
             store.get("never")
 
         assert store.timeout == timedelta(seconds=9)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import tracedstore
-from tracedstore.local.own_facts import all_stacks, own_facts
+from tracedstore.local.facts import all_stacks, own_facts
 
 
 class _Kept:

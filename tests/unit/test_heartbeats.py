@@ -2,8 +2,8 @@
 
 import pytest
 
-from tracedstore.rendezvous import heartbeats as module
-from tracedstore.rendezvous.heartbeats import Heartbeats
+from tracedstore.rendezvous import state as module
+from tracedstore.rendezvous.state import Heartbeats
 
 
 class Clock:

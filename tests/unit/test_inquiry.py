@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_calls import Member
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 from tracedstore.local.facts import ProcessFacts
 

@@ -1,4 +1,4 @@
-"""Tests of local.key_writers, through real calls."""
+"""Tests of local.facts.KeyWriters, through real calls."""
 
 import pytest
 import torch.distributed as dist
@@ -6,8 +6,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import tracedstore
 from tracedstore.common.identity import set_group_identity
-from tracedstore.local.facts import WrittenFamily
-from tracedstore.local.key_writers import KeyWriters
+from tracedstore.local.facts import KeyWriters, WrittenFamily
 
 
 @pytest.fixture

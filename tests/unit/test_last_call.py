@@ -1,11 +1,11 @@
-"""Tests of local.last_call."""
+"""Tests of local.facts.LastCall."""
 
 from typing import Any
 
 import torch.distributed as dist
 
 import tracedstore
-from tracedstore.local.last_call import LastCall
+from tracedstore.local.facts import LastCall
 from tracedstore.recording.recorder import RECORDER
 
 OPERATION: Any = None  # it is not read

@@ -27,8 +27,7 @@ from support.rendezvous import handler, new_run_id
 from support.stores import tcp
 from tracedstore.auto import patches
 from tracedstore.common.errors import TracedStoreError
-from tracedstore.coordination.arrivals import etcd_contents
-from tracedstore.coordination.connections import side_connection
+from tracedstore.coordination.store_access import etcd_contents, side_connection
 from tracedstore.recording.operation import METHODS
 from tracedstore.recording.recorder import RECORDER
 

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore
 
 from support.rendezvous import pickled_state
-from tracedstore.coordination import arrivals
-from tracedstore.rendezvous import master_address, other_runs
-from tracedstore.rendezvous.other_runs import INDEX, find_other_runs
+from tracedstore.coordination import store_access
+from tracedstore.rendezvous import server_checks
+from tracedstore.rendezvous.server_checks import INDEX, find_other_runs
 
 OWN = "torch.rendezvous.own"
 
@@ -27,7 +27,7 @@ def test_long_index_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     store.set(keys[-1], "x" * 2_000_000)
     lines: list[int] = []
     states: list[int] = []
-    read_index = other_runs._read_index
+    read_index = server_checks._read_index
 
     def read(value: bytes) -> Any:
         lines.append(len(value))
@@ -36,8 +36,8 @@ def test_long_index_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(value: bytes) -> None:
         states.append(len(value))
 
-    monkeypatch.setattr(other_runs, "_read_index", read)
-    monkeypatch.setattr(other_runs, "parse_state", parse)
+    monkeypatch.setattr(server_checks, "_read_index", read)
+    monkeypatch.setattr(server_checks, "parse_state", parse)
 
     assert find_other_runs(store, OWN, is_first=False, now=1.0) == []
     assert sum(lines) <= 128 * 1024
@@ -73,7 +73,7 @@ def test_hostile_index() -> None:
     hostile = b'"a"\n{"a": 1}\n"\\ud800"\n\xff\n""\n' + b"[" * 100_000
     longer = b'\n"%s"\n"b"\n' % (b"x" * 10_000)
 
-    assert list(other_runs._read_index(hostile + longer)) == ["a", "b"]
+    assert list(server_checks._read_index(hostile + longer)) == ["a", "b"]
 
 
 def test_long_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_long_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = HashStore()
     store.set("MASTER_ADDR", "x" * 1_000_000)
     reads: list[object] = []
-    read = arrivals.read_existing
+    read = store_access.read_existing
 
     def counted(*args: Any) -> Any:
         reads.append(args)
@@ -92,10 +92,10 @@ def test_long_address_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             store.set("MASTER_PORT", "1")
         return True
 
-    monkeypatch.setattr(master_address, "read_existing", counted)
-    monkeypatch.setattr(master_address, "pause", pause)
+    monkeypatch.setattr(server_checks, "read_existing", counted)
+    monkeypatch.setattr(server_checks, "pause", pause)
 
-    published = master_address._read_published(store)
+    published = server_checks._read_published(store)
 
     assert len(published) < 1024
     assert len(reads) == 1

@@ -1,15 +1,15 @@
-"""Tests of local.own_facts."""
+"""The frames in the facts about this process."""
 
 from pathlib import Path
 
 import tracedstore
-from tracedstore.local import own_facts
+from tracedstore.local import facts
 
 
 def test_own_folders() -> None:
     """Frames of the whole package are recognised, and the demo's are the job's."""
     package = Path(tracedstore.__file__).parent
 
-    assert Path(own_facts._PACKAGE) == package
-    assert Path(own_facts._DEMO) == package / "tools/demo"
-    assert Path(own_facts._DEMO).is_dir()
+    assert Path(facts._PACKAGE) == package
+    assert Path(facts._DEMO) == package / "tools/demo"
+    assert Path(facts._DEMO).is_dir()

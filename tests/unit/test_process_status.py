@@ -16,7 +16,7 @@ from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export import pages
 from tracedstore.export.http_server import Server
-from tracedstore.local import own_facts
+from tracedstore.local import facts
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.signals.inflight import InFlight
@@ -114,7 +114,7 @@ class TestStatus:
         def broken(_recorder: Any) -> list[InFlight]:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(own_facts, "in_flight", broken)
+        monkeypatch.setattr(facts, "in_flight", broken)
         tracedstore.configure(log_format="off")
         server = Server({"/": pages.facts_page}, "127.0.0.1", 0)
         try:

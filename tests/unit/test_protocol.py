@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.utils import store as torch_store
 
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
     encode_arrival,

@@ -280,7 +280,7 @@ in_child(check)
             + """
 from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.connection import connecting, connection_attempt
-from tracedstore.local.agent_workers import AGENT_WORKERS, Worker
+from tracedstore.local.host_ranks import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
 tracedstore.configure(log_format="off")

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tracedstore.common.errors import CommandError
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
     encode_arrival,

@@ -13,8 +13,11 @@ from rich.cells import cell_len
 from support.jobs_in_stores import arrive, block, judge, register, time_out
 from tracedstore import names
 from tracedstore.common.causes import Cause
-from tracedstore.coordination.arrivals import confirm_arrival, record_arrival
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import (
+    BarrierKeys,
+    confirm_arrival,
+    record_arrival,
+)
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight

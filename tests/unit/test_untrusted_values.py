@@ -17,13 +17,13 @@ from support.hostile_json import (
     values,
 )
 from tracedstore.common import validation
-from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import (
+from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
     encode_arrival,
     last_rank,
 )
+from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.collect import read_job_state

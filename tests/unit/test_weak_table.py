@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 import tracedstore
 from tracedstore.auto import replacements
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.coordination import membership, rank_registry
-from tracedstore.coordination.membership import Membership
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import Member
 
 _ENTRIES = 300
 _WRITES = 3000
@@ -79,16 +79,16 @@ def test_address_that_is_used_again() -> None:
     assert len(table) == 1
 
 
-def test_memberships() -> None:
-    """A rendezvous ends while the stall watch reads the memberships."""
+def test_agents() -> None:
+    """A rendezvous ends while the stall watch reads the agents."""
     kept: list[Any] = []
-    own = Membership(rank=0, world_size=1, name_of=str)
+    own = Member(rank=0, world_size=1, host_of=str)
 
     def write(_number: int) -> None:
         kept.append(HashStore())
-        membership.record(kept[-1], own)
+        rank_registry.record_agent(kept[-1], own)
 
-    read_during(write, membership.memberships)
+    read_during(write, rank_registry.recorded_agents)
 
 
 @pytest.mark.parametrize(

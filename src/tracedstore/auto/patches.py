@@ -315,13 +315,13 @@ def _load_replacement(name: str) -> Callable[..., Any] | None:
 def _replace_barrier(module: ModuleType) -> None:
     if module.__name__ == _BARRIER and _BARRIER_COPY in sys.modules:
         return  # the other module is still being imported; this runs again after it
-    _import_hook.cancel(_BARRIER_COPY)  # barrier_patch.replace() imports it
+    _import_hook.cancel(_BARRIER_COPY)  # replace_torch_barrier() imports it
     try:
         # torch does not import these modules itself, so its import is complete.
-        from tracedstore import barrier_patch  # noqa: PLC0415 - see the docstring
+        from tracedstore import elastic  # noqa: PLC0415 - see the docstring
 
-        barrier_patch.replace()
-        _undo.append(barrier_patch.restore)
+        elastic.replace_torch_barrier()
+        _undo.append(elastic.restore_torch_barrier)
     except Exception as error:
         _raise_if_from_handler(error)
         _log("torch's barrier is not replaced: %s", error)
@@ -331,10 +331,10 @@ def _answer_for_workers(_module: ModuleType) -> None:
     """Let torchrun's agent answer for its workers."""
     try:
         # torchrun imports the module of its agent after torch.
-        from tracedstore.rendezvous import agent_patch  # noqa: PLC0415 - see the docstring
+        from tracedstore.rendezvous import handlers  # noqa: PLC0415 - see the docstring
 
-        agent_patch.replace()
-        _undo.append(agent_patch.restore)
+        handlers.replace_start_of_workers()
+        _undo.append(handlers.restore_start_of_workers)
     except Exception as error:
         _raise_if_from_handler(error)
         _log_disabled(error)
@@ -358,7 +358,7 @@ def answer_before_registration() -> None:
     from tracedstore import names  # noqa: PLC0415 - see the docstring of the module
     from tracedstore.common.errors import ConfigurationError  # noqa: PLC0415
     from tracedstore.export.settings import Settings  # noqa: PLC0415
-    from tracedstore.local.socket_server import LOCAL_SOCKET  # noqa: PLC0415
+    from tracedstore.local.sockets import LOCAL_SOCKET  # noqa: PLC0415
     from tracedstore.recording.recorder import RECORDER  # noqa: PLC0415
 
     try:

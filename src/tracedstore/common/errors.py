@@ -4,7 +4,7 @@ Exceptions of torch and etcd pass through the wrapper unchanged. The package's o
 
     TracedStoreError
     ├── ConfigurationError (also a ValueError)
-    ├── BarrierTimeout (also a DistStoreError; coordination/barrier_timeout.py)
+    ├── BarrierTimeout (also a DistStoreError; coordination/barrier.py)
     ├── CommandError
     ├── EtcdError (also a DistStoreError; etcd/etcd_errors.py)
     └── DecoderError (naming/environment.py)

@@ -1,8 +1,4 @@
-"""The report of a barrier's missing ranks, with names.
-
-A rank that has read the arrivals publishes its report under the barrier's
-`missing_report` key, for the other ranks and for ``tracedstore status``.
-"""
+"""The report of a barrier's missing ranks, with names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -2,12 +2,15 @@
 
 A scheduler's roster has the host on which a rank *should* run; the registry has the
 host on which it *does* run. Reading never waits for a rank that has not registered.
+
+torchrun's agents do not register: their ranks in the store that they share are known to
+their own processes only.
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -29,8 +32,11 @@ from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.coordination.arrivals import list_keys, read_existing
-from tracedstore.coordination.connections import side_connection
+from tracedstore.coordination.store_access import (
+    list_keys,
+    read_existing,
+    side_connection,
+)
 from tracedstore.naming.decoders import Decoder
 from tracedstore.recording.counters import handle_of, store_of
 from tracedstore.recording.telemetry import TELEMETRY
@@ -361,3 +367,45 @@ def parse_entry(value: bytes) -> RankInfo | None:
 def is_valid(info: RankInfo) -> bool:
     """Return whether a rank is one of its world."""
     return info.rank < info.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank of this process in a store.
+
+    Attributes:
+        rank: The rank.
+        world_size: The number of ranks that share the store.
+        host_of: Returns the host on which a rank should run, "" if it is unknown.
+        agents: The host and the process id of each of torchrun's agents, if the ranks
+            are theirs; else None.
+    """
+
+    rank: int
+    world_size: int
+    host_of: Callable[[int], str]
+    agents: Mapping[int, tuple[str, int]] | None = None
+
+
+# The agents' ranks of this process, by handle.
+_agents: WeakTable[Member] = WeakTable()
+
+
+def record_agent(store: Any, member: Member) -> None:
+    """Record the rank that this process has as an agent of torchrun in a store.
+
+    torch's agents call their barriers without a rank. The rendezvous handler that
+    returned their store knows it. Agents do not register: the ranks of the registry are
+    those of the workers.
+    """
+    _agents.set(handle_of(store), member)
+
+
+def agent_in(store: Any) -> Member | None:
+    """Return the rank of this process as an agent in a store, None if it has none."""
+    return _agents.get(handle_of(store))
+
+
+def recorded_agents() -> list[tuple[Any, Member]]:
+    """List the handles of the stores in which this process is an agent."""
+    return _agents.items()

@@ -13,12 +13,13 @@ from torch.distributed import DistError
 from tracedstore.common import election
 from tracedstore.common.identity import bottom_of, number, process_identity
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.coordination import membership, rank_registry
-from tracedstore.coordination.arrivals import read_key
-from tracedstore.coordination.connections import (
+from tracedstore.coordination import rank_registry
+from tracedstore.coordination.rank_registry import Member
+from tracedstore.coordination.store_access import (
     bare_store,
     connector,
     is_one_connection,
+    read_key,
 )
 from tracedstore.diagnosis.ask.questions import (
     MAX_POLLING_RANKS,
@@ -29,14 +30,14 @@ from tracedstore.diagnosis.ask.responder import Responder
 from tracedstore.diagnosis.connection.connection_attempt import probe_server
 from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.diagnosis.observe.blocked_calls import Member, describe_call
+from tracedstore.diagnosis.observe.blocked_calls import describe_call
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
     withdraw_blocked,
 )
 from tracedstore.diagnosis.observe.incarnations import check_replaced
-from tracedstore.local.socket_client import host_has_agent
+from tracedstore.local.sockets import host_has_agent
 from tracedstore.naming import decoders
 from tracedstore.recording.counters import ActiveCall, StoreState, handle_of, store_of
 
@@ -239,7 +240,7 @@ class Sessions:
         A process that has not registered is registered here, if the environment has
         its rank.
         """
-        for handle, own in membership.memberships():
+        for handle, own in rank_registry.recorded_agents():
             if _state_of(handle) is call.state:
                 return self._session(handle, own.rank, own.world_size)
         for handle, known in rank_registry.registrations():
@@ -322,14 +323,9 @@ def _interval(member: Member) -> float | None:
 
 
 def _member(handle: Any, rank: int, world_size: int) -> Member:
-    own = membership.of(handle)
-    if own is not None:
-        return Member(
-            rank=own.rank,
-            world_size=own.world_size,
-            host_of=own.name_of,
-            agents=own.processes,
-        )
+    agent = rank_registry.agent_in(handle)
+    if agent is not None:
+        return agent
     roster = decoders.auto()
 
     def host_of(rank: int) -> str:

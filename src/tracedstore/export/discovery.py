@@ -15,9 +15,9 @@ from tracedstore.common.errors import TracedStoreError
 from tracedstore.common.identity import number
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.connections import close_connection, side_connection
+from tracedstore.coordination.store_access import close_connection, side_connection
 from tracedstore.diagnosis.ask.responder import connect_to_workers
-from tracedstore.local.agent_workers import AGENT_WORKERS
+from tracedstore.local.host_ranks import AGENT_WORKERS
 from tracedstore.recording.counters import store_of
 from tracedstore.recording.recorder import RECORDER
 

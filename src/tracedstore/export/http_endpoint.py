@@ -16,7 +16,7 @@ from tracedstore.export import node_endpoint
 from tracedstore.export.http_server import Access, Server, base_url
 from tracedstore.export.pages import metrics_for_agent, pages
 from tracedstore.export.settings import PREFIX, Settings
-from tracedstore.local.socket_server import LOCAL_SOCKET
+from tracedstore.local.sockets import LOCAL_SOCKET
 from tracedstore.recording.recorder import RECORDER
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from tracedstore import names
 from tracedstore.common import validation
-from tracedstore.local.socket_server import LOCAL_SOCKET
+from tracedstore.local.sockets import LOCAL_SOCKET
 from tracedstore.recording.recorder import RECORDER
 
 # The pid of the agent, and the URL of its metrics.

@@ -13,9 +13,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from tracedstore import names
 from tracedstore.export.family_fields import from_fields
-from tracedstore.local.agent_workers import AGENT_WORKERS, Worker, ask_workers
-from tracedstore.local.socket_client import LocalReply
-from tracedstore.local.socket_server import METRICS_PAGE
+from tracedstore.local.host_ranks import AGENT_WORKERS, Worker, ask_workers
+from tracedstore.local.sockets import METRICS_PAGE, LocalReply
 from tracedstore.recording.recorder import RECORDER
 
 # Seconds for all workers to answer. Prometheus waits for 10 s by default.

@@ -15,9 +15,9 @@ from tracedstore.export.discovery import targets
 from tracedstore.export.family_fields import to_fields
 from tracedstore.export.http_server import Page, Response
 from tracedstore.export.node_metrics import node_registry
-from tracedstore.local.agent_workers import AGENT_WORKERS, Worker, ask_workers
-from tracedstore.local.own_facts import own_facts
-from tracedstore.local.socket_client import LocalReply
+from tracedstore.local.facts import own_facts
+from tracedstore.local.host_ranks import AGENT_WORKERS, Worker, ask_workers
+from tracedstore.local.sockets import LocalReply
 
 # Seconds for which a response is cached.
 _METRICS_MAX_AGE = 0.5

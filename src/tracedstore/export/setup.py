@@ -20,7 +20,7 @@ from tracedstore.common.clock import SYSTEM_CLOCK, Clock
 from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.coordination import connections, rank_registry
+from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connecting, connection_attempt
 from tracedstore.diagnosis.observe import process_groups
@@ -30,7 +30,7 @@ from tracedstore.export.http_endpoint import Endpoint
 from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
 from tracedstore.export.settings import Settings
 from tracedstore.export.stall_watch import StallWatch
-from tracedstore.local.socket_server import LOCAL_SOCKET
+from tracedstore.local.sockets import LOCAL_SOCKET
 from tracedstore.recording.budget import budget_of
 from tracedstore.recording.observer import Observer
 from tracedstore.recording.queue_worker import QueueWorker
@@ -426,7 +426,7 @@ def _at_exit() -> None:
         _telemetry.push.end(left(), own_only=True)
         _event_writer.stop(left())
         timeouts.end_bounded_threads()
-        connections.end_all()
+        store_access.end_connections()
         timeouts.join_bounded_threads(left())
         _hold_other_threads(left())
     ending.wait_for_native_calls(5.0 if _telemetry is None else _telemetry.exit_timeout)

@@ -7,8 +7,7 @@ from typing import Any
 
 from tracedstore import names
 from tracedstore.diagnosis.service import Diagnosis
-from tracedstore.local.key_writers import KEY_WRITERS
-from tracedstore.local.last_call import LAST_CALL
+from tracedstore.local.facts import KEY_WRITERS, LAST_CALL
 from tracedstore.recording.counters import Call
 from tracedstore.recording.observer import Observer
 from tracedstore.recording.recorder import RECORDER

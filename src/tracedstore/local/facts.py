@@ -1,14 +1,18 @@
-"""Facts about one process of the job: its own answer, or another's word.
+"""Facts about one process of the job: its own answer, or another's word."""
 
-There is one object and one encoder. The Unix socket, the page ``/inflight`` and the
-answers through the store read and write it.
-"""
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Final, Literal, get_args
 
-from tracedstore.common import codec, ranges, validation
+import tracedstore
+from tracedstore import names
+from tracedstore.common import codec, keys, procfs, ranges, validation
 from tracedstore.common.codec import (
     Kind,
     Large,
@@ -16,12 +20,27 @@ from tracedstore.common.codec import (
     Printable,
     Rank,
     Seconds,
+    Small,
     UpTo,
     Words,
 )
+from tracedstore.common.identity import (
+    ProcessIdentity,
+    StoreIdentity,
+    bottom_of,
+    identify,
+    process_identity,
+    restart_count,
+)
+from tracedstore.common.keys import shown
+from tracedstore.common.ranges import MAX_RANKS
+from tracedstore.coordination import rank_registry
 from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.naming.decoders import by_host
-from tracedstore.signals.inflight import InFlight
+from tracedstore.recording.counters import BUCKETS, StoreState, handle_of, thread_names
+from tracedstore.recording.operation import Operation
+from tracedstore.recording.recorder import RECORDER, Recorder
+from tracedstore.signals.inflight import InFlight, in_flight
 
 State = Literal["running", "stopped", "gone", "silent"]
 STATES: Final[tuple[State, ...]] = get_args(State)
@@ -213,3 +232,379 @@ class ProcessFacts:
             raise ValueError("not the page of an agent with workers")
         worker = workers.get(str(rank))
         return None if worker is None else codec.from_fields(cls, worker)
+
+
+_MAX_STORES = 16
+_MAX_NAME = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalIdentity:
+    """The identity of a process of this host.
+
+    Attributes:
+        rank: Its rank, None for an agent.
+        world_size: The number of ranks.
+        run_id: The run id of its job, if known.
+        attempt: The attempt of torchrun that it belongs to.
+        pid: Its process id.
+        start_ticks: When it started, in ticks since the boot.
+        master: ``MASTER_ADDR:MASTER_PORT`` of its environment, "" without them.
+        registered: It has registered in a store.
+        stores: The stores in which it has registered, as processes of one host can
+            compare them.
+    """
+
+    rank: Rank | None
+    world_size: Annotated[int, codec.below(MAX_RANKS + 1)] | None
+    run_id: Printable | None
+    attempt: Small
+    pid: Pid
+    start_ticks: Large | None
+    master: Words
+    registered: bool
+    stores: Annotated[tuple[Printable, ...], UpTo(_MAX_STORES)] = ()
+
+    @classmethod
+    def own(cls) -> "LocalIdentity":
+        """Return the identity of this process, as far as it is known now."""
+        registered = [handle for handle, _ in rank_registry.registered_stores()]
+        identity = _identity(
+            process_identity(),
+            os.environ,
+            os.getpid(),
+            procfs.own_start_ticks(),
+            registered=bool(registered),
+        )
+        names = {name for handle in registered if (name := _store_name(handle))}
+        return replace(identity, stores=tuple(sorted(names)[:_MAX_STORES]))
+
+    @classmethod
+    def of_process(cls, pid: int) -> "LocalIdentity | None":
+        """Return the identity of a process that does not answer, from /proc.
+
+        None if its environment cannot be read. Variables that it set after its start
+        are not known, and neither is whether it has registered.
+        """
+        environ = procfs.read_environ(pid)
+        stat = procfs.read_stat(pid)
+        if not environ or stat is None:
+            return None
+        return replace(cls.of_environment(environ, pid), start_ticks=stat.start_ticks)
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str], pid: int) -> "LocalIdentity":
+        """Return the identity of a process with these variables."""
+        identity = ProcessIdentity.from_environment(environ)
+        return _identity(identity, environ, pid, None, registered=False)
+
+    def same_job(self, other: "LocalIdentity") -> bool:
+        """Return whether two processes belong to the same attempt of the same job.
+
+        Two jobs may have the same environment. Processes that have registered in
+        stores, but in no common one, belong to different jobs.
+        """
+        if self.stores and other.stores and set(self.stores).isdisjoint(other.stores):
+            return False
+        return (
+            self.world_size == other.world_size
+            and self.run_id == other.run_id
+            and self.attempt == other.attempt
+            and self.master == other.master
+        )
+
+
+def _identity(
+    identity: ProcessIdentity,
+    environ: Mapping[str, str],
+    pid: int,
+    start_ticks: int | None,
+    *,
+    registered: bool,
+) -> LocalIdentity:
+    address = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return LocalIdentity(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        run_id=identity.run_id,
+        attempt=restart_count(environ),
+        pid=pid,
+        start_ticks=start_ticks,
+        master=f"{address[0]}:{address[1]}" if all(address) else "",
+        registered=registered,
+    )
+
+
+def _store_name(handle: Any) -> str:
+    """Return what processes of one host call the same store; "" if they share none."""
+    found = _store_identity(handle)
+    if found.in_process or not (found.port or found.address):
+        return ""
+    # Processes may use different names of a host, and different paths to a file.
+    where = found.port or os.path.realpath(found.address)
+    return f"{found.kind} {where} {found.namespace}"[:_MAX_NAME].strip()
+
+
+def _store_identity(handle: Any) -> StoreIdentity:
+    bottom = handle_of(bottom_of(handle))
+    return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
+
+
+_WRITES: Final = frozenset(
+    ("set", "add", "append", "compare_set", "multi_set", "queue_push")
+)
+# Keys of this package are no keys of the job.
+_OWN_KEYS: Final = "tracedstore/"
+
+
+class _Learned:
+    """What is learned about one family.
+
+    Attributes:
+        last_key: The key of the last write.
+        writes: The number of writes.
+        numbers: The number at each variable part; None for one that changes.
+    """
+
+    __slots__ = ("last_key", "numbers", "writes")
+
+    def __init__(self, key: str, numbers: list[int | None]) -> None:
+        self.last_key = key
+        self.writes = 1
+        self.numbers = numbers
+
+    def add(self, key: str, numbers: list[int | None]) -> None:
+        self.last_key = key
+        self.writes += 1
+        for position, number in enumerate(numbers):
+            if self.numbers[position] != number:
+                self.numbers[position] = None
+
+
+class KeyWriters:
+    """Observes writes, and remembers the first 64 families of their keys.
+
+    An ordinary write is observed only within the span budget; without a tracer provider
+    that is one call in 50 ms. A write right after another call may be missed, so
+    absence proves nothing.
+    """
+
+    name = names.DIAGNOSIS
+
+    def __init__(self, limit: int = keys.MAX_FAMILIES) -> None:
+        self._limit = limit
+        self._families: dict[str, _Learned] = {}
+
+    def reset(self) -> None:
+        """Start from zero, as a forked child must."""
+        self._families = {}
+
+    def observe(self, operation: Operation) -> None:
+        """Learn from one call."""
+        if operation.method.name not in _WRITES or operation.error is not None:
+            return
+        if operation.method.swapped is not None and not operation.swapped:
+            return  # a compare-and-set that wrote nothing
+        for key in operation.keys:
+            if _OWN_KEYS not in key:
+                self._learn(key)
+
+    def _learn(self, key: str) -> None:
+        family, numbers = keys.fold_numbers(key)
+        learned = self._families.get(family)
+        if learned is not None:
+            learned.add(key, numbers)
+        # Two threads may both pass this test: one family too many does no harm.
+        elif len(self._families) < self._limit:
+            self._families[family] = _Learned(key, numbers)
+
+    def wrote(self, family: str) -> WrittenFamily | None:
+        """Return what this process wrote to a family; None if nothing is known."""
+        learned = self._families.get(family)
+        if learned is None:
+            return None
+        rank = process_identity().rank
+        return WrittenFamily(
+            family=family,
+            last_key=learned.last_key,
+            writes=learned.writes,
+            rank_positions=tuple(
+                position
+                for position, number in enumerate(learned.numbers)
+                if number is not None and number == rank
+            ),
+        )
+
+
+# One a process, like the recorder whose calls it observes.
+KEY_WRITERS: Final = KeyWriters()
+
+
+class LastCall:
+    """Estimates when the last Store call ended.
+
+    There are two sources. As an observer it gets the calls within the span budget: with
+    ``spans=budget`` the last of them ended at most 50 ms before the last call of all
+    (``1 / span_rate``; without a tracer provider the interval at which spans check for
+    one). Without that budget, `sample` compares the number of ended calls with that of
+    the sample before. The result is then a lower bound, and low by at most the time
+    between two samples.
+    """
+
+    name = names.DIAGNOSIS
+
+    def __init__(
+        self, recorder: Recorder, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._recorder = recorder
+        self._monotonic = monotonic
+        self.reset()
+
+    def reset(self) -> None:
+        """Start from zero, as a forked child must."""
+        self._observed: float | None = None
+        self._count = 0
+        self._sampled: float | None = None
+        # Of the last sample with more calls than the one before, and of that one.
+        self._changed: float | None = None
+        self._before: float | None = None
+
+    def observe(self, _operation: Operation) -> None:
+        """Note the end of a call within the span budget."""
+        self._observed = self._monotonic()
+
+    def sample(self) -> None:
+        """Compare the number of ended calls with that of the last sample."""
+        now = self._monotonic()
+        count = sum(
+            sum(counts[BUCKETS:]) for counts in self._recorder.counters.sums().values()
+        )
+        if count != self._count:
+            self._changed, self._before = now, self._sampled
+            self._count = count
+        self._sampled = now
+
+    def idle_seconds(self) -> float | None:
+        """Return the seconds since the last call ended.
+
+        None if there was no call, or if this is the first sample and no call was
+        observed.
+        """
+        self.sample()
+        if not self._count or self._changed is None:
+            return None
+        now = self._monotonic()
+        observed, before = self._observed, self._before
+        if observed is not None and (before is None or observed > before):
+            return now - observed
+        # Calls before the first sample may have ended at any time.
+        if before is None and self._changed == self._sampled:
+            return None
+        return now - self._changed
+
+
+# One a process, like the recorder that it reads.
+LAST_CALL: Final = LastCall(RECORDER)
+
+
+ITSELF = "itself"
+_PACKAGE = f"{Path(tracedstore.__file__).parent}/"
+# The demo is a job, not a part of the wrapper.
+_DEMO = f"{_PACKAGE}tools/demo/"
+
+
+def own_facts(
+    rank: int | None, families: Iterable[str] = (), *, with_stacks: bool = False
+) -> ProcessFacts:
+    """Return the facts about this process.
+
+    Args:
+        rank: Its rank, None for a process without one.
+        families: The key families of which it reports what it wrote.
+        with_stacks: Add the stacks of all threads.
+    """
+    identity = process_identity()
+    calls = in_flight(RECORDER)
+    known = [KEY_WRITERS.wrote(family) for family in list(families)[:MAX_FAMILIES]]
+    return ProcessFacts(
+        rank=rank,
+        host=identity.host,
+        pid=identity.fields()["pid"],
+        state="running",
+        registered=bool(rank_registry.registered_stores()),
+        idle_seconds=LAST_CALL.idle_seconds(),
+        operation=_operation(),
+        recording=RECORDER.on,
+        in_flight=tuple(calls[:MAX_CALLS]),
+        more_in_flight=max(0, len(calls) - MAX_CALLS),
+        barriers=tuple(RECORDER.cold.states(StalledBarrier)),
+        frames=_main_frames(),
+        wrote=tuple(written for written in known if written is not None),
+        stacks=all_stacks() if with_stacks else {},
+        source=ITSELF,
+    )
+
+
+def all_stacks() -> dict[str, tuple[Frame, ...]]:
+    """Return the innermost frames of every thread, by thread name, main thread first.
+
+    At most 64 threads have at most 64 frames each. Threads of torch's C++ have frames
+    only while they are in Python code.
+    """
+    names = thread_names()
+    main = threading.main_thread().ident
+    stacks: dict[str, tuple[Frame, ...]] = {}
+    current = sys._current_frames()  # noqa: SLF001 - the only way; public by its documentation
+    try:
+        for ident in sorted(current, key=lambda ident: ident != main)[:MAX_THREADS]:
+            name = names.get(ident, f"native-{ident}")[:MAX_NAME]
+            # Threads may share a name.
+            key = name if name not in stacks else f"{name} ({ident})"
+            stacks[key] = _frames(current[ident], MAX_STACK_FRAMES)
+    finally:
+        # It contains the frame of this function, and so itself. Until the next garbage
+        # collection it would keep the variables of all threads, process groups too.
+        current.clear()
+    return stacks
+
+
+def _main_frames() -> tuple[Frame, ...]:
+    main = threading.main_thread().ident or 0
+    # Not in a variable, which would make a cycle; see above.
+    return _frames(sys._current_frames().get(main), MAX_FRAMES)  # noqa: SLF001
+
+
+def _frames(innermost: FrameType | None, limit: int) -> tuple[Frame, ...]:
+    frames: list[Frame] = []
+    frame = innermost
+    while frame is not None and len(frames) < limit:
+        code = frame.f_code
+        file = code.co_filename
+        if file.startswith(_PACKAGE) and not file.startswith(_DEMO):
+            # The wrapper's own frames are between those of the job.
+            frame = frame.f_back
+            continue
+        frames.append(
+            Frame(
+                file="/".join(file.split("/")[-2:])[-MAX_NAME:],
+                # None between two lines of some instructions
+                line=frame.f_lineno or 0,
+                function=code.co_qualname[:MAX_NAME],
+            )
+        )
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def _operation() -> str:
+    """Return the oldest Store call in flight, preferring one of the main thread."""
+    main = threading.main_thread().ident
+    calls = sorted(
+        RECORDER.counters.calls(), key=lambda active: active.thread_id != main
+    )
+    if not calls:
+        return ""
+    keys, count = calls[0].method.keys_of(calls[0].args)
+    first = shown(keys)[:1]
+    more = f" and {count - 1} more" if count > 1 else ""
+    return " ".join([calls[0].method.name, *first]) + more

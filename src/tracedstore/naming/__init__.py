@@ -1,1 +1,1 @@
-"""Names of ranks: launchers' variables, rosters, decoders, and ranges of ranks."""
+"""Names of ranks: decoders of launchers' variables, and their rosters."""

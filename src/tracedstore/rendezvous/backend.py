@@ -19,7 +19,7 @@ from tracedstore.common.identity import (
     identify,
     is_from_torch,
 )
-from tracedstore.coordination.connections import (
+from tracedstore.coordination.store_access import (
     bare_store,
     is_one_connection,
     side_connection,
@@ -30,7 +30,7 @@ from tracedstore.recording.counters import StoreState
 from tracedstore.recording.operation import Arguments, Method, size_of
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.store_proxy import forwarder
-from tracedstore.rendezvous.other_runs import OtherRun, find_other_runs
+from tracedstore.rendezvous.server_checks import OtherRun, find_other_runs
 from tracedstore.rendezvous.state import Attendance, RendezvousState, parse_state
 
 _MAX_NODES_SHOWN = 64

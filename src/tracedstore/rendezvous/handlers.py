@@ -1,11 +1,13 @@
 """The rendezvous handler that torchrun's agent calls, with telemetry."""
 
+import functools
+import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 from weakref import ref
 
 from torch.distributed import Store
@@ -24,20 +26,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from tracedstore import barrier_patch, names
+from tracedstore import elastic, names
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import start_bounded_thread
+from tracedstore.coordination import rank_registry
+from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection.addresses import describe_own
-from tracedstore.export.setup import ensure_configured
+from tracedstore.export import node_endpoint
+from tracedstore.export.setup import ensure_configured, try_to_configure
 from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
-from tracedstore.rendezvous import agent_patch
-from tracedstore.rendezvous.agent_membership import record_membership
 from tracedstore.rendezvous.backend import TracedRendezvousBackend
-from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
-from tracedstore.rendezvous.master_address import check_master_address
-from tracedstore.rendezvous.other_runs import report_other_runs
 from tracedstore.rendezvous.plugins import create_untraced
 from tracedstore.rendezvous.rendezvous_telemetry import (
     JoinAttempt,
@@ -45,10 +45,16 @@ from tracedstore.rendezvous.rendezvous_telemetry import (
     emit_silence,
     emit_waiting,
 )
-from tracedstore.rendezvous.state import Node
+from tracedstore.rendezvous.server_checks import (
+    check_master_address,
+    report_other_runs,
+)
+from tracedstore.rendezvous.state import DEFAULT_INTERVAL, Node
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
+_AGENT_MODULE: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
+_START_WORKERS: Final = "_start_workers"
 # Seconds: how long a node waits before it reports, and torch for the c10d store.
 _WARN_AFTER, _READ_TIMEOUT = 30.0, 60.0
 # Runs an optional step of a rendezvous; on failure counts it and returns None.
@@ -161,8 +167,8 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._silent_reported: set[Node] = set()
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
-            _guarded(barrier_patch.replace)
-            _guarded(agent_patch.replace)
+            _guarded(elastic.replace_torch_barrier)
+            _guarded(replace_start_of_workers)
         _guarded(_trace_store_of, handler, backend)
 
     def get_backend(self) -> str:
@@ -253,7 +259,7 @@ class TracedRendezvousHandler(RendezvousHandler):
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
-        record_membership(store, info.rank, info.world_size, self._traced_backend)
+        _record_agent(store, info.rank, info.world_size, self._traced_backend)
         if store is info.store:
             return info
         return RendezvousInfo(
@@ -355,7 +361,7 @@ def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
         if traced is None:
             return store
         # The agents wait for each other in this store before the handler returns it.
-        _guarded(_record_own_membership, traced, weak_handler(), backend)
+        _guarded(_record_own_rank, traced, weak_handler(), backend)
         return traced
 
     handler._get_store = get_traced_store  # noqa: SLF001 - torch has no public hook
@@ -366,14 +372,30 @@ def _traced(store: Store) -> TracedStore:
     return wrap(store)
 
 
-def _record_own_membership(
+def _record_agent(
+    store: TracedStore, rank: int, world_size: int, backend: TracedRendezvousBackend
+) -> None:
+    """Record the rank of this agent, and the agents of the last completed round."""
+    last = backend.attendance.last
+    nodes = {} if last is None else {r: n for n, r in last.participants.items()}
+    names = {rank: str(node) for rank, node in nodes.items()}
+    member = rank_registry.Member(
+        rank=rank,
+        world_size=world_size,
+        host_of=lambda rank: names.get(rank) or f"agent {rank}",
+        agents={rank: (node.addr, node.pid) for rank, node in nodes.items()},
+    )
+    rank_registry.record_agent(store, member)
+
+
+def _record_own_rank(
     store: TracedStore, handler: Any, backend: TracedRendezvousBackend
 ) -> None:
     """Record the rank that the last round assigned to this node."""
     last, own = backend.attendance.last, _own_node(handler)
     if last is not None and own is not None and own in last.participants:
         size = len(last.participants)
-        record_membership(store, last.participants[own], size, backend)
+        _record_agent(store, last.participants[own], size, backend)
 
 
 def _heartbeat_interval(settings: Any) -> float:
@@ -454,3 +476,49 @@ def _connecting_attempt(
         where=where,
         hint=hint or "",
     )
+
+
+# The class, torch's own method, and the one that replaces it.
+_replaced: tuple[Any, Any, Any] | None = None
+
+
+def replace_start_of_workers() -> None:
+    """Let agents of this process answer for the workers that they start.
+
+    They also serve the metrics of these workers (`export.node_endpoint`). A torch
+    without the method is not patched: then the agents do neither.
+    """
+    global _replaced  # noqa: PLW0603 - torch is patched once per process
+    # Not imported: a process that has not imported it is no agent of torchrun.
+    module = sys.modules.get(_AGENT_MODULE)
+    agent = getattr(module, "LocalElasticAgent", None)
+    original = vars(agent).get(_START_WORKERS) if agent is not None else None
+    if original is None or _replaced is not None:
+        return
+
+    @functools.wraps(original)
+    def start_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        on = try_to_configure(names.DIAGNOSIS)
+        with node_endpoint.announced() if on else nullcontext():
+            started = original(self, *args, **kwargs)
+        if on:
+            processes = getattr(self, "_pcontext", None)
+            RECORDER.failures.guarded(
+                names.DIAGNOSIS, AGENT_RESPONDER.started, processes
+            )
+        return started
+
+    setattr(agent, _START_WORKERS, start_workers)
+    _replaced = agent, original, start_workers
+
+
+def restore_start_of_workers() -> None:
+    """Restore torch's own method."""
+    global _replaced  # noqa: PLW0603 - torch is patched once per process
+    if _replaced is None:
+        return
+    agent, original, ours = _replaced
+    # Another library may have patched it since.
+    if vars(agent).get(_START_WORKERS) is ours:
+        setattr(agent, _START_WORKERS, original)
+    _replaced = None

@@ -28,10 +28,9 @@ from tracedstore.common.causes import (
     probe_endpoint,
 )
 from tracedstore.common.errors import TIMEOUT, error_message, error_type
-from tracedstore.naming.agent_hosts import hosts_never_joined
+from tracedstore.naming.decoders import hosts_never_joined
 from tracedstore.recording.telemetry import TELEMETRY
-from tracedstore.rendezvous.heartbeats import DEFAULT_INTERVAL
-from tracedstore.rendezvous.state import Attendance, Node
+from tracedstore.rendezvous.state import DEFAULT_INTERVAL, Attendance, Node
 
 _MAX_NODES_LISTED = 1024
 _MAX_NODES_IN_TEXT = 16

@@ -26,19 +26,15 @@ from tracedstore.common.codec import Kind, Seconds, UpTo, Words
 from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import key_text
 from tracedstore.common.timeouts import pause, run_with_timeout
-from tracedstore.coordination.arrivals import (
-    etcd_contents,
-    find_absent,
-    read_items,
-)
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.coordination.store_access import etcd_contents, find_absent, read_items
 from tracedstore.local.facts import (
     MAX_ANSWER_BYTES,
     MAX_FAMILIES,
     ProcessFacts,
 )
 from tracedstore.local.host_ranks import ask_host
-from tracedstore.local.socket_server import KINDS
+from tracedstore.local.sockets import KINDS
 from tracedstore.recording.recorder import RECORDER
 
 QUESTIONS: Final = "tracedstore/QUESTIONS"

@@ -27,12 +27,14 @@ from tracedstore.diagnosis.ask.questions import (
     read_question,
     write_answer,
 )
-from tracedstore.local.agent_workers import AGENT_WORKERS, AgentWorkers
-from tracedstore.local.host_ranks import known_ranks, ranks_of_host
-from tracedstore.local.last_call import LAST_CALL
-from tracedstore.local.local_identity import LocalIdentity
-from tracedstore.local.own_facts import own_facts
-from tracedstore.local.socket_client import local_processes
+from tracedstore.local.facts import LAST_CALL, LocalIdentity, own_facts
+from tracedstore.local.host_ranks import (
+    AGENT_WORKERS,
+    AgentWorkers,
+    known_ranks,
+    ranks_of_host,
+)
+from tracedstore.local.sockets import local_processes
 from tracedstore.recording.recorder import RECORDER
 
 # The newest questions that are answered; earlier ones are over.

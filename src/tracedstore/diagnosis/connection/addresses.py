@@ -22,7 +22,7 @@ from tracedstore.common.procfs import IPAddress
 from tracedstore.common.text import host_port
 from tracedstore.common.timeouts import run_with_timeout
 from tracedstore.common.validation import MAX_PORT
-from tracedstore.naming.environment import quoted
+from tracedstore.naming.decoders import quoted
 
 _LOOKUP_TIMEOUT = 3.0
 _MAX_OWN_ADDRESSES = 16

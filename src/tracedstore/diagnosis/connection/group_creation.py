@@ -28,8 +28,11 @@ from tracedstore.common.identity import bottom_of, process_identity
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
-from tracedstore.coordination.arrivals import find_absent
-from tracedstore.coordination.connections import bare_store, side_connection
+from tracedstore.coordination.store_access import (
+    bare_store,
+    find_absent,
+    side_connection,
+)
 from tracedstore.diagnosis.connection import file_store
 from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.judgement.stall_reports import Claim, claim

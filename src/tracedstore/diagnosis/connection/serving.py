@@ -35,9 +35,8 @@ from tracedstore.diagnosis.observe.blocked_record import (
     publish_blocked,
     withdraw_blocked,
 )
-from tracedstore.local.facts import ProcessFacts
-from tracedstore.local.local_identity import LocalIdentity
-from tracedstore.local.socket_client import local_processes
+from tracedstore.local.facts import LocalIdentity, ProcessFacts
+from tracedstore.local.sockets import local_processes
 from tracedstore.naming.decoders import auto, by_host, default_name, name_of
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)

@@ -14,10 +14,10 @@ from tracedstore.common import procfs, validation
 from tracedstore.common.causes import REMEDIES
 from tracedstore.common.identity import process_identity, restart_count
 from tracedstore.common.keys import fold
-from tracedstore.coordination import membership, rank_registry
-from tracedstore.coordination.arrivals import read_key
+from tracedstore.coordination import rank_registry
 from tracedstore.coordination.missing_report import Finding
-from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.coordination.rank_registry import Member, RankInfo
+from tracedstore.coordination.store_access import read_key
 from tracedstore.diagnosis.ask.questions import ask_ranks
 from tracedstore.diagnosis.judgement.judge import (
     describe_rank,
@@ -28,17 +28,12 @@ from tracedstore.diagnosis.judgement.judge import (
 )
 from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, Verdict
 from tracedstore.diagnosis.observe import incarnations, process_groups
-from tracedstore.diagnosis.observe.blocked_calls import (
-    Member,
-    find_awaited,
-    learned_writers,
-)
+from tracedstore.diagnosis.observe.blocked_calls import find_awaited, learned_writers
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.observe.torch_keys import meaning
-from tracedstore.local.facts import ProcessFacts, WrittenFamily
+from tracedstore.local.facts import LocalIdentity, ProcessFacts, WrittenFamily
 from tracedstore.local.host_ranks import known_ranks
-from tracedstore.local.local_identity import LocalIdentity
-from tracedstore.local.socket_client import ask_processes
+from tracedstore.local.sockets import ask_processes
 from tracedstore.recording.operation import METHODS
 
 _MAX_FAMILIES_ASKED = 16
@@ -376,7 +371,7 @@ def find_causes(
         ranks: Ranks that did not arrive.
         world_size: The number of ranks.
     """
-    if membership.of(store) is not None:
+    if rank_registry.agent_in(store) is not None:
         return {}  # agents do not register
     first = list(ranks[:MAX_AWAITED])
     attempt = restart_count(os.environ)

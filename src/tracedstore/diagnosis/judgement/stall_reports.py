@@ -11,7 +11,7 @@ from typing import Final
 
 from tracedstore import names
 from tracedstore.diagnosis.judgement.verdict import Verdict
-from tracedstore.local import socket_directory
+from tracedstore.local import sockets
 from tracedstore.recording.cold_metrics import Labels
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import TELEMETRY
@@ -64,12 +64,12 @@ def claim(what: str) -> Claim | None:
 
 
 def _lock(what: str) -> Claim:
-    with socket_directory.create() as directory:
+    with sockets.create_directory() as directory:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         held = Claim(os.open(_FILE, flags, 0o600, dir_fd=directory))
     try:
         # Hosts may share the directory.
-        named = f"{socket_directory.namespace_digest()}/{what}"
+        named = f"{sockets.namespace_digest()}/{what}"
         digest = hashlib.sha256(named.encode("utf-8", "surrogatepass")).digest()
         offset = int.from_bytes(digest[:_OFFSET_BYTES])
         lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)

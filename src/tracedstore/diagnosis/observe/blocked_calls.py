@@ -6,21 +6,21 @@ what ranks wrote to keys of the same family.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.common.keys import fold, fold_numbers, replace_number, shown
 from tracedstore.common.ranges import MAX_RANKS
-from tracedstore.coordination.arrivals import absent_keys, read_arrivals
+from tracedstore.coordination.arrivals import BarrierKeys, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.rank_registry import Member
+from tracedstore.coordination.store_access import absent_keys
 from tracedstore.diagnosis.observe import process_groups
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
-from tracedstore.local.facts import WrittenFamily
-from tracedstore.local.key_writers import KEY_WRITERS
+from tracedstore.local.facts import KEY_WRITERS, WrittenFamily
 from tracedstore.recording.counters import ActiveCall
 
 # Maximum number of keys of a call that are checked.
@@ -28,24 +28,6 @@ _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
 # only the ranks that look do: the keys of 16,384 ranks have half a megabyte.
 MAX_SIBLINGS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A rank of this process in a store.
-
-    Attributes:
-        rank: The rank.
-        world_size: The number of ranks that share the store.
-        host_of: Returns the host on which a rank should run, "" if it is unknown.
-        agents: The host and the process id of each of torchrun's agents, if the ranks
-            are theirs; else None.
-    """
-
-    rank: int
-    world_size: int
-    host_of: Callable[[int], str]
-    agents: Mapping[int, tuple[str, int]] | None = None
 
 
 def describe_call(

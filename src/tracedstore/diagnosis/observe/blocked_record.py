@@ -22,7 +22,7 @@ from tracedstore.common.codec import (
     UpTo,
     Words,
 )
-from tracedstore.coordination.arrivals import read_existing, read_key
+from tracedstore.coordination.store_access import read_existing, read_key
 from tracedstore.local.facts import WrittenFamily
 
 # The key of a rank is this, a slash, and the rank.

@@ -18,8 +18,8 @@ from tracedstore.common.codec import printable_text
 from tracedstore.common.election import is_elected, take_position
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import read_existing
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.coordination.store_access import read_existing
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.recording.telemetry import TELEMETRY
 

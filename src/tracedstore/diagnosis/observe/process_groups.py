@@ -19,7 +19,7 @@ from tracedstore.common import codec
 from tracedstore.common.causes import REMEDIES
 from tracedstore.common.codec import Pid, Printable, Rank, Seconds, Small
 from tracedstore.common.identity import ProcessIdentity, restart_count
-from tracedstore.coordination.arrivals import read_existing
+from tracedstore.coordination.store_access import read_existing
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 # The latest groups are kept: a job creates a few dozen, each with a new name.

@@ -6,8 +6,7 @@ A barrier that timed out keeps its keys, and its job may have continued since.
 from collections.abc import Callable, Iterable
 
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import read_ledger
-from tracedstore.coordination.protocol import BarrierKeys, Ledger
+from tracedstore.coordination.arrivals import BarrierKeys, Ledger, read_ledger
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.tools.attach.job_state import Group
 from tracedstore.tools.attach.store_contents import StoreSnapshot

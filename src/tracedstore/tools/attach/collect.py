@@ -12,9 +12,14 @@ from tracedstore.common import validation
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.text import host_port
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.arrivals import read_arrivals, read_ledger
+from tracedstore.coordination.arrivals import (
+    BarrierKeys,
+    Ledger,
+    last_rank,
+    read_arrivals,
+    read_ledger,
+)
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import BarrierKeys, Ledger, last_rank
 from tracedstore.naming.decoders import chain, default_name
 from tracedstore.tools.attach.abandoned import AbandonedBarriers
 from tracedstore.tools.attach.job_state import BarrierState, Group, JobState

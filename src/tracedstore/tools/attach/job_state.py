@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from tracedstore.coordination.arrivals import Ledger
 from tracedstore.coordination.missing_report import MissingReport
-from tracedstore.coordination.protocol import Ledger
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.tools.attach.stalled_ranks import Stall
 

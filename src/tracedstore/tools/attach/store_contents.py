@@ -13,8 +13,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from tracedstore.common import validation
 from tracedstore.common.errors import CommandError
-from tracedstore.coordination.arrivals import etcd_contents, list_keys
-from tracedstore.coordination.protocol import is_ledger_key
+from tracedstore.coordination.arrivals import is_ledger_key
+from tracedstore.coordination.store_access import etcd_contents, list_keys
 from tracedstore.etcd.gateway import key_values, range_of
 from tracedstore.etcd.namespace import rendezvous_key
 

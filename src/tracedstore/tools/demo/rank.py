@@ -18,7 +18,7 @@ import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
-from tracedstore.coordination.barrier_timeout import BarrierTimeout
+from tracedstore.coordination.barrier import BarrierTimeout
 from tracedstore.elastic import barrier
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tracedstore.common.causes import Cause
-from tracedstore.coordination.protocol import BarrierKeys
+from tracedstore.coordination.arrivals import BarrierKeys
 from tracedstore.diagnosis.judgement.judge import describe_rank
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.tools.attach.job_state import BarrierState, Group

@@ -1,25 +1,26 @@
-"""Other jobs whose rendezvous is in the same store: their server is shared.
-
-A second torchrun on a host connects to the server of the first one, if both have the
-same endpoint. Run ids keep their states apart, but the server ends with the job that
-started it, and takes the other one with it.
-
-The first agent of each traced job adds the key of its state to an index, which the
-agents of later jobs read. They do not list the keys of the store: that costs a reply
-as long as the store is large, and torch holds the GIL until it is there.
-"""
+"""Other jobs whose rendezvous is in the same store: their server is shared."""
 
 import json
+import time
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
 from tracedstore.common import validation
-from tracedstore.coordination.arrivals import read_existing
+from tracedstore.common.codec import printable_text
+from tracedstore.common.timeouts import pause
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.coordination.store_access import (
+    absent_keys,
+    read_existing,
+    side_connection,
+)
 from tracedstore.diagnosis.observe import incarnations
-from tracedstore.rendezvous.state import Node, parse_state
+from tracedstore.recording.recorder import RECORDER
+from tracedstore.rendezvous.state import Node, RendezvousState, parse_state
 
 INDEX: Final = "tracedstore/RENDEZVOUS"
 _PREFIX: Final = "torch.rendezvous."
@@ -138,3 +139,57 @@ def _parse(run_id: str, value: bytes, now: float) -> OtherRun | None:
         if silent is not None and silent < _MAX_SILENT_SECONDS:
             return OtherRun(run_id=run_id, node=node, heartbeat=state.heartbeats[node])
     return None
+
+
+_KEYS: Final = ["MASTER_ADDR", "MASTER_PORT"]
+# Seconds in which rank 0 of the round publishes its address, and between two looks.
+_TIMEOUT, _INTERVAL = 10.0, 0.5
+_MAX_BYTES = 256
+_REMEDY: Final = (
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: its agents read the address"
+    " of every round then"
+)
+
+
+def check_master_address(info: RendezvousInfo, last: RendezvousState | None) -> None:
+    """Report that workers get another address than rank 0 of the round published.
+
+    A round in which rank 0 publishes none within 10 s has the address of an earlier
+    one. It takes that long, so call it in a bounded thread.
+
+    Args:
+        info: What the agent got for its workers.
+        last: The state of the round.
+    """
+    address = info.bootstrap_store_info
+    if address is None or info.rank == 0:
+        return
+    given = f"{address.master_addr}:{address.master_port}"
+    with RECORDER.unrecorded(), side_connection(info.store) as store:
+        published = _read_published(store)
+    if published in ("", given):
+        return
+    number = "this round" if last is None else f"round {last.round}"
+    incarnations.report_stale(
+        f"this agent gives its workers the MASTER_ADDR of an earlier round: {given};"
+        f" that of {number} is {published}. The workers cannot connect if the process"
+        " that served the former has ended",
+        remedy=_REMEDY,
+    )
+
+
+def _read_published(store: Any) -> str:
+    """Return the address that rank 0 of the round published.
+
+    "" if it does not publish one, or this process ends meanwhile.
+    """
+    deadline = time.monotonic() + _TIMEOUT
+    # The values are read once: any client can have written long ones.
+    while absent_keys(store, _KEYS):
+        if time.monotonic() > deadline or not pause(_INTERVAL):
+            return ""
+    values = read_existing(store, _KEYS)
+    if len(values) < len(_KEYS):
+        return ""
+    host, port = (value[:_MAX_BYTES].decode("utf-8", "replace") for value in values)
+    return printable_text(f"{host}:{port}")
