@@ -19,19 +19,19 @@ from support.log_events import (
 from tracedstore import names
 from tracedstore.tools.report import log_reader as reader
 from tracedstore.tools.report.analysis import analyse
-from tracedstore.tools.report.log_formats import parse_bare_event
-from tracedstore.tools.report.page import page
-from tracedstore.tools.report.records import Records
-from tracedstore.tools.report.span_files import (
+from tracedstore.tools.report.log_reader import (
     event_from_span,
     events_from_resource_spans,
+    parse_bare_event,
 )
+from tracedstore.tools.report.logged_events import LoggedEvents
+from tracedstore.tools.report.page import page
 
 _Object = dict[str, Any]
 
 
-def _read(data: bytes) -> tuple[Records, reader.ReadStats]:
-    records, stats = Records(), reader.ReadStats()
+def _read(data: bytes) -> tuple[LoggedEvents, reader.ReadStats]:
+    records, stats = LoggedEvents(), reader.ReadStats()
     reader._read_file(io.BytesIO(data), records.add, stats)
     assert sum(records.event_counts.values()) == stats.events + stats.spans
     return records, stats
@@ -46,7 +46,7 @@ def _gzip_log(data: bytes) -> None:
     # The exceptions that reader.read_events expects of a damaged file.
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as unpacked:
         reader._read_file(
-            io.BufferedReader(unpacked), Records().add, reader.ReadStats()
+            io.BufferedReader(unpacked), LoggedEvents().add, reader.ReadStats()
         )
 
 
@@ -70,7 +70,7 @@ def _span(data: bytes) -> None:
             found += events_from_resource_spans(value)
         for one in found:
             if one is not None:
-                Records().add(one)
+                LoggedEvents().add(one)
 
 
 _EVENTS: list[_Object] = [

@@ -185,7 +185,7 @@ ALLOWED_USERS = {
     },
     "textual_serve": {"tools/top/web.py"},
     "aiohttp": {"tools/top/web.py"},
-    "jinja2": {"tools/report/rendering.py"},
+    "jinja2": {"tools/report/page.py"},
     "opentelemetry.instrumentation": {"auto/otel.py"},
 }
 # Modules that every Python process under tracedstore-run or

@@ -28,9 +28,8 @@ from support.log_events import (
 from support.otlp import otlp
 from tracedstore import names
 from tracedstore.tools.report.analysis import analyse
-from tracedstore.tools.report.log_formats import ContainerLogUnwrapper
-from tracedstore.tools.report.log_reader import ReadStats
-from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.log_reader import ContainerLogUnwrapper, ReadStats
+from tracedstore.tools.report.logged_events import LoggedEvents
 
 EVENT: Event = json.loads(EVENT_LINE)
 TEXT = EVENT_LINE.decode()
@@ -211,7 +210,7 @@ class TestParts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Parts beyond the limit are not kept in memory."""
-        monkeypatch.setattr("tracedstore.tools.report.log_formats.MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr("tracedstore.tools.report.log_reader.MAX_LINE_BYTES", 1000)
 
         events, stats = read(tmp_path, cri("x" * 5000, 10) + cri(TEXT, 1000))
 
@@ -415,9 +414,9 @@ class TestFuzz:
 
         events, stats = read(folder, b"\n".join(records))
 
-        accumulated = Records()
+        accumulated = LoggedEvents()
         for event in events:
             accumulated.add(event)
-        assert analyse(accumulated).records is accumulated
+        assert analyse(accumulated).logged is accumulated
         assert len(events) == stats.events + stats.spans
         assert len(events) + stats.skipped >= stats.lines

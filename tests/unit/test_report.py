@@ -32,16 +32,25 @@ from tracedstore.tools.cli.main import main
 from tracedstore.tools.report.analysis import Analysis, analyse
 from tracedstore.tools.report.barriers import BarrierInstance
 from tracedstore.tools.report.headline import headline
-from tracedstore.tools.report.log_reader import ReadStats, find_files, read_events
+from tracedstore.tools.report.log_reader import (
+    ReadStats,
+    event_from_span,
+    find_files,
+    read_events,
+)
+from tracedstore.tools.report.logged_events import (
+    COMPLETED,
+    FAILED,
+    TIMEOUT,
+    WAITING,
+    LoggedEvents,
+)
 from tracedstore.tools.report.page import page
-from tracedstore.tools.report.record_types import COMPLETED, FAILED, TIMEOUT, WAITING
-from tracedstore.tools.report.records import Records
-from tracedstore.tools.report.span_files import event_from_span
 
 
 def analysis_of(events: Sequence[Event]) -> Analysis:
     """Analyse events. All of them have to be valid."""
-    records = Records()
+    records = LoggedEvents()
     for each in events:
         assert records.add(each), each
     return analyse(records)
@@ -135,15 +144,17 @@ class TestReading:
         ]
 
         for change in invalid:
-            records = Records()
+            records = LoggedEvents()
             assert not records.add(valid | change), change
             assert (len(records.barrier_calls), dict(records.event_counts)) == (0, {})
-        assert not Records().add(missing_event(0, 1.0) | {"missing_ranks": [0, "1"]})
-        assert Records().add(valid)
+        assert not LoggedEvents().add(
+            missing_event(0, 1.0) | {"missing_ranks": [0, "1"]}
+        )
+        assert LoggedEvents().add(valid)
 
     def test_invalid_failed_call(self) -> None:
         """A failed call with an invalid run id is not counted."""
-        records = Records()
+        records = LoggedEvents()
 
         failed = event(names.OPERATION_FAILED, 1.0, duration_seconds=1, run_id=7)
 
@@ -158,7 +169,7 @@ class TestReading:
             "2026-11-16T09:00:01",
             1794819601.0,
         ):
-            records = Records()
+            records = LoggedEvents()
             records.add(completed_event(0, 1.0, 0.5) | {"timestamp": timestamp})
             assert records.first_time == 1794819601.0
 
@@ -1171,7 +1182,7 @@ class TestFuzz:
             (folder / f"rank{number}.log").write_bytes(packed)
         output = folder / "report.html"
         stats = ReadStats()
-        records = Records()
+        records = LoggedEvents()
         read_events(find_files([str(folder)], output), records.add, stats)
 
         code = main(["report", str(folder), "--output", str(output)])

@@ -9,12 +9,12 @@ import pytest
 from support.log_events import Event, completed_event, missing_event, stall_event
 from support.pages import Page
 from tracedstore import names
-from tracedstore.tools.report import records as records_module
+from tracedstore.tools.report import logged_events
 from tracedstore.tools.report.analysis import Analysis, analyse
 from tracedstore.tools.report.headline import headline
 from tracedstore.tools.report.log_reader import ReadStats
+from tracedstore.tools.report.logged_events import LoggedEvents
 from tracedstore.tools.report.page import page
-from tracedstore.tools.report.records import Records
 
 AWAITED = "rank 2 on node1 (pid 812): in data.py:88 load"
 WAITING = f"The job was waiting in new_group 1 for {AWAITED}"
@@ -31,7 +31,7 @@ def resumed(rank: int, second: float, waited: float) -> Event:
 
 def analysis_of(events: Sequence[Event]) -> Analysis:
     """Analyse events. All of them have to be valid."""
-    records = Records()
+    records = LoggedEvents()
     for each in events:
         assert records.add(each), each
     return analyse(records)
@@ -114,7 +114,7 @@ class TestMerging:
 
     def test_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Reports beyond the limit are counted, and the page has the number."""
-        monkeypatch.setattr(records_module, "_MAX_STALL_REPORTS", 2)
+        monkeypatch.setattr(logged_events, "_MAX_STALL_REPORTS", 2)
         events = [stall_event(0, 60 + n, 0.5, phase=f"p{n}") for n in range(5)]
 
         html = page(analysis_of(events), ReadStats())
@@ -288,7 +288,7 @@ class TestSection:
 )
 def test_invalid_report(field: str, value: object) -> None:
     """A report with a field of a wrong type or value is not read."""
-    records = Records()
+    records = LoggedEvents()
 
     assert not records.add(stall_event(0, 60, 30.0) | {field: value})
     assert records.stall_reports == []

@@ -25,7 +25,7 @@ from tracedstore.tools.attach.collect import read_job_state, select_keys
 from tracedstore.tools.attach.inflight_client import Reply
 from tracedstore.tools.attach.job_status import Status
 from tracedstore.tools.attach.store_contents import StoreSnapshot
-from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.logged_events import LoggedEvents
 from tracedstore.tools.top import fleet_grid as fleet
 from tracedstore.tools.top import fleet_states, views
 from tracedstore.tools.top.model import GLYPHS, Barrier, Model, Rank, State
@@ -707,7 +707,7 @@ class TestSeen:
         arrive(store, "step/2", {0: now - 40, 1: now - 39})
         block(store, 0, now - 40)
         judge(store, now - 10, [0, 1], {2: "busy"})
-        seen, records = Seen(), Records()
+        seen, records = Seen(), LoggedEvents()
         model = model_of(store, now=now)
 
         seen.add(model)

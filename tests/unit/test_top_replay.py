@@ -15,7 +15,7 @@ from support.log_events import (
 from tracedstore import names
 from tracedstore.tools.report.analysis import analyse
 from tracedstore.tools.report.log_reader import ReadStats
-from tracedstore.tools.report.records import Records
+from tracedstore.tools.report.logged_events import LoggedEvents
 from tracedstore.tools.top.model import GLYPHS, Model
 from tracedstore.tools.top.replay import Replay
 from tracedstore.tools.top.replay_app import ReplayApp
@@ -26,7 +26,7 @@ START = datetime.fromisoformat(timestamp(0)).timestamp()
 @pytest.fixture
 def replay() -> Replay:
     """Return a job: a barrier with a straggler, a stall, and one that times out."""
-    records = Records()
+    records = LoggedEvents()
     events = [
         *(completed_event(rank, 20, 10 - 9 * (rank == 3)) for rank in range(4)),
         stall_event(0, 40, 8),
@@ -86,7 +86,7 @@ class TestReplay:
 
     def test_stall_without_end(self) -> None:
         """A stall whose end was not logged ends when a later barrier completes."""
-        records = Records()
+        records = LoggedEvents()
         records.add(stall_event(0, 40, 8))
         for rank in range(4):
             records.add(completed_event(rank, 61, 1, "b/5"))

@@ -32,8 +32,8 @@ from tracedstore.tools.report.log_reader import (
     find_files,
     read_events,
 )
+from tracedstore.tools.report.logged_events import LoggedEvents
 from tracedstore.tools.report.page import page
-from tracedstore.tools.report.records import Records
 
 _MAX_FILE_ERRORS = 10
 
@@ -116,13 +116,13 @@ def _check_output(output: Path) -> None:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def read_logs(paths: list[str], output: Path) -> tuple[Records, ReadStats]:
+def read_logs(paths: list[str], output: Path) -> tuple[LoggedEvents, ReadStats]:
     """Read the events of all logs.
 
     Raises:
         CommandError: There is no file or no event, or the output is one of the logs.
     """
-    records, stats = Records(), ReadStats()
+    records, stats = LoggedEvents(), ReadStats()
     try:
         files = find_files(paths, output)
     except OSError as error:

@@ -1,25 +1,28 @@
-"""Derives missing ranks, stragglers, first failures and clock offsets from records."""
+"""Finds missing ranks, stragglers, stalls, first failures and clock offsets in logs."""
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
 from tracedstore.common.ranges import unfold
 from tracedstore.common.text import timestamp
-from tracedstore.tools.report.barrier_grouping import barrier_instances
-from tracedstore.tools.report.barriers import BarrierInstance, RankReport
-from tracedstore.tools.report.event_fields import NO_RANK
-from tracedstore.tools.report.record_types import (
+from tracedstore.tools.report.barriers import (
+    BarrierInstance,
+    RankReport,
+    barrier_instances,
+)
+from tracedstore.tools.report.logged_events import (
     COMPLETED,
+    NO_RANK,
     EventDetail,
     FirstFailure,
+    LoggedEvents,
     LoggedProcess,
+    StallReport,
 )
-from tracedstore.tools.report.records import Records
-from tracedstore.tools.report.stall_merging import Stall, merge_reports
 
 # Seconds. Smaller differences are the time that the store takes to release a rank.
 CLOCK_TOLERANCE: Final = 0.05
@@ -31,7 +34,7 @@ _MIN_CLOCK_SAMPLES = 3
 
 
 @dataclass(slots=True)
-class Straggler:
+class StragglerStats:
     """A rank that arrived last or was missing.
 
     The lag of a rank at a barrier is the time between the arrival of half of the ranks
@@ -60,7 +63,7 @@ class Straggler:
 
 @dataclass(slots=True)
 class ReportGroup:
-    """Reports of an incident that have the same content.
+    """Reports of an incident that claim the same.
 
     Attributes:
         detail: Details of the end, or of the last warning if the end is not known.
@@ -94,7 +97,7 @@ class Incident:
 
     Attributes:
         barrier: The barrier.
-        groups: The reports, grouped by content; the largest group first.
+        groups: The reports, grouped by what they claim; the largest group first.
         missing: Ranks that were reported missing and did not arrive.
         late: Ranks that were reported missing and arrived later.
         checked_at: When a rank last determined the missing ranks; 0 if none did.
@@ -108,11 +111,49 @@ class Incident:
 
 
 @dataclass(slots=True)
+class LoggedStall:
+    """One wait of a job, as all ranks that reported it saw it.
+
+    Attributes:
+        last: The last report, which knows most.
+        start: When the wait began.
+        first_time: When it was first reported.
+        resumed_at: When it ended; None if no end is logged.
+        ranks: The ranks that reported it, NO_RANK for a process without one.
+        causes: The reported causes, in the order of their first reports.
+    """
+
+    last: StallReport
+    start: float
+    first_time: float
+    resumed_at: float | None
+    ranks: set[int]
+    causes: dict[str, None]
+
+    @property
+    def duration(self) -> float:
+        """Seconds until it ended, or until the last report."""
+        return max(0.0, (self.resumed_at or self.last.time) - self.start)
+
+    def add(self, report: StallReport) -> None:
+        """Add a later report of this wait."""
+        self.ranks.add(report.rank)
+        if report.resumed:
+            self.resumed_at = report.time
+            return
+        # Another rank resumed before; this one still waits.
+        self.resumed_at = None
+        self.last = report
+        self.start = min(self.start, report.start)
+        self.causes.setdefault(report.cause)
+
+
+@dataclass(slots=True)
 class Analysis:
     """Everything that the page shows.
 
     Attributes:
-        records: The input.
+        logged: The input.
         barriers: All barriers, ordered by their ends.
         incidents: Barriers that did not complete, then barriers that may have
             completed, then barriers that completed late.
@@ -122,36 +163,36 @@ class Analysis:
         clock_offsets: Seconds by which the clock of each host is ahead of most others.
     """
 
-    records: Records
+    logged: LoggedEvents
     barriers: list[BarrierInstance]
     incidents: list[Incident]
-    stragglers: list[Straggler]
+    stragglers: list[StragglerStats]
     failures: list[tuple[LoggedProcess, FirstFailure]]
-    stalls: list[Stall]
+    stalls: list[LoggedStall]
     clock_offsets: dict[str, float]
 
     @property
     def ranks(self) -> list[int]:
         """Ranks that logged an event themselves."""
-        return sorted(self.records.last_events)
+        return sorted(self.logged.last_events)
 
     @property
     def known_ranks(self) -> list[int]:
         """Ranks that logged an event or were reported missing."""
-        known = set(self.records.last_events)
+        known = set(self.logged.last_events)
         known.update(*(incident.missing for incident in self.incidents))
         return sorted(known)
 
     @property
     def jobs(self) -> list[str]:
         """Run ids of the jobs that have one."""
-        return sorted({run_id for run_id, _ in self.records.barrier_ids if run_id})
+        return sorted({run_id for run_id, _ in self.logged.barrier_ids if run_id})
 
     def format_time(self, time: float) -> str:
         """Format a time in UTC, with the date if the logs are of more than one day."""
         first, last = (
             timestamp(each)[:10]
-            for each in (self.records.first_time, self.records.last_time)
+            for each in (self.logged.first_time, self.logged.last_time)
         )
         return timestamp(time)[11 if first == last else 0 :]
 
@@ -161,9 +202,9 @@ class Analysis:
         return offset if abs(offset) > CLOCK_TOLERANCE else 0.0
 
 
-def analyse(records: Records) -> Analysis:
-    """Analyse the records of one or more jobs."""
-    barriers = barrier_instances(records)
+def analyse(logged: LoggedEvents) -> Analysis:
+    """Analyse the logs of one or more jobs."""
+    barriers = barrier_instances(logged)
     incidents = [_incident(each) for each in barriers if each.reports]
     incidents.sort(
         key=lambda incident: (
@@ -173,23 +214,23 @@ def analyse(records: Records) -> Analysis:
         )
     )
     failures = sorted(
-        records.first_failures.items(), key=lambda item: (item[1].time, item[0])
+        logged.first_failures.items(), key=lambda item: (item[1].time, item[0])
     )
     return Analysis(
-        records=records,
+        logged=logged,
         barriers=barriers,
         incidents=incidents,
         stragglers=_stragglers(barriers, incidents),
         failures=failures,
-        stalls=merge_reports(records.stall_reports),
-        clock_offsets=_clock_offsets(records, barriers),
+        stalls=_merge_reports(logged.stall_reports),
+        clock_offsets=_clock_offsets(logged, barriers),
     )
 
 
 def _incident(barrier: BarrierInstance) -> Incident:
     groups: dict[tuple[str, str], ReportGroup] = {}
     for report in barrier.reports:
-        key = report.detail.content, report.warning.content
+        key = report.detail.claim, report.warning.claim
         group = groups.setdefault(key, ReportGroup(report.detail, report.warning))
         group.reports.append(report)
     reported: dict[int, float] = {}
@@ -220,15 +261,15 @@ def _incident(barrier: BarrierInstance) -> Incident:
 
 def _stragglers(
     barriers: Sequence[BarrierInstance], incidents: Sequence[Incident]
-) -> list[Straggler]:
-    by_rank: dict[int, Straggler] = {}
+) -> list[StragglerStats]:
+    by_rank: dict[int, StragglerStats] = {}
     lags: dict[int, array[float]] = defaultdict(lambda: array("f"))
     for barrier in barriers:
         if barrier.outcome == COMPLETED:
             _add_lags(barrier, by_rank, lags)
     for incident in incidents:
         for rank in incident.missing:
-            by_rank.setdefault(rank, Straggler(rank)).missing_count += 1
+            by_rank.setdefault(rank, StragglerStats(rank)).missing_count += 1
     for rank, straggler in by_rank.items():
         if of_rank := lags.get(rank):
             straggler.barrier_count = len(of_rank)
@@ -246,18 +287,18 @@ def _stragglers(
 
 def _add_lags(
     barrier: BarrierInstance,
-    by_rank: dict[int, Straggler],
+    by_rank: dict[int, StragglerStats],
     lags: dict[int, "array[float]"],
 ) -> None:
     last_rank = barrier.last_rank
     if last_rank != NO_RANK:
-        by_rank.setdefault(last_rank, Straggler(last_rank)).last_count += 1
+        by_rank.setdefault(last_rank, StragglerStats(last_rank)).last_count += 1
     median_delay = barrier.median_delay
     for rank, delay in zip(barrier.ranks, barrier.delays, strict=True):
         lag = delay - median_delay
         lags[rank].append(lag)
         if lag > 0:
-            straggler = by_rank.setdefault(rank, Straggler(rank))
+            straggler = by_rank.setdefault(rank, StragglerStats(rank))
             if rank == last_rank:
                 straggler.cost += lag
             if lag > straggler.worst_lag:
@@ -266,14 +307,14 @@ def _add_lags(
 
 
 def _clock_offsets(
-    records: Records, barriers: Sequence[BarrierInstance]
+    logged: LoggedEvents, barriers: Sequence[BarrierInstance]
 ) -> dict[str, float]:
     """Compare clocks at the ends of barriers, which are simultaneous for all ranks."""
     differences: dict[str, array[float]] = defaultdict(lambda: array("f"))
     for barrier in barriers:
         if barrier.outcome == COMPLETED and not barrier.reports:
             for rank, end in zip(barrier.ranks, barrier.ends, strict=True):
-                differences[records.host(rank)].append(end - barrier.end)
+                differences[logged.host(rank)].append(end - barrier.end)
     return {
         host: median(of_host)
         for host, of_host in sorted(differences.items())
@@ -284,3 +325,39 @@ def _clock_offsets(
 def count_outcomes(barriers: Sequence[BarrierInstance]) -> Counter[int]:
     """Count barriers by outcome, except presumed completions."""
     return Counter(each.outcome for each in barriers if not each.presumed_completed)
+
+
+def _merge_reports(reports: Iterable[StallReport]) -> list[LoggedStall]:
+    """Return the stalls, ordered by their first reports.
+
+    Reports of the same job and phase are of one stall if their waits overlap. The end
+    of a stall that is not in the logs is ignored.
+    """
+    stalls: list[LoggedStall] = []
+    latest: dict[tuple[str, str], LoggedStall] = {}
+    for report in sorted(reports):
+        stall = latest.get((report.run_id, report.phase))
+        # A wait that began after the last report of this one is another wait.
+        if stall is not None and report.start <= stall.last.time:
+            stall.add(report)
+        elif not report.resumed:
+            stall = LoggedStall(
+                last=report,
+                start=report.start,
+                first_time=report.time,
+                resumed_at=None,
+                ranks={report.rank},
+                causes={report.cause: None},
+            )
+            stalls.append(stall)
+            latest[report.run_id, report.phase] = stall
+    return stalls
+
+
+def main_stall(stalls: Iterable[LoggedStall]) -> LoggedStall | None:
+    """Return the last stall without an end, else the last one, else None."""
+    return max(
+        stalls,
+        key=lambda stall: (stall.resumed_at is None, stall.last.time),
+        default=None,
+    )

@@ -7,15 +7,19 @@ from typing import NamedTuple
 from tracedstore import names
 from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import duration, enumeration, number, plural, shorten
-from tracedstore.tools.report.analysis import Analysis, Incident
-from tracedstore.tools.report.event_fields import NO_RANK
-from tracedstore.tools.report.record_types import (
+from tracedstore.tools.report.analysis import (
+    Analysis,
+    Incident,
+    LoggedStall,
+    main_stall,
+)
+from tracedstore.tools.report.logged_events import (
     FAILED,
+    NO_RANK,
     TIMEOUT,
     FirstFailure,
     LoggedProcess,
 )
-from tracedstore.tools.report.stall_merging import Stall, main_stall
 
 _MAX_RANKS = 4
 _MAX_RANGES = 12
@@ -90,7 +94,7 @@ def _finding(analysis: Analysis) -> Headline:
     return Headline(text, " ".join(details), is_failure=False)
 
 
-def _stall(analysis: Analysis, stall: Stall, also: str = "") -> Headline:
+def _stall(analysis: Analysis, stall: LoggedStall, also: str = "") -> Headline:
     last = stall.last
     verb = "was waiting" if stall.resumed_at is None else "waited"
     phase, awaited = _name(last.phase), shorten(last.awaited, _MAX_AWAITED_LENGTH)
@@ -175,7 +179,7 @@ def _end(analysis: Analysis, incident: Incident) -> str:
 def _failure(
     analysis: Analysis, process: LoggedProcess, failure: FirstFailure
 ) -> Headline:
-    host = analysis.records.host(process.rank) or process.host
+    host = analysis.logged.host(process.rank) or process.host
     named = f"Rank {process.rank}" if process.rank != NO_RANK else f"Pid {process.pid}"
     on_host = f" on {_name(host)}" if host else ""
     details = _error_at(analysis, failure.error, failure.time)
@@ -191,10 +195,10 @@ def _error_at(analysis: Analysis, error: str, time: float) -> str:
 
 def _stalled_call(analysis: Analysis) -> Headline | None:
     """Name the ranks of the longest stalled call, and the ranks without any event."""
-    records = analysis.records
+    logged = analysis.logged
     stalled = {
         key: stats
-        for key, stats in records.store_calls.items()
+        for key, stats in logged.store_calls.items()
         if key[0] == names.OPERATION_STALLED and stats.ranks - {NO_RANK}
     }
     if not stalled:
@@ -205,8 +209,8 @@ def _stalled_call(analysis: Analysis) -> Headline | None:
     verb = "was" if len(blocked) == 1 else "were"
     text = f"{named} {verb} blocked in {operation} {_name(stats.maximum_key)}"
     details = f"For {duration(stats.maximum)} or longer."
-    expected = range(min(records.world_size, _MAX_SILENT_RANKS))
-    if silent := sorted(set(expected) - set(records.last_events)):
+    expected = range(min(logged.world_size, _MAX_SILENT_RANKS))
+    if silent := sorted(set(expected) - set(logged.last_events)):
         details += f" No event of {_ranks_and_hosts(analysis, silent)} is logged."
     return Headline(text, details)
 
@@ -218,7 +222,7 @@ def _ranks_and_hosts(analysis: Analysis, items: Sequence[int]) -> str:
         text = f"rank{'s' if len(items) > 1 else ''} {listed}"
     else:
         text = ranks_text(items, max_ranges=_MAX_RANGES)
-    hosts = dict.fromkeys(filter(None, map(analysis.records.missing_name, items)))
+    hosts = dict.fromkeys(filter(None, map(analysis.logged.missing_name, items)))
     if not hosts:
         return text
     if len(hosts) > _MAX_HOSTS:

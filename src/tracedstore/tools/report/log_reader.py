@@ -1,7 +1,15 @@
-"""Reads events from log files, and counts the lines that contain none."""
+"""Reads the events of log files, and counts the lines that contain none.
+
+Other software wraps lines. The wrapping of container runtimes is removed first, because
+they split long lines into parts, which have to be joined. Then a JSON object that is
+not an event is searched recursively: its objects and lists are searched, and its
+strings are parsed as lines. A span of a barrier call counts as the event of that call.
+"""
 
 import gzip
 import io
+import json
+import re
 import stat
 import sys
 import threading
@@ -13,14 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tracedstore.tools.report.log_formats import (
-    MAX_LINE_BYTES,
-    ContainerLogUnwrapper,
-    ParsedLine,
-    may_have_event,
-    may_have_span,
-    parse_bare_event,
-)
+from tracedstore import names
+from tracedstore.tools.report.logged_events import INVALID, parse_timestamp
 
 STANDARD_INPUT: Final = "-"
 
@@ -32,6 +34,53 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _INDENTED_JSON_ENDS: Final = {b"{": b"}", b"[": b"]"}
 
 AddEvent = Callable[[dict[str, Any]], bool]
+
+# An event that names 100,000 missing ranks has about 3 MB.
+MAX_LINE_BYTES: Final = 16 << 20
+
+# Positions at which a JSON value is tried in a line that several processes wrote to.
+_MAX_VALUES = 16
+# Nested objects, lists and strings; the log export of a collector has eight levels.
+_MAX_DEPTH = 16
+_EVENT_NAMES = frozenset(names.EVENT_NAMES)
+_EVENT_NAME_PATTERN = "|".join(map(re.escape, names.EVENT_NAMES))
+# Quotes have backslashes in a JSON string that is nested in a JSON string.
+_EVENT_PATTERN = rf'"event\\*": ?\\*"(?:{_EVENT_NAME_PATTERN})\\*"'
+_EVENT_IN_BYTES = re.compile(_EVENT_PATTERN.encode())
+_EVENT_IN_TEXT = re.compile(_EVENT_PATTERN)
+_SPAN_MARK = f'"{names.BARRIER_PREFIX}'
+_SPAN_MARK_BYTES = _SPAN_MARK.encode()
+# A list of objects counts as one value, so that it may have any length.
+_VALUE_START = re.compile(r'(?:\[\s*)?\{\s*"')
+
+# Docker's json-file driver; and the CRI format of the kubelet and podman: time, stream,
+# and P for a part of a line or F for its last part.
+_CONTAINER_LINE = re.compile(
+    rb'\{"log":"|\d{4}-\d\d-\d\dT\S{8,40} (stdout|stderr) ([PF])(?::\S*)? '
+)
+# Docker splits lines after this many bytes.
+_DOCKER_PART_BYTES = 16 << 10
+
+_EVENT_OF_RESULT: Final = {
+    "completed": names.BARRIER_COMPLETED,
+    "timeout": names.BARRIER_TIMEOUT,
+    "failed": names.BARRIER_FAILED,
+}
+_FIELD_OF_ATTRIBUTE: Final = {
+    names.BARRIER_PREFIX: "barrier",
+    names.RANK: "rank",
+    names.LOCAL_RANK: "local_rank",
+    names.WORLD_SIZE: "world_size",
+    names.RUN_ID: "run_id",
+    names.HOST_NAME: "host",
+    names.BARRIER_ARRIVAL_ORDER: "arrival_order",
+    names.BARRIER_LAST_RANK: "last_rank",
+    names.BARRIER_ARRIVED_COUNT: "arrived_count",
+    names.BARRIER_MISSING_RANKS: "missing_ranks",
+    names.BARRIER_MISSING_TEXT: "missing",
+    "error.type": "error_type",
+}
+_INTEGER: Final = re.compile(r"-?[0-9]{1,19}")
 
 
 class OutputError(Exception):
@@ -175,7 +224,7 @@ def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
     indented = _IndentedJson()
     for line in _lines(file, stats):
         stats.lines += 1
-        if may_have_event(line):
+        if _EVENT_IN_BYTES.search(line):
             if (event := parse_bare_event(line)) is None:
                 _read_line(line, add, stats)
             elif add(event):
@@ -183,7 +232,7 @@ def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
             else:
                 stats.invalid += 1
             continue
-        if may_have_span(line) and b'{"' in line:
+        if _SPAN_MARK_BYTES in line and b'{"' in line:
             _read_line(line, add, stats)
             continue
         stripped = line.rstrip()
@@ -247,7 +296,7 @@ class _IndentedJson:
         complete = line == self._last_line
         if complete or len(self.text) > MAX_LINE_BYTES:
             self._last_line = b""
-        return complete and may_have_span(self.text)
+        return complete and _SPAN_MARK_BYTES in self.text
 
 
 def _read_line(line: bytes, add: AddEvent, stats: ReadStats) -> None:
@@ -262,3 +311,227 @@ def _read_line(line: bytes, add: AddEvent, stats: ReadStats) -> None:
         stats.truncated += 1
     elif not (parsed.events or parsed.spans):
         stats.unrelated += 1
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_reject_constant)
+
+
+def parse_bare_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event if it is all that a line contains, as in most logs.
+
+    This is the fast path. After None, the line has to be parsed with ParsedLine.
+    """
+    text = line.decode("utf-8", "replace")
+    try:
+        value, end = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if type(value) is dict and _is_event(value) and not text[end:].strip():
+        return value
+    return None
+
+
+def _is_event(value: dict[str, Any]) -> bool:
+    name = value.get("event")
+    return type(name) is str and name in _EVENT_NAMES
+
+
+class ContainerLogUnwrapper:
+    """Removes the wrapping of a container runtime, and joins the parts of a line."""
+
+    def __init__(self) -> None:
+        self._parts: dict[bytes, bytearray] = {}
+
+    def unwrap(self, raw: bytes) -> bytes | None:
+        """Return the line as printed; None for a part that is not the last one.
+
+        A line without wrapping is returned as it is.
+        """
+        header = _CONTAINER_LINE.match(raw)
+        if header is None:
+            return raw
+        if header[1]:
+            stream, text = header[1], raw[header.end() :]
+            is_part = header[2] == b"P"
+            text = text.rstrip(b"\r\n") if is_part else text
+        else:
+            try:
+                record = json.loads(raw)
+                text = record["log"].encode("utf-8", "replace")
+                stream = b"stderr" if record.get("stream") == "stderr" else b"stdout"
+            except (ValueError, AttributeError, RecursionError):
+                return raw
+            is_part = len(text) >= _DOCKER_PART_BYTES and not text.endswith(b"\n")
+        parts = self._parts.get(stream, b"")
+        if is_part and len(parts) + len(text) < MAX_LINE_BYTES:
+            self._parts.setdefault(stream, bytearray()).extend(text)
+            return None
+        self._parts.pop(stream, None)
+        return b"".join((parts, text))
+
+    def flush(self) -> list[bytes]:
+        """Return the lines whose last part is missing."""
+        return [bytes(parts) for parts in self._parts.values()]
+
+
+@dataclass(slots=True)
+class ParsedLine:
+    """The events and spans of one line.
+
+    Attributes:
+        events: Events of tracedstore.
+        spans: The events of barrier spans.
+        value_count: Number of JSON objects and lists in the line.
+        complete: Whether all of these could be parsed.
+    """
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    value_count: int = 0
+    complete: bool = True
+
+    def parse(self, text: str, depth: int = 0) -> None:
+        """Parse a line, which may contain other text and output of other processes."""
+        position = 0
+        for _ in range(_MAX_VALUES):
+            start = _VALUE_START.search(text, position)
+            if start is None:
+                break
+            try:
+                value, position = _decoder.raw_decode(text, start.start())
+            except (ValueError, RecursionError):
+                self.complete = False
+                position = start.start() + 1
+                continue
+            self.value_count += 1
+            self._search(value, depth)
+        else:
+            unread = _VALUE_START.search(text, position) is not None
+            self.complete = self.complete and not unread
+
+    def _search(self, value: Any, depth: int) -> None:
+        if isinstance(value, str):
+            if _EVENT_IN_TEXT.search(value) or _SPAN_MARK in value:
+                self.parse(value, depth + 1)
+        elif isinstance(value, dict):
+            if _is_event(value):
+                self.events.append(value)
+            elif "scopeSpans" in value:
+                self.spans += events_from_resource_spans(value)
+            elif (event := event_from_span(value)) is not None:
+                self.spans.append(event)
+            else:
+                self._search_all(value.values(), depth)
+        elif isinstance(value, list):
+            self._search_all(value, depth)
+
+    def _search_all(self, items: Iterable[Any], depth: int) -> None:
+        if depth < _MAX_DEPTH:
+            for item in items:
+                self._search(item, depth + 1)
+
+
+def event_from_span(span: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the event of a barrier call's span in the SDK's JSON.
+
+    Returns None for any other object, and for a span with invalid times or status.
+    """
+    attributes = span.get("attributes")
+    if not isinstance(attributes, dict) or names.BARRIER_PREFIX not in attributes:
+        return None
+    resource = span.get("resource")
+    if isinstance(resource, dict) and isinstance(resource.get("attributes"), dict):
+        attributes = {**resource["attributes"], **attributes}
+    try:
+        result = attributes[names.BARRIER_RESULT]
+        waited = parse_timestamp(span["end_time"]) - parse_timestamp(span["start_time"])
+        event = {
+            "event": _EVENT_OF_RESULT[result],
+            "timestamp": span["end_time"],
+            "waited_seconds": max(0.0, waited),
+            # The name of the span is "barrier <family>".
+            "barrier_family": _text(span["name"]).partition(" ")[2],
+            "error": span["status"].get("description", ""),
+        }
+    except (*INVALID, AttributeError):
+        return None
+    for attribute, name in _FIELD_OF_ATTRIBUTE.items():
+        if attribute in attributes:
+            event[name] = attributes[attribute]
+    return event
+
+
+def events_from_resource_spans(
+    resource_spans: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of all valid barrier spans in an OTLP ``ResourceSpans``."""
+    resource = _attributes(resource_spans.get("resource"))
+    for scope in _objects(resource_spans["scopeSpans"]):
+        for span in _objects(scope.get("spans")):
+            try:
+                event = event_from_span(
+                    {
+                        "name": span["name"],
+                        "start_time": _seconds(span["startTimeUnixNano"]),
+                        "end_time": _seconds(span["endTimeUnixNano"]),
+                        "status": {"description": _status_message(span)},
+                        "attributes": _attributes(span),
+                        "resource": {"attributes": resource},
+                    }
+                )
+            except INVALID:
+                continue
+            if event is not None:
+                yield event
+
+
+def _objects(value: object) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list):
+        yield from (item for item in value if isinstance(item, dict))
+
+
+def _seconds(nanoseconds: object) -> float:
+    # OTLP's JSON writes 64-bit integers as strings.
+    if type(nanoseconds) is not int:
+        nanoseconds = int(_text(nanoseconds))
+    # Microseconds are the precision of the SDK's JSON.
+    return round(nanoseconds / 1e9, 6)
+
+
+def _text(value: object) -> str:
+    # str() of a deeply nested value exceeds the recursion limit.
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _status_message(span: dict[str, Any]) -> str:
+    status = span.get("status")
+    return _text(status.get("message", "")) if isinstance(status, dict) else ""
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    if not isinstance(holder, dict):
+        return {}
+    return {
+        attribute["key"]: _value(attribute.get("value"))
+        for attribute in _objects(holder.get("attributes"))
+        if isinstance(attribute.get("key"), str)
+    }
+
+
+def _value(any_value: object) -> Any:
+    """Return the content of an OTLP ``AnyValue``: an object with one typed field."""
+    if not isinstance(any_value, dict) or len(any_value) != 1:
+        return None
+    ((kind, value),) = any_value.items()
+    if kind == "arrayValue":
+        items = value.get("values") if isinstance(value, dict) else None
+        return [_value(item) for item in _objects(items)]
+    if kind == "intValue" and isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    return value

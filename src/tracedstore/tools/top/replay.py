@@ -9,11 +9,9 @@ from math import inf
 from tracedstore.common.ranges import unfold
 from tracedstore.common.text import duration
 from tracedstore.naming.decoders import describe_missing
-from tracedstore.tools.report.analysis import Analysis
+from tracedstore.tools.report.analysis import Analysis, LoggedStall
 from tracedstore.tools.report.barriers import BarrierInstance
-from tracedstore.tools.report.event_fields import NO_RANK
-from tracedstore.tools.report.record_types import WAITING
-from tracedstore.tools.report.stall_merging import Stall
+from tracedstore.tools.report.logged_events import NO_RANK, WAITING
 from tracedstore.tools.top.model import Barrier, Level, Model, Rank, State
 
 # Ranks that are shown; those of a world size in a log may be a million.
@@ -44,7 +42,7 @@ class Replay:
 
     def __init__(self, source: str, analysis: Analysis) -> None:
         self.analysis = analysis
-        records = analysis.records
+        records = analysis.logged
         barriers = analysis.barriers
         self.start = min([records.first_time, *(one.start for one in barriers)])
         self.end = records.last_time
@@ -101,7 +99,7 @@ class Replay:
             more_finished=count - len(newest),
         )
 
-    def _end_of_stall(self, stall: Stall) -> float:
+    def _end_of_stall(self, stall: LoggedStall) -> float:
         """Return when a stall ended.
 
         Its end may not be in the logs, because the process that reported it was
@@ -151,7 +149,7 @@ class Replay:
             first=one.start,
             last=last,
             last_rank=None if one.last_rank == NO_RANK else one.last_rank,
-            last_host=self.analysis.records.host(one.last_rank) or None,
+            last_host=self.analysis.logged.host(one.last_rank) or None,
         )
 
     def _missing(self, one: BarrierInstance, arrived: set[int]) -> list[int]:
@@ -164,10 +162,13 @@ class Replay:
         return sorted((reported | set(one.ranks)) - arrived)
 
     def _name(self, rank: int) -> str:
-        return self.analysis.records.host(rank) or f"rank {rank}"
+        return self.analysis.logged.host(rank) or f"rank {rank}"
 
     def _headline(
-        self, time: float, stalls: list[Stall], waiting: list[tuple[Barrier, bool]]
+        self,
+        time: float,
+        stalls: list[LoggedStall],
+        waiting: list[tuple[Barrier, bool]],
     ) -> tuple[Level, str, tuple[str, ...]]:
         for stall in reversed(stalls):
             report = stall.last
@@ -182,7 +183,7 @@ class Replay:
         for process, failure in self.analysis.failures[:1]:
             if failure.time <= time:
                 who = f"rank {process.rank}" if process.rank != NO_RANK else "a process"
-                host = process.host or self.analysis.records.host(process.rank)
+                host = process.host or self.analysis.logged.host(process.rank)
                 where = f" on {host}" if host else ""
                 ago = duration(time - failure.time)
                 text = f"first failure {ago} ago, {who}{where}: {failure.subject}"
@@ -219,7 +220,7 @@ def _set_states(
             )
 
 
-def _set_awaited(ranks: dict[int, Rank], stall: Stall, time: float) -> None:
+def _set_awaited(ranks: dict[int, Rank], stall: LoggedStall, time: float) -> None:
     report = stall.last
     waited = time - stall.start
     for text, state in (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from tracedstore.tools.report.analysis import Analysis, analyse
 from tracedstore.tools.report.log_reader import ReadStats
+from tracedstore.tools.report.logged_events import LoggedEvents
 from tracedstore.tools.report.page import page
-from tracedstore.tools.report.records import Records
 from tracedstore.tools.top.rows import plain_text
 from tracedstore.tools.top.screen_events import Seen
 from tracedstore.tools.top.views import detail_of_headline
@@ -50,7 +50,7 @@ def screen_svg(app: "TopApp", title: str) -> str:
 
 def report_files(seen: Seen) -> Files:
     """Return a report of what was seen; nothing if there is nothing to report."""
-    records, stats = Records(), ReadStats()
+    records, stats = LoggedEvents(), ReadStats()
     for event in seen.events():
         stats.lines += 1
         if records.add(event):
