@@ -24,7 +24,7 @@ from support.events import check
 from support.terminal import without_styles
 from tracedstore import names
 from tracedstore.tools.cli.main import main
-from tracedstore.tools.demo.fetch import fetch
+from tracedstore.tools.demo.store_servers import fetch
 
 # Seconds for a demo with 8 ranks, while two others run on a busy machine.
 _DEMO_TIMEOUT = 240.0

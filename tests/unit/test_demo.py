@@ -14,12 +14,10 @@ from tracedstore.common.errors import CommandError
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.cli.main import USAGE, main
 from tracedstore.tools.demo import outputs as demo_outputs
-from tracedstore.tools.demo import scenarios, store_servers, summary
-from tracedstore.tools.demo.output_folder import OutputFolder
+from tracedstore.tools.demo import scenarios, store_servers
 from tracedstore.tools.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
-from tracedstore.tools.demo.printer import Printer
-from tracedstore.tools.demo.processes import Fleet
-from tracedstore.tools.demo.rank import CHECKPOINT
+from tracedstore.tools.demo.rank import CHECKPOINT, OutputFolder, RankProcesses
+from tracedstore.tools.demo.scenarios import Printer
 
 SOURCES = ("warning", "log", "exception", "metric", "trace")
 
@@ -85,7 +83,7 @@ class TestAgreement:
         """All sources name the same ranks."""
         folder = OutputFolder(tmp_path)
 
-        missing = summary.missing(checkpoint(folder), folder)
+        missing = checkpoint(folder).find_missing()
 
         assert missing["agree"]
         assert (missing["ranks"], missing["hosts"]) == ([0, 2], ["host0", "host2"])
@@ -95,7 +93,7 @@ class TestAgreement:
         """One source that differs is a disagreement."""
         folder = OutputFolder(tmp_path)
 
-        missing = summary.missing(checkpoint(folder, **{source: [0]}), folder)
+        missing = checkpoint(folder, **{source: [0]}).find_missing()
 
         assert (missing["agree"], missing["ranks"]) == (False, [])
 
@@ -105,7 +103,7 @@ class TestAgreement:
         outputs = checkpoint(folder)
         outputs.statuses[2] = outputs.statuses[1]
 
-        assert not summary.missing(outputs, folder)["agree"]
+        assert not outputs.find_missing()["agree"]
 
 
 def job_event(name: str, rank: int, **different: Any) -> dict[str, Any]:
@@ -143,7 +141,7 @@ class TestStall:
 
     def test_agree(self, tmp_path: Path) -> None:
         """All reporters name the same rank, and report the end."""
-        stalled = summary.stalled(stall(tmp_path))
+        stalled = stall(tmp_path).find_stall()
 
         assert stalled["agree"]
         assert (stalled["ranks"], stalled["cause"]) == ([2], "busy")
@@ -154,21 +152,21 @@ class TestStall:
     )
     def test_one_differs(self, tmp_path: Path, different: dict[str, Any]) -> None:
         """Another rank or cause is a disagreement."""
-        assert not summary.stalled(stall(tmp_path, **different))["agree"]
+        assert not stall(tmp_path, **different).find_stall()["agree"]
 
     def test_not_resumed(self, tmp_path: Path) -> None:
         """A stall whose end was not reported is a disagreement."""
         outputs = stall(tmp_path)
         outputs.events.pop()
 
-        assert not summary.stalled(outputs)["agree"]
+        assert not outputs.find_stall()["agree"]
 
     def test_no_stall(self, tmp_path: Path) -> None:
         """Without a report there is no verdict."""
         outputs = stall(tmp_path)
         outputs.events.clear()
 
-        stalled = summary.stalled(outputs)
+        stalled = outputs.find_stall()
         assert (stalled["agree"], stalled["ranks"]) == (False, [])
 
     def test_printed(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ class TestSummary:
         """Four ranks are listed, the most frequent first; the others are added up."""
         folder = OutputFolder(tmp_path)
         document = {
-            **summary.totals(checkpoint(folder)),
+            **checkpoint(folder).totals(),
             "slowest_waits": [],
             "last_arrivals": {1: 2, 2: 1, 4: 5, 7: 1, 8: 1, 9: 1},
             "straggler": {
@@ -201,16 +199,16 @@ class TestSummary:
                 "of": 3,
                 "late_seconds": 1.8,
             },
-            "stalled": summary.stalled(stall(tmp_path / "stall")),
-            "missing": summary.missing(checkpoint(folder), folder),
+            "stalled": stall(tmp_path / "stall").find_stall(),
+            "missing": checkpoint(folder).find_missing(),
         }
 
-        assert summary.table(document)[2] == (
+        assert scenarios._summary_rows(document)[2] == (
             "arrived last",
             "rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x, others: 2x",
         )
         assert ("awaited", "rank 2, busy, in new_group 1 by ranks 0-1") in (
-            summary.table(document)
+            scenarios._summary_rows(document)
         )
 
 
@@ -363,7 +361,7 @@ class TestCommandLine:
         monkeypatch.setattr("os.fork", refuse)
 
         with pytest.raises(CommandError, match="try fewer with --ranks"):
-            Fleet(4, 0, OutputFolder(tmp_path))
+            RankProcesses(4, 0, OutputFolder(tmp_path))
 
     def test_no_etcd(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """A missing etcd is reported with two remedies."""

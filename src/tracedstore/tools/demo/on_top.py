@@ -43,7 +43,7 @@ def run_on_top(run: Run) -> int:
         run: Runs the demo; it gets the function that announces its course.
     """
     with TemporaryFile("w+", encoding="utf-8") as lines:
-        demo = _Demo(run, lines)
+        demo = _DemoProcess(run, lines)
         try:
             code = _show(demo)
         finally:
@@ -53,7 +53,7 @@ def run_on_top(run: Run) -> int:
     return failed or code
 
 
-def _show(demo: "_Demo") -> int:
+def _show(demo: "_DemoProcess") -> int:
     url = demo.wait_for_store()
     if url is None:  # it has failed, and said why
         return 1
@@ -66,7 +66,7 @@ def _show(demo: "_Demo") -> int:
     return 1 if code is None else code
 
 
-class _Demo:
+class _DemoProcess:
     """The child process that runs the demo.
 
     Attributes:
@@ -170,7 +170,7 @@ def _run_child(run: Run, lines: IO[str], pipe: int, start: int) -> None:
 class DemoApp(LiveApp):
     """The screen, with the scenario of the demo and what was printed last."""
 
-    def __init__(self, reader: JobReader, demo: _Demo) -> None:
+    def __init__(self, reader: JobReader, demo: _DemoProcess) -> None:
         super().__init__(reader, _INTERVAL, Path.cwd())
         self._demo = demo
 

@@ -1,24 +1,26 @@
-"""Reads the logs, traces, metrics and in-flight pages of the ranks of the demo.
+"""What the logs, traces, metrics and in-flight pages of the ranks of the demo show.
 
 The demo shows only what is read here, so it shows no more than an operator can see.
 """
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tracedstore import names
+from tracedstore.common.errors import CommandError
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.tools.demo.fetch import fetch
-from tracedstore.tools.demo.output_folder import OutputFolder
+from tracedstore.tools.demo.rank import CHECKPOINT, OutputFolder
+from tracedstore.tools.demo.store_servers import fetch
 
 _WAITS, _CALLS = (f"{metric.name}_count" for metric in names.CALL_DURATIONS)
 _BARRIER_CALLS = f"{names.BARRIER_DURATION.name}_count"
@@ -34,6 +36,9 @@ _PARSED = tuple(
 _SCRAPES_PER_POLL = 16
 # Seconds for one page.
 _FETCH_TIMEOUT = 5.0
+_MAX_WAITS = 3
+# The start of the phase in which a rank is busy elsewhere.
+_NEW_GROUP = "new_group"
 
 Event = dict[str, Any]
 
@@ -75,6 +80,12 @@ class ExportedSpan:
             trace_id=exported["context"]["trace_id"],
             attributes=attributes,
         )
+
+    @property
+    def prefix(self) -> str | None:
+        """The key prefix of its barrier; None if it is of another call."""
+        prefix: str | None = self.attributes.get(names.BARRIER_PREFIX)
+        return prefix
 
 
 class ScrapedMetrics:
@@ -205,3 +216,163 @@ class RankOutputs:
             # torch's own log lines are in the same file.
             if line.startswith(b"{"):
                 yield json.loads(line)
+
+    def totals(self) -> dict[str, Any]:
+        """Return the sums of the metrics of all ranks."""
+        every = self.metrics.values()
+        failed, cas, barriers = Counter[str](), Counter[str](), Counter[str]()
+        for metrics in every:
+            failed += metrics.failed
+            cas += metrics.cas
+            barriers += metrics.barriers
+        return {
+            "calls": sum(metrics.calls for metrics in every),
+            "failed_calls": dict(failed),
+            "cas_won": cas[names.WON],
+            "cas_lost": cas[names.LOST],
+            "barrier_calls": dict(barriers),
+            "last_arrivals": {
+                rank: metrics.last_arrivals
+                for rank, metrics in self.metrics.items()
+                if metrics.last_arrivals
+            },
+        }
+
+    def slowest_waits(self) -> list[dict[str, Any]]:
+        """Return the three slowest calls and barriers, each by its slowest rank."""
+        by_name: dict[str, ExportedSpan] = {}
+        for span in sorted(self.spans, key=lambda span: span.seconds):
+            by_name[span.name] = span
+        slowest = sorted(by_name.values(), key=lambda span: -span.seconds)[:_MAX_WAITS]
+        return [
+            {
+                "what": span.name,
+                "rank": span.rank,
+                "seconds": round(span.seconds, 3),
+                "result": span.attributes.get(names.BARRIER_RESULT, ""),
+            }
+            for span in slowest
+        ]
+
+    def find_straggler(self, prefixes: Sequence[str]) -> dict[str, Any]:
+        """Return the rank that was last most often at some barriers, and its delay.
+
+        The source are the spans: a barrier is one trace, in which the span of each rank
+        starts at its arrival.
+
+        Raises:
+            CommandError: No barrier has spans of its last rank and of another one.
+        """
+        delays: dict[int, list[float]] = {}
+        for prefix in prefixes:
+            spans = [span for span in self.spans if span.prefix == prefix]
+            last = [
+                span
+                for span in spans
+                if span.attributes.get(names.BARRIER_LAST_RANK) == span.rank
+            ]
+            others = [span.start for span in spans if span not in last]
+            if last and others:
+                delay = last[0].start - max(others)
+                delays.setdefault(last[0].rank, []).append(delay)
+        if not delays:
+            raise CommandError("the traces have no barrier at which all ranks arrived")
+        rank = max(delays, key=lambda rank: len(delays[rank]))
+        return {
+            "rank": rank,
+            "host": self._hosts().get(rank, f"rank {rank}"),
+            "times": len(delays[rank]),
+            "of": len(prefixes),
+            "late_seconds": round(median(delays[rank]), 3),
+        }
+
+    def _hosts(self) -> dict[int, str]:
+        """Return the hosts of the ranks that events reported as missing."""
+        by_rank: dict[int, str] = {}
+        for event in self.events:
+            pairs = zip(
+                event.get("missing_ranks", ()),
+                event.get("missing_names", ()),
+                strict=True,
+            )
+            by_rank |= dict(pairs)
+        return by_rank
+
+    def find_stall(self) -> dict[str, Any]:
+        """Return whom the ranks waited for in ``new_group``, from the events.
+
+        ``agree`` is true if every rank that reported the stall named the same ranks and
+        the same cause, and reported its end.
+        """
+        events = [e for e in self.events if e.get("phase", "").startswith(_NEW_GROUP)]
+        reports = [e for e in events if e["event"] == names.JOB_STALLED]
+        resumed = {e["rank"] for e in events if e["event"] == names.JOB_RESUMED}
+        verdicts = {(tuple(e["awaited_ranks"]), e["cause"]) for e in reports}
+        first = reports[0] if reports else {}
+        reporters = sorted({e["rank"] for e in reports})
+        return {
+            "ranks": first.get("awaited_ranks", []),
+            "cause": first.get("cause", ""),
+            "awaited": first.get("awaited", ""),
+            "phase": first.get("phase", ""),
+            "waiting_ranks": first.get("waiting_ranks", ""),
+            "waited_seconds": first.get("waited_seconds"),
+            "reported_by": reporters,
+            "agree": len(verdicts) == 1 and sorted(resumed) == reporters,
+        }
+
+    def find_missing(self) -> dict[str, Any]:
+        """Compare the missing ranks of the checkpoint in all sources.
+
+        ``agree`` is true if every source has the same ranks, and the log, exception and
+        trace of every survivor has them.
+        """
+        survivors = [rank for rank, status in self.statuses.items() if status]
+        events = [e for e in self.events if e.get("barrier") == CHECKPOINT]
+        warnings = [e for e in events if e["event"] == names.BARRIER_WAITING]
+        family = events[0]["barrier_family"] if events else ""
+        by_source: dict[str, dict[int, list[int]]] = {
+            "warning": {e["rank"]: e["missing_ranks"] for e in warnings},
+            "log": {
+                e["rank"]: e["missing_ranks"]
+                for e in events
+                if e["event"] == names.BARRIER_TIMEOUT
+            },
+            "exception": {
+                rank: json.loads(self._folder.error(rank).read_text("utf-8"))[
+                    "missing_ranks"
+                ]
+                for rank in survivors
+                if self._folder.error(rank).exists()
+            },
+            "metric": {
+                rank: sorted(hosts_by_rank)
+                for rank, hosts_by_rank in self.missing.get(family, {}).items()
+            },
+            "trace": {
+                span.rank: list(span.attributes.get(names.BARRIER_MISSING_RANKS, ()))
+                for span in self.spans
+                if span.prefix == CHECKPOINT
+            },
+        }
+        lists = {
+            tuple(ranks) for source in by_source.values() for ranks in source.values()
+        }
+        complete = all(
+            sorted(by_source[source]) == survivors
+            for source in ("log", "exception", "trace")
+        )
+        ranks = list(lists.pop()) if len(lists) == 1 else []
+        known_hosts = self._hosts()
+        traces = {s.trace_id for s in self.spans if s.prefix == CHECKPOINT}
+        return {
+            "ranks": ranks,
+            "hosts": [known_hosts[rank] for rank in ranks],
+            "survivors": survivors,
+            "warned_after_seconds": min(
+                (round(e["waited_seconds"], 3) for e in warnings), default=None
+            ),
+            "missing_by_source": by_source,
+            "agree": bool(ranks) and complete and all(by_source.values()),
+            "traces": len(traces),
+        }

@@ -11,17 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.errors import CommandError
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.common.ranges import fold
-from tracedstore.tools.demo import summary as findings
-from tracedstore.tools.demo.output_folder import OutputFolder
-from tracedstore.tools.demo.outputs import RankOutputs
-from tracedstore.tools.demo.printer import Printer
-from tracedstore.tools.demo.processes import Fleet
-from tracedstore.tools.demo.rank import simulated_host
+from tracedstore.tools.demo.outputs import Event, RankOutputs
+from tracedstore.tools.demo.rank import OutputFolder, RankProcesses, simulated_host
 from tracedstore.tools.demo.store_servers import serve_store, store_url
+from tracedstore.tools.terminal import Line, Screen
 
 SCENARIOS = 5
 # Seconds between two polls of the ranks, whose pages change twice a second.
@@ -39,6 +37,9 @@ _STORES = {
     "etcd": "an EtcdV3Store",
     "etcd-v2": "an EtcdStore",
 }
+_MAX_LAST_RANKS = 4
+_HEADING, _RESULT, _WARNING, _ERROR = "bold", "green", "yellow", "red"
+_TIME_WIDTH = len("  0.0 s  ")
 
 
 def run_demo(
@@ -56,18 +57,18 @@ def run_demo(
     folder = _make_folder(arguments.output)
     printer = Printer(announce, quiet=arguments.json)
     # The ranks are forked before the store has threads, and end before it does.
-    fleet = Fleet(arguments.ranks, arguments.seed, folder)
+    ranks = RankProcesses(arguments.ranks, arguments.seed, folder)
     with (
-        fleet,
+        ranks,
         serve_store(arguments.store, folder.path) as location,
-        fleet,
+        ranks,
         printer.screen,
     ):
-        demo = _Demo(arguments, folder, fleet, printer)
+        scenarios = _Scenarios(arguments, folder, ranks, printer)
         url = store_url(arguments.store, location)
-        summary = demo.run(location, lambda: announce(store=url))
+        summary = scenarios.run(location, lambda: announce(store=url))
         if arguments.serve:
-            summary["serving"] = {"sd": demo.sd_url, "store": url}
+            summary["serving"] = {"sd": scenarios.sd_url, "store": url}
         (folder.path / "summary.json").write_text(
             json.dumps(summary, indent=2) + "\n", "utf-8"
         )
@@ -76,7 +77,7 @@ def run_demo(
             sys.stdout.write(json.dumps(summary, indent=2) + "\n")
             sys.stdout.flush()
         if arguments.serve:
-            printer.serving(len(fleet.living), **summary["serving"])
+            printer.serving(len(ranks.living), **summary["serving"])
         if arguments.serve or arguments.top:
             _pause_until_interrupt(printer)
     return 0
@@ -97,7 +98,7 @@ def _make_folder(output: Path | None) -> OutputFolder:
         ) from None
 
 
-def _pause_until_interrupt(printer: Printer) -> None:
+def _pause_until_interrupt(printer: "Printer") -> None:
     try:
         while True:
             signal.pause()
@@ -106,21 +107,21 @@ def _pause_until_interrupt(printer: Printer) -> None:
         printer.paragraph("")
 
 
-class _Demo:
+class _Scenarios:
     """Commands the ranks, and prints what their outputs show."""
 
     def __init__(
         self,
         arguments: argparse.Namespace,
         folder: OutputFolder,
-        fleet: Fleet,
-        printer: Printer,
+        ranks: RankProcesses,
+        printer: "Printer",
     ) -> None:
         self._arguments = arguments
         self._folder = folder
-        self._fleet = fleet
+        self._ranks = ranks
         self._printer = printer
-        self._outputs = RankOutputs(folder, fleet.living)
+        self._outputs = RankOutputs(folder, ranks.living)
         self._next_poll = 0.0
         self._title = "starting"
         chosen = random.Random(arguments.seed)  # noqa: S311 - no secret
@@ -143,7 +144,7 @@ class _Demo:
             f" {simulated_host(given.ranks - 1)}, two ranks each. Everything below is"
             " read from the ranks' logs, traces, metrics and endpoints."
         )
-        self._fleet.send("join", kind=given.store, location=location)
+        self._ranks.send("join", kind=given.store, location=location)
         self._wait()
         joined()
         self._healthy_steps()
@@ -159,8 +160,8 @@ class _Demo:
             "seed": given.seed,
             "simulated_hosts": True,
             "seconds": round(self._printer.seconds(), 1),
-            **findings.totals(outputs),
-            "slowest_waits": findings.slowest_waits(outputs.spans),
+            **outputs.totals(),
+            "slowest_waits": outputs.slowest_waits(),
             "straggler": straggler,
             "busy": self._busy,
             "stalled": stalled,
@@ -182,8 +183,8 @@ class _Demo:
             "healthy steps",
             "In each step every rank writes a key, reads one and waits for all ranks.",
         )
-        before = findings.totals(self._outputs)
-        self._fleet.send(
+        before = self._outputs.totals()
+        self._ranks.send(
             "steps",
             first=_HEALTHY_STEPS.start,
             count=len(_HEALTHY_STEPS),
@@ -191,7 +192,7 @@ class _Demo:
             warn_after=5.0,
         )
         self._wait()
-        after = findings.totals(self._outputs)
+        after = self._outputs.totals()
         failed = sum(after["failed_calls"].values())
         completed = [
             total["barrier_calls"].get("completed", 0) // self._arguments.ranks
@@ -204,10 +205,10 @@ class _Demo:
 
     def _contention(self) -> None:
         self._begin(2, "contention", "All ranks update one key by compare-and-set.")
-        before = findings.totals(self._outputs)
-        self._fleet.send("contend", seconds=2.5)
+        before = self._outputs.totals()
+        self._ranks.send("contend", seconds=2.5)
         self._wait()
-        after = findings.totals(self._outputs)
+        after = self._outputs.totals()
         won, lost = (after[name] - before[name] for name in ("cas_won", "cas_lost"))
         self._printer.result(
             f"{won + lost:,} compare-and-sets: {won:,} won, {lost:,} lost to another"
@@ -218,7 +219,7 @@ class _Demo:
         self._begin(
             3, "a straggler", "One rank arrives late at every barrier. Which one?"
         )
-        self._fleet.send(
+        self._ranks.send(
             "steps",
             first=_LATE_STEPS.start,
             count=len(_LATE_STEPS),
@@ -229,7 +230,7 @@ class _Demo:
         )
         self._wait()
         prefixes = [f"step/{step}" for step in _LATE_STEPS]
-        late = findings.straggler(self._outputs, prefixes)
+        late = self._outputs.find_straggler(prefixes)
         self._printer.result(
             f"rank {late['rank']} on {late['host']} was last {late['times']} times of"
             f" {late['of']}, {late['late_seconds']:.2f} s behind the others"
@@ -242,10 +243,10 @@ class _Demo:
             "a busy rank",
             "All ranks but one call torch's new_group. What is that rank doing?",
         )
-        self._fleet.send("create_group", busy_rank=self._busy)
+        self._ranks.send("create_group", busy_rank=self._busy)
         self._wait(self._end_load_after_verdict)
         until = time.monotonic() + _RESUME_TIMEOUT
-        while not (stalled := findings.stalled(self._outputs))["agree"]:
+        while not (stalled := self._outputs.find_stall())["agree"]:
             if time.monotonic() > until:
                 raise CommandError(
                     "the ranks do not report one stall and its end: this machine is too"
@@ -263,8 +264,8 @@ class _Demo:
 
     def _end_load_after_verdict(self) -> None:
         self._tick()
-        if findings.stalled(self._outputs)["reported_by"]:
-            self._fleet.end_load(self._busy)
+        if self._outputs.find_stall()["reported_by"]:
+            self._ranks.end_load(self._busy)
 
     def _killed_ranks(self) -> dict[str, Any]:
         self._begin(
@@ -273,11 +274,11 @@ class _Demo:
             "Two processes get SIGKILL before a checkpoint. Which ranks are they?",
         )
         # Before the command is sent: however busy the machine is, they do not arrive.
-        self._fleet.kill(self._victims)
+        self._ranks.kill(self._victims)
         self._printer.note("two processes killed; the other ranks do not know it yet")
-        self._fleet.send("checkpoint", seconds=0.5, timeout=6.0, warn_after=1.5)
+        self._ranks.send("checkpoint", seconds=0.5, timeout=6.0, warn_after=1.5)
         self._wait()
-        missing = findings.missing(self._outputs, self._folder)
+        missing = self._outputs.find_missing()
         if not missing["agree"]:
             raise CommandError(
                 "the ranks disagree about the missing ranks: this machine is too busy,"
@@ -296,7 +297,7 @@ class _Demo:
 
     def _wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until the ranks have finished, and their pages are current."""
-        self._fleet.wait(self._title, _SCENARIO_TIMEOUT, meanwhile or self._tick)
+        self._ranks.wait(self._title, _SCENARIO_TIMEOUT, meanwhile or self._tick)
         until = time.monotonic() + _POLL_INTERVAL + 0.1
         while time.monotonic() < until:
             self._tick()
@@ -323,4 +324,187 @@ class _Demo:
     @property
     def sd_url(self) -> str:
         """The service discovery page of a survivor, for Prometheus."""
-        return self._outputs.url_of(self._fleet.living[0], "/sd")
+        return self._outputs.url_of(self._ranks.living[0], "/sd")
+
+
+class Printer:
+    """Prints the course of the demo.
+
+    Args:
+        announce: Is called with the scenario, and with each note.
+        quiet: Print nothing.
+    """
+
+    def __init__(self, announce: Callable[..., None], *, quiet: bool) -> None:
+        self.screen = Screen(sys.stdout, quiet=quiet)
+        self._announce = announce
+        self._started = time.monotonic()
+        # Events of the current scenario that are printed, with their barrier or phase.
+        self._printed: set[tuple[str, str]] = set()
+
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._started
+
+    def paragraph(self, text: str) -> None:
+        """Print text at the left edge."""
+        self.screen.print(Line(text))
+
+    def scenario(self, heading: str, question: str) -> None:
+        """Print the heading of a scenario."""
+        self._printed.clear()
+        self.screen.print(Line(""), Line(heading, _HEADING), Line(question))
+        self._announce(scenario=heading, question=question)
+
+    def note(self, text: str, style: str = "", more: str = "") -> None:
+        """Print text with the time, and more text in the next line."""
+        lines = [f"{self.seconds():5.1f} s  {text}"]
+        if more:
+            lines.append(f"{'':{_TIME_WIDTH}}{more}")
+        for line in lines:
+            self.screen.print(Line(line, style, indent=_TIME_WIDTH))
+        self._announce(note=f"{text} {more}".strip(), style=style)
+
+    def result(self, text: str) -> None:
+        """Print the result of a scenario, with the time."""
+        self.note(text, _RESULT)
+
+    def events(self, events: list[Event], *, ranks_wait: bool) -> None:
+        """Print the warnings of ranks, the first of each kind per barrier or phase.
+
+        A stall at a barrier is not printed: the barrier's own warning names its ranks.
+
+        Args:
+            events: The events.
+            ranks_wait: Ranks wait at a barrier now.
+        """
+        for event in events:
+            phase: str = event.get("phase", "")
+            key: tuple[str, str] = event["event"], event.get("barrier", phase)
+            if key in self._printed or phase.startswith("barrier "):
+                continue
+            self._printed.add(key)
+            rank = event.get("rank")
+            if event["event"] == names.BARRIER_WAITING:
+                # The event is not current if its ranks have arrived since.
+                waiting = event["arrived_count"] if ranks_wait else 0
+                self.note(
+                    f"rank {rank} warns, {event['waited_seconds']:.1f} s into"
+                    f" {event['barrier']}"
+                    + (f", while {waiting} ranks wait:" if waiting else ":"),
+                    _WARNING,
+                    event["missing"],
+                )
+            elif event["event"] == names.CAS_CONTENDED:
+                self.note(
+                    f"rank {rank} warns: {event['losses_in_a_row']} lost in a row on"
+                    f" {event['key']}",
+                    _WARNING,
+                )
+            elif event["event"] == names.JOB_STALLED:
+                self.note(
+                    f"rank {rank} reports, {event['waited_seconds']:.1f} s into"
+                    f" {event['phase']}, while {event['waiting_count']} ranks wait:",
+                    _WARNING,
+                    f"{event['event']}: {event['awaited']}",
+                )
+            elif event["event"] == names.JOB_RESUMED:
+                self.note(f"rank {rank} reports {event['event']}")
+            elif event["event"] == names.BARRIER_TIMEOUT:
+                self.note(
+                    f"rank {rank} times out after {event['waited_seconds']:.1f} s:"
+                    f" missing ranks {fold(event['missing_ranks'])}",
+                    _ERROR,
+                )
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        """Print the summary, the files and further commands."""
+        text = "the demo has ended: look around; q prints its lines and summary"
+        self._announce(note=text, style=_RESULT)
+        files = summary["files"]
+        self._table(
+            f"Summary of {summary['seconds']:.0f} seconds", 13, _summary_rows(summary)
+        )
+        self._table(
+            f"Files in {files['folder']}",
+            28,
+            [
+                (files["logs"], "events, one JSON object a line"),
+                (files["traces"], "spans, one JSON object a line"),
+                (files["metrics"], "the last scrape of each rank"),
+                (
+                    files["metrics_while_waiting"],
+                    "the last scrape while ranks were missing",
+                ),
+                (files["exceptions"], "the exception of each survivor"),
+                ("summary.json", "this summary"),
+            ],
+        )
+        self._table(
+            "Next, with DIR for that folder",
+            47,
+            [
+                (
+                    "tracedstore report DIR/logs --traces DIR/traces",
+                    "this run as a page",
+                ),
+                ("tracedstore-run torchrun ... train.py", "your own job, unchanged"),
+                ("tracedstore dashboards export monitoring/", "dashboards and alerts"),
+                ("tracedstore demo --top", "the demo on the screen of top"),
+                ("tracedstore demo --serve", "endpoints for a Prometheus"),
+                ("tracedstore demo --store etcd", "another store; also file"),
+            ],
+        )
+
+    def _table(self, heading: str, width: int, rows: list[tuple[str, str]]) -> None:
+        """Print rows with labels of one width; a heading is never broken."""
+        self.screen.print(Line(""), Line(heading, _HEADING, indent=None))
+        for label, text in rows:
+            self.screen.print(Line(f"  {label:{width}}  {text}", indent=width + 4))
+
+    def serving(self, survivors: int, sd: str, store: str) -> None:
+        """Print how Prometheus and other commands reach the survivors."""
+        heading = f"{survivors} survivors serve until Ctrl-C. For a Prometheus:"
+        self.screen.print(
+            Line(""),
+            Line(heading, _HEADING),
+            Line("  scrape_configs:"),
+            Line("    - job_name: tracedstore-demo"),
+            Line("      http_sd_configs:"),
+            Line(f"        - url: {sd}", indent=None),
+            Line("From the store, in another terminal:", _HEADING),
+            Line(f"  tracedstore status --store {store}", indent=None),
+            Line(f"  tracedstore sd --store {store}", indent=None),
+        )
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the summary as labels and texts."""
+    failed = ", ".join(f"{n:,} {kind}" for kind, n in summary["failed_calls"].items())
+    cas, lost = summary["cas_won"] + summary["cas_lost"], summary["cas_lost"]
+    ordered = sorted(summary["last_arrivals"].items(), key=lambda item: -item[1])
+    last = [f"rank {rank}: {n}x" for rank, n in ordered[:_MAX_LAST_RANKS]]
+    if others := sum(n for _, n in ordered[_MAX_LAST_RANKS:]):
+        last.append(f"others: {others}x")
+    gone, late = summary["missing"], summary["straggler"]
+    stall = summary["stalled"]
+    awaited = f"rank {fold(stall['ranks'])}, {stall['cause']}"
+    waits = [
+        f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
+        + (", timed out" if wait["result"] == "timeout" else "")
+        for wait in summary["slowest_waits"]
+    ]
+    delay = f"{late['late_seconds']:.2f} s late, {late['times']} times of {late['of']}"
+    return [
+        ("calls", f"{summary['calls']:,}, failed: {failed or 'none'}"),
+        ("CAS", f"{cas:,} made, {lost:,} lost to another writer"),
+        *zip(["slowest waits", *[""] * len(waits)], waits, strict=False),
+        ("arrived last", ", ".join(last)),
+        ("straggler", f"rank {late['rank']} on {late['host']}, {delay}"),
+        (
+            "awaited",
+            f"{awaited}, in {stall['phase']} by ranks {stall['waiting_ranks']}",
+        ),
+        ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
+        ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
+    ]

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +18,14 @@ import torch.distributed as dist
 
 from tracedstore.common.errors import CommandError
 from tracedstore.common.parent_death import die_with_parent
-from tracedstore.tools.demo.fetch import fetch
 
 _NAMESPACE = "tracedstore-demo"
 # Seconds for etcd to answer.
 _ETCD_TIMEOUT = 20.0
 # Another process may take a free port before etcd does.
 _ATTEMPTS = 3
+# Without the user's proxy, which is not for this machine.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
@@ -144,3 +146,10 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def fetch(url: str, timeout: float) -> bytes:
+    """Return a page of a server on this machine; raise OSError if there is none."""
+    with _opener.open(url, timeout=timeout) as response:
+        body: bytes = response.read()
+        return body
