@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import barrier_durations
-from barrier_variants import FLOORS, VARIANTS, configure
+from barrier_durations import FLOORS, VARIANTS, configure
 from wire import CountingStore, Relay, relay
 
 from tracedstore.coordination.arrivals import BarrierKeys
@@ -24,7 +24,7 @@ class Completed:
     """Completed barriers of one world size: milliseconds, and round trips of a rank.
 
     Ours is compared with torch's in the same processes, so there are several of
-    torch's. The floors are the ratios of `barrier_variants.FLOORS` to torch's.
+    torch's. The floors are the ratios of `barrier_durations.FLOORS` to torch's.
     Round trips are those of the rank with the most. ``before_release`` counts the round
     trips of the last rank before it released the others, ``first`` those of the first
     barrier on a connection.

@@ -10,25 +10,101 @@ The lower quartile of the durations is taken: another process that uses the mach
 makes a barrier longer, and never shorter. How processes are laid out in memory and on
 the cores matters more: the ratios of single sets of processes differ by up to 0.3. So
 each measurement is made with several sets, and the one with the median ratio counts.
+
+What is compared, and the telemetry that each barrier runs with, are here too.
 """
 
 import gc
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
+import structlog
 import torch.distributed as dist
-from barrier_variants import FLOORS, VARIANTS, configure
+from harness import discarding_provider
+from prometheus_client import CollectorRegistry
+from torch.distributed.elastic.utils import store as torch_store_utils
 
 import tracedstore
+from tracedstore.coordination.arrivals import (
+    BarrierKeys,
+    encode_arrival,
+    last_arrival,
+)
 
 # Seconds until all ranks have received their instruction and sleep until the start.
 _START_DELAY, _START_DELAY_PER_RANK = 0.005, 0.0005
+
+
+Barrier = Callable[[Any, int, str, int], None]
+
+
+def _torch_barrier(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    torch_store_utils.barrier(store, world_size, prefix, 60, rank=rank)
+
+
+def _our_barrier(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    tracedstore.barrier(store, world_size, prefix, 60, rank=rank)
+
+
+VARIANTS: dict[str, Barrier] = {
+    "torch": _torch_barrier,
+    "ours": _our_barrier,
+    "configured": _our_barrier,
+}
+
+
+def _calls(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    keys = BarrierKeys(prefix)
+    store.append(keys.ledger, encode_arrival(rank, time.time()))
+    if store.add(keys.num_members, 1) == world_size:
+        store.set(keys.last_member, "")
+        store.compare_set(keys.ledger, "", "")
+    else:
+        store.wait([keys.last_member], timedelta(seconds=60))
+
+
+def _calls_and_last_rank(store: Any, world_size: int, prefix: str, rank: int) -> None:
+    keys = BarrierKeys(prefix)
+    store.append(keys.ledger, encode_arrival(rank, time.time()))
+    if store.add(keys.num_members, 1) == world_size:
+        store.set(keys.last_member, last_arrival(rank))
+        store.compare_set(keys.ledger, "", "")
+    else:
+        store.wait([keys.last_member], timedelta(seconds=60))
+        store.compare_set(keys.last_member, "", "")
+
+
+# What a barrier cannot do without, on the bare store: its calls, and with telemetry the
+# last rank, which the others read.
+FLOORS: dict[str, Barrier] = {
+    "calls": _calls,
+    "calls and last rank": _calls_and_last_rank,
+}
+
+
+def configure(variant: str) -> None:
+    """Set up the telemetry of this process for a variant.
+
+    No call counts as slow. With dozens of ranks to a core every call is, which has a
+    cost of its own.
+    """
+    structlog.reset_defaults()
+    common: dict[str, Any] = {"registry": CollectorRegistry(), "slow_after": 60}
+    if variant != "configured":
+        tracedstore.configure(**common)
+        return
+    structlog.configure(
+        processors=[structlog.processors.JSONRenderer()],
+        logger_factory=structlog.ReturnLoggerFactory(),
+    )
+    tracedstore.configure(**common, tracer_provider=discarding_provider())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import tracedstore
 from faults.cases import Fault
-from faults.channel import Channel
+from faults.processes import Channel
 from tracedstore import names
 
 _MEGABYTE = 2**20

@@ -13,9 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults import expectations, ranks, servers
+from faults import ranks, servers
 from faults.cases import Case, Fault
-from faults.oracle import EXIT_BOUND, VERDICT_BOUND, RankRecord, is_stall_report
+from faults.oracle import (
+    EXIT_BOUND,
+    VERDICT_BOUND,
+    RankRecord,
+    is_stall_report,
+    may_block,
+    record_of,
+)
 from faults.processes import Process
 
 # Seconds for a process to start on a machine under load.
@@ -142,9 +149,7 @@ class Director:
         self._advance()
         while not finished() and time.monotonic() < deadline:
             due = min((when for when, _ in self._timers), default=deadline)
-            blocked = any(
-                expectations.may_block(self._case, rank) for rank in self._ranks
-            )
+            blocked = any(may_block(self._case, rank) for rank in self._ranks)
             left = max(0.0, min(due, deadline) - time.monotonic())
             # A stall report arrives in a file, which has to be polled.
             for key, _ in self._selector.select(
@@ -286,7 +291,7 @@ class Director:
         A rank whose wait has ended is not blocked: its verdict is due.
         """
         settled = self._injected + self._case.timeout + _SETTLE
-        if time.monotonic() < settled or not expectations.may_block(self._case, rank):
+        if time.monotonic() < settled or not may_block(self._case, rank):
             return False
         if any(
             line["kind"] == "result" or line.get("step") == "timed_out"
@@ -296,7 +301,7 @@ class Director:
         return any(map(is_stall_report, self._log(rank)[0]))
 
     def _record(self, rank: int) -> RankRecord:
-        record = expectations.record_of(self._case, rank)
+        record = record_of(self._case, rank)
         process = self._ranks.get(rank)
         if process is None:
             return record

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from faults import endings, pairs, signal_child
-from faults.channel import Channel
 from faults.endings import COLUMNS
-from faults.processes import Process
+from faults.processes import Channel, Process
 from faults.results import Result, ResultsFile, faults_in, markdown
 
 # Seconds without an answer after which a child is in a deadlock.

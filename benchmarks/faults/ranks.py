@@ -30,7 +30,7 @@ from torch.distributed.elastic.utils import store as torch_store
 import tracedstore
 from faults import actions
 from faults.cases import Case
-from faults.channel import Channel
+from faults.processes import Channel
 from faults.stores import RENDEZVOUS_STORE_TIMEOUT, Script, connect
 from tracedstore.common.timeouts import join_bounded_threads
 from tracedstore.recording.watcher import WATCHER

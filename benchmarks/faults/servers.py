@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from faults.channel import Channel
+from faults.processes import Channel
 
 # Seconds that a slow collector takes for a response.
 _SLOW_RESPONSE = 1.0

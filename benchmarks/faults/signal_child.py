@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
-from faults.channel import Channel
+from faults.processes import Channel
 
 BASES = ("bare", "python", "native")
 SETTINGS = ("default", "spans")
