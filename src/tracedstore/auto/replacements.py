@@ -55,7 +55,9 @@ def rendezvous(
 ) -> Iterator[RendezvousResult]:
     """Replace the rendezvous handler of an init method."""
     results = original(*args, **kwargs)
-    with _watch_connecting(args, kwargs):
+    # The constructor of the store may wait for other ranks, or fail.
+    target = _guarded(_target_of_url, args[0], kwargs.get("timeout"))
+    with connecting.watched(target):
         first = next(results, None)
     if first is None:
         return
@@ -120,7 +122,7 @@ def _traced_creator(params: Any) -> Callable[..., Any]:
 
 def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> Store:
     """Replace the creation of a store of torchrun's agent."""
-    with _watch_agent(original, args, kwargs):
+    with connecting.watched(_guarded(_target_of_agent, original, args, kwargs)):
         bare = original(*args, **kwargs)
     store = _trace(bare)
     if isinstance(store, TracedStore) and store is not bare:
@@ -129,13 +131,6 @@ def agent_store(original: Callable[..., Store], *args: Any, **kwargs: Any) -> St
         # that is closed.
         store.close()
     return store
-
-
-def _watch_connecting(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AbstractContextManager[None]:
-    """Diagnose the constructor of the store of an init method."""
-    return connecting.watched(_guarded(_target_of_url, args[0], kwargs.get("timeout")))
 
 
 def _target_of_url(url: str, timeout: Any) -> addresses.ConnectTarget | None:
@@ -147,21 +142,15 @@ def _target_of_url(url: str, timeout: Any) -> addresses.ConnectTarget | None:
     return target
 
 
-def _watch_agent(
+def _target_of_agent(
     original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AbstractContextManager[None]:
-    """Diagnose a store of torchrun's agent.
+) -> addresses.ConnectTarget | None:
+    """Return what a store of torchrun's agent connects to, if that is diagnosed here.
 
     The TCPStore of a static rendezvous waits for all agents. The store for the workers
     connects to the address that the agent publishes. `rendezvous` reports failures of
     the others.
     """
-    return connecting.watched(_guarded(_target_of_agent, original, args, kwargs))
-
-
-def _target_of_agent(
-    original: Callable[..., Store], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> addresses.ConnectTarget | None:
     ensure_configured()
     if isinstance(original, type):
         return addresses.of_agent(*args, **kwargs)

@@ -170,11 +170,17 @@ def answer_failure(where: str, answer: dict[str, Any], status: int) -> Failure:
     if not isinstance(text, str) or not text:
         text = f"HTTP status {status}"
     message = printable(text[:_MAX_TEXT])
-    failure = _failure(where, code if isinstance(code, int) else 0, message)
-    if failure is None:
-        error = EtcdError(f"etcd at {where} rejects a request: {message}")
-        return proxy_failure(error, status)
-    return failure
+    for kind in _KINDS:
+        if kind.matches(code, message):
+            told = kind.text.format(etcd=f"etcd at {where}", message=message)
+            return Failure(
+                error=kind.error(told),
+                sent=kind.sent,
+                transient=kind.transient,
+                expired=kind.expired,
+            )
+    error = EtcdError(f"etcd at {where} rejects a request: {message}")
+    return proxy_failure(error, status)
 
 
 def proxy_failure(error: EtcdError, status: int) -> Failure:
@@ -200,7 +206,7 @@ class _Kind:
     transient: bool = False
     expired: bool = False
 
-    def matches(self, code: int, message: str) -> bool:
+    def matches(self, code: Any, message: str) -> bool:
         known = not self.codes or code in self.codes
         return known and any(part in message for part in self.has)
 
@@ -289,16 +295,3 @@ _KINDS = (
         transient=True,
     ),
 )
-
-
-def _failure(where: str, code: int, message: str) -> Failure | None:
-    matching = (kind for kind in _KINDS if kind.matches(code, message))
-    kind = next(matching, None)
-    if kind is None:
-        return None
-    return Failure(
-        error=kind.error(kind.text.format(etcd=f"etcd at {where}", message=message)),
-        sent=kind.sent,
-        transient=kind.transient,
-        expired=kind.expired,
-    )

@@ -264,13 +264,11 @@ class Namespace:
     """Reads and writes the keys of one namespace.
 
     Attributes:
-        name: The name of the namespace.
         prefix: The prefix of its keys in etcd.
         transport: The connection to etcd.
     """
 
     def __init__(self, name: str, transport: Gateway) -> None:
-        self.name = name
         self.prefix = prefix_of(name)
         self.transport = transport
 
