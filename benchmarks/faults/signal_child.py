@@ -99,7 +99,6 @@ class Child:
         body()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
-        self._channel.send("ready")
         self._serve(body)
         self._channel.send(
             "result", runs=self._runs, **self._counts, **self._telemetry()
@@ -109,9 +108,14 @@ class Child:
     def _serve(self, body: Callable[[], None]) -> None:
         """Run the loop until all signals are settled.
 
+        The first signal may come as soon as the line is written, before `send` returns.
         No signal is under way while an interruption is settled, but one may come while
         this catches another error. The second loop is for that.
         """
+        try:
+            self._channel.send("ready")
+        except Interruption as error:
+            self._caught = error
         while True:
             try:
                 self._catch(body)
