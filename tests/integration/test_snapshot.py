@@ -13,11 +13,11 @@ import tracedstore
 from integration.harness import operation_counts
 from support.stores import file, tcp
 from tracedstore.coordination.arrivals import (
-    Arrivals,
     BarrierKeys,
     read_arrivals,
     record_arrival,
 )
+from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.etcd.request_counts import count_requests_of
 
 MakeEtcd = Callable[[Path], Store]
@@ -53,7 +53,7 @@ class TestSameResult:
         }
         for number, arrived in enumerate(self.STATES):
             keys = BarrierKeys(f"barrier/{number}")
-            results: dict[str, Arrivals] = {}
+            results: dict[str, MissingReport] = {}
             for way, store in stores.items():
                 arrive(store, keys, *arrived)
                 results[way] = read_arrivals(store, keys, self.WORLD)

@@ -34,8 +34,7 @@ from integration.harness import wait_until
 from support.events import Events
 from tracedstore import names
 from tracedstore.common.keys import MAX_FAMILIES, OTHER_FAMILIES
-from tracedstore.coordination.barrier import BarrierCall
-from tracedstore.coordination.trace_context import JOB_COUNT_KEY, JOB_KEY
+from tracedstore.coordination.barrier import JOB_COUNT_KEY, JOB_KEY, BarrierCall
 from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.export import setup
 from tracedstore.export.late_spans import LateSpans

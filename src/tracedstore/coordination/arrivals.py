@@ -24,6 +24,7 @@ from typing import Any
 
 from tracedstore import names
 from tracedstore.common import validation
+from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.store_access import etcd_keys, find_absent, read_key
 from tracedstore.recording.recorder import RECORDER
 
@@ -293,31 +294,10 @@ class Meeting:
         return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """The arrivals at a barrier, as far as its keys show.
-
-    Attributes:
-        arrived_count: Number of arrivals counted.
-        unseen_ranks: Ranks without a recorded arrival, in order. They are missing, or
-            among the unidentified arrivals.
-        duplicate_ranks: Ranks that arrived more than once.
-        unidentified_count: Arrivals without a rank: mostly plain torch ranks.
-        uncounted_ranks: Unseen ranks that recorded an arrival but were not counted:
-            they stopped while arriving.
-    """
-
-    arrived_count: int
-    unseen_ranks: tuple[int, ...]
-    duplicate_ranks: tuple[int, ...]
-    unidentified_count: int
-    uncounted_ranks: tuple[int, ...] = ()
-
-
 def read_arrivals(
     store: Any, keys: BarrierKeys, world_size: int, *, reads: int = _MAX_READS
-) -> Arrivals:
-    """Read which ranks arrived. Does not block and changes nothing.
+) -> MissingReport:
+    """Read which ranks arrived, without names. Does not block and changes nothing.
 
     A rank records its arrival before it is counted. One that dies between the two is
     recorded, and the barrier waits for it. So the two are compared: if more arrivals
@@ -362,12 +342,14 @@ def read_arrivals(
         uncounted = set(seen_ranks) - _confirmed(store, keys, seen_ranks)
         unseen |= uncounted
     unidentified = max(0, count - (world_size - len(unseen)) - repeats)
-    return Arrivals(
+    return MissingReport(
+        world_size=world_size,
         arrived_count=count,
         unseen_ranks=tuple(sorted(unseen)),
         duplicate_ranks=tuple(sorted(duplicates)),
         unidentified_count=unidentified,
         uncounted_ranks=() if unidentified else tuple(sorted(uncounted)),
+        names={},
     )
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, NamedTuple
 from tracedstore import names
 from tracedstore.common import codec, ranges, validation
 from tracedstore.common.codec import LATER, Kind, Printable, UpTo, WorldSize
-from tracedstore.coordination.arrivals import Arrivals
 from tracedstore.naming import decoders
 from tracedstore.recording.cold_metrics import Labels
 
@@ -124,22 +123,6 @@ class MissingReport:
     findings: Annotated[Mapping[_RankKey, _Finding], UpTo(ranges.MAX_RANKS), LATER] = (
         field(default_factory=dict)
     )
-
-    @classmethod
-    def from_arrivals(
-        cls, arrivals: Arrivals, world_size: int, decoder: decoders.Decoder
-    ) -> "MissingReport":
-        """Make a report of arrivals, with the decoder's names."""
-        report = cls(
-            world_size=world_size,
-            arrived_count=arrivals.arrived_count,
-            unseen_ranks=arrivals.unseen_ranks,
-            unidentified_count=arrivals.unidentified_count,
-            duplicate_ranks=arrivals.duplicate_ranks,
-            uncounted_ranks=arrivals.uncounted_ranks,
-            names={},
-        )
-        return report.with_names(decoder)
 
     @classmethod
     def unknown(cls, world_size: int) -> "MissingReport":

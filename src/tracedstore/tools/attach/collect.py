@@ -232,9 +232,7 @@ def _read_barrier(
         return barrier(complete=False, timed_out=timed_out)
     # The host that a rank registered, else the name that waiting ranks know it by.
     decoder = chain(hosts.__getitem__, names.__getitem__, default_name)
-    report = MissingReport.from_arrivals(
-        read_arrivals(snapshot, keys, world_size), world_size, decoder
-    )
+    report = read_arrivals(snapshot, keys, world_size).with_names(decoder)
     return barrier(
         complete=False,
         timed_out=timed_out,
