@@ -27,7 +27,7 @@ from tracedstore.local.host_ranks import AgentWorkers
 from tracedstore.local.sockets import (
     LOCAL_SOCKET,
     LocalReply,
-    ask_local,
+    ask_processes,
     local_processes,
 )
 
@@ -110,7 +110,7 @@ class TestAgentWorkers:
             )
 
             through_store = ask(stores.second_client(store), "status", range(5), LONG)
-            own = ask_local(os.getpid(), "status", LONG)
+            own = ask_processes([os.getpid()], "status", LONG)[os.getpid()]
         finally:
             processes.close(signal.SIGKILL)
 

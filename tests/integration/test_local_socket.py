@@ -25,7 +25,6 @@ from tracedstore.local.host_ranks import ask_host, ranks_of_host
 from tracedstore.local.sockets import (
     LOCAL_SOCKET,
     METRICS_PAGE,
-    ask_local,
     local_processes,
 )
 from tracedstore.recording.recorder import RECORDER
@@ -72,6 +71,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
             return child, child.next_report()
 
         yield start_one
+
+
+def ask_local(pid: int, kind: str, timeout: float) -> LocalReply | None:
+    """Ask one process of this host; None if it does not listen or does not answer."""
+    return ask_processes([pid], kind, timeout).get(pid)
 
 
 def info_of(rank: int, reported: dict[str, Any]) -> RankInfo:

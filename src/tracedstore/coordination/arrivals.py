@@ -100,21 +100,6 @@ class BarrierKeys:
         """The latest `MissingReport`."""
         return f"{self.prefix}/MISSING"
 
-    def of_all_ranks(self) -> tuple[str, ...]:
-        """Return the keys that are not of one rank."""
-        return (
-            self.num_members,
-            self.last_member,
-            self.ledger,
-            self.missing_report,
-            self.confirmations,
-            self.repeat_count,
-        )
-
-    def of_rank(self, rank: int) -> tuple[str, ...]:
-        """Return the keys of one rank."""
-        return self.trace(rank), self.repeated(rank), self.counted(rank)
-
 
 _LEDGER_SUFFIXES = (BarrierKeys("").ledger, BarrierKeys("").confirmations)
 

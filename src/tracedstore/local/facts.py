@@ -1,4 +1,11 @@
-"""Facts about one process of the job: its own answer, or another's word."""
+"""Facts about one process of the job: its own answer, or another's word.
+
+There is one object, `ProcessFacts`, and one encoder. The Unix socket, the page
+``/inflight`` and the answers through the store read and write it. `LocalIdentity` says
+which process of which job it is, as processes of one host tell them apart. `own_facts`
+collects the facts about this process: its calls in flight, when its last one ended, the
+key families that it wrote, and the stacks of its threads.
+"""
 
 import os
 import sys
@@ -8,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import tracedstore
 from tracedstore import names
@@ -26,7 +33,6 @@ from tracedstore.common.codec import (
 )
 from tracedstore.common.identity import (
     ProcessIdentity,
-    StoreIdentity,
     bottom_of,
     identify,
     process_identity,
@@ -43,7 +49,6 @@ from tracedstore.recording.recorder import RECORDER, Recorder
 from tracedstore.signals.inflight import InFlight, in_flight
 
 State = Literal["running", "stopped", "gone", "silent"]
-STATES: Final[tuple[State, ...]] = get_args(State)
 
 # How the detail of a process begins that runs and does not answer.
 NO_ANSWER: Final = "did not answer within"
@@ -91,7 +96,7 @@ class WrittenFamily:
     """A key family that a process wrote.
 
     Attributes:
-        family: The family, as `core.keys.fold` returns it.
+        family: The family, as `keys.fold_numbers` returns it.
         last_key: The key of the last write that was recorded.
         writes: The number of recorded writes. Ordinary writes are recorded within the
             span budget only.
@@ -269,15 +274,13 @@ class LocalIdentity:
     def own(cls) -> "LocalIdentity":
         """Return the identity of this process, as far as it is known now."""
         registered = [handle for handle, _ in rank_registry.registered_stores()]
-        identity = _identity(
-            process_identity(),
-            os.environ,
-            os.getpid(),
-            procfs.own_start_ticks(),
-            registered=bool(registered),
-        )
         names = {name for handle in registered if (name := _store_name(handle))}
-        return replace(identity, stores=tuple(sorted(names)[:_MAX_STORES]))
+        return replace(
+            cls._of(process_identity(), os.environ, os.getpid()),
+            start_ticks=procfs.own_start_ticks(),
+            registered=bool(registered),
+            stores=tuple(sorted(names)[:_MAX_STORES]),
+        )
 
     @classmethod
     def of_process(cls, pid: int) -> "LocalIdentity | None":
@@ -295,8 +298,23 @@ class LocalIdentity:
     @classmethod
     def of_environment(cls, environ: Mapping[str, str], pid: int) -> "LocalIdentity":
         """Return the identity of a process with these variables."""
-        identity = ProcessIdentity.from_environment(environ)
-        return _identity(identity, environ, pid, None, registered=False)
+        return cls._of(ProcessIdentity.from_environment(environ), environ, pid)
+
+    @classmethod
+    def _of(
+        cls, identity: ProcessIdentity, environ: Mapping[str, str], pid: int
+    ) -> "LocalIdentity":
+        address = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+        return cls(
+            rank=identity.rank,
+            world_size=identity.world_size,
+            run_id=identity.run_id,
+            attempt=restart_count(environ),
+            pid=pid,
+            start_ticks=None,
+            master=f"{address[0]}:{address[1]}" if all(address) else "",
+            registered=False,
+        )
 
     def same_job(self, other: "LocalIdentity") -> bool:
         """Return whether two processes belong to the same attempt of the same job.
@@ -314,40 +332,15 @@ class LocalIdentity:
         )
 
 
-def _identity(
-    identity: ProcessIdentity,
-    environ: Mapping[str, str],
-    pid: int,
-    start_ticks: int | None,
-    *,
-    registered: bool,
-) -> LocalIdentity:
-    address = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    return LocalIdentity(
-        rank=identity.rank,
-        world_size=identity.world_size,
-        run_id=identity.run_id,
-        attempt=restart_count(environ),
-        pid=pid,
-        start_ticks=start_ticks,
-        master=f"{address[0]}:{address[1]}" if all(address) else "",
-        registered=registered,
-    )
-
-
 def _store_name(handle: Any) -> str:
     """Return what processes of one host call the same store; "" if they share none."""
-    found = _store_identity(handle)
+    bottom = handle_of(bottom_of(handle))
+    found = bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
     if found.in_process or not (found.port or found.address):
         return ""
     # Processes may use different names of a host, and different paths to a file.
     where = found.port or os.path.realpath(found.address)
     return f"{found.kind} {where} {found.namespace}"[:_MAX_NAME].strip()
-
-
-def _store_identity(handle: Any) -> StoreIdentity:
-    bottom = handle_of(bottom_of(handle))
-    return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
 
 
 _WRITES: Final = frozenset(
@@ -357,21 +350,19 @@ _WRITES: Final = frozenset(
 _OWN_KEYS: Final = "tracedstore/"
 
 
+@dataclass(slots=True)
 class _Learned:
     """What is learned about one family.
 
     Attributes:
         last_key: The key of the last write.
-        writes: The number of writes.
         numbers: The number at each variable part; None for one that changes.
+        writes: The number of writes.
     """
 
-    __slots__ = ("last_key", "numbers", "writes")
-
-    def __init__(self, key: str, numbers: list[int | None]) -> None:
-        self.last_key = key
-        self.writes = 1
-        self.numbers = numbers
+    last_key: str
+    numbers: list[int | None]
+    writes: int = 1
 
     def add(self, key: str, numbers: list[int | None]) -> None:
         self.last_key = key

@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 from tracedstore import names
@@ -58,6 +58,11 @@ from tracedstore.recording.recorder import RECORDER
 MAX_SOCKETS: Final = 4096
 _PRIVATE: Final = 0o700
 _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})\.sock")
+# Connections of a client at a time: the job needs its descriptors for itself.
+_MAX_CONNECTIONS = 256
+# Workers of one agent.
+_MAX_WORKERS = 1024
+_MAX_REPLY_BYTES = 2 * MAX_ANSWER_BYTES
 
 
 class NoDirectoryError(OSError):
@@ -417,13 +422,6 @@ def _request(line: bytes) -> tuple[str, list[str]]:
 LOCAL_SOCKET: Final = LocalSocket()
 
 
-# Connections at a time: the job needs its descriptors for itself.
-_MAX_CONNECTIONS = 256
-# Workers of one agent.
-_MAX_WORKERS = 1024
-_MAX_REPLY_BYTES = 2 * MAX_ANSWER_BYTES
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalReply:
     """The reply of a process of this host.
@@ -446,6 +444,7 @@ class LocalReply:
         return codec.from_fields(cls, validation.load_json(value, _MAX_REPLY_BYTES))
 
 
+@dataclass(slots=True)
 class _Asked:
     """A process that was asked.
 
@@ -456,18 +455,10 @@ class _Asked:
         received: What it has sent.
     """
 
-    def __init__(self, pid: int, connection: socket.socket, deadline: float) -> None:
-        self.pid = pid
-        self.connection = connection
-        self.deadline = deadline
-        self.received = bytearray()
-
-
-def ask_local(
-    pid: int, kind: str, timeout: float, families: Iterable[str] = ()
-) -> LocalReply | None:
-    """Ask one process of this host; None if it does not listen or does not answer."""
-    return ask_processes([pid], kind, timeout, families).get(pid)
+    pid: int
+    connection: socket.socket
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
 
 
 def local_processes(
