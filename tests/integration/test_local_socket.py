@@ -25,6 +25,8 @@ from tracedstore.local.host_ranks import ask_host, ranks_of_host
 from tracedstore.local.sockets import (
     LOCAL_SOCKET,
     METRICS_PAGE,
+    LocalReply,
+    ask_processes,
     local_processes,
 )
 from tracedstore.recording.recorder import RECORDER
