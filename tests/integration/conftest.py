@@ -105,3 +105,12 @@ def job(
     prefix = f"/jobs/{tmp_path.name}"
     url = f"etcd://127.0.0.1:{etcd_server.port}{prefix}"
     return EtcdStore(etcd_server.client(), prefix), url
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd for one test."""
+    server = EtcdServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()

@@ -1,6 +1,6 @@
 """EtcdStore on a real etcd: the requests inside its calls."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -168,27 +168,18 @@ LATER_CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd for one test."""
-    server = EtcdServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.mark.processes
 class TestKilled:
     """etcd is killed during a call."""
 
     def test_same_errors(
-        self, registry: CollectorRegistry, own_server: EtcdServer
+        self, registry: CollectorRegistry, own_etcd: EtcdServer
     ) -> None:
         """A blocked call, and all later calls, fail as with a bare store."""
         tracedstore.configure(registry=registry, log_format="off")
 
         def make() -> Any:
-            client = own_server.client()
+            client = own_etcd.client()
             return EtcdStore(client, "/killed", timedelta(seconds=50))
 
         bare, traced = make(), tracedstore.wrap(make())
@@ -197,7 +188,7 @@ class TestKilled:
         traced_call = in_background(lambda: traced.get("never"))
         wait_until(lambda: any(c.waited_seconds > 0.3 for c in tracedstore.in_flight()))
 
-        own_server.kill()
+        own_etcd.kill()
         raised = [type(call.exception(60)) for call in (bare_call, traced_call)]
         for later_call in LATER_CALLS.values():
             for store in (bare, traced):

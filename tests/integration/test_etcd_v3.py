@@ -53,15 +53,6 @@ def older_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServe
     server.stop()
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd for one test."""
-    server = EtcdServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
-
-
 KEYS = st.sampled_from(["a", "a/b", "b", "\0", "\1"])
 VALUES = st.sampled_from(["", "1", "-7", "x", "12x", b"\xff\x00"])
 OPERATIONS = st.one_of(
@@ -295,43 +286,43 @@ class TestWaiting:
         with pytest.raises(EtcdError, match="closed"):
             call.result(60)
 
-    def test_survives_restart(self, own_server: EtcdServer) -> None:
+    def test_survives_restart(self, own_etcd: EtcdServer) -> None:
         """A wait continues when the server comes back, and is woken."""
-        store: Any = EtcdV3Store(own_server.address, "restart", timeout=LONG)
+        store: Any = EtcdV3Store(own_etcd.address, "restart", timeout=LONG)
         other = store.clone()
         other.set("before", "v")
         store.get("before")
         call = in_background(lambda: store.get("late"))
         wait_until(lambda: store._gateway._pool._own().busy)
 
-        own_server.kill()
-        own_server.restart()
+        own_etcd.kill()
+        own_etcd.restart()
         other.get("before")
         other.set("late", "v")
 
         assert call.result(60) == b"v"
 
-    def test_survives_stopped_server(self, own_server: EtcdServer) -> None:
+    def test_survives_stopped_server(self, own_etcd: EtcdServer) -> None:
         """A wait on a server that does not answer times out, and can be repeated."""
-        store: Any = EtcdV3Store(own_server.address, "stopped", timeout=SHORT)
+        store: Any = EtcdV3Store(own_etcd.address, "stopped", timeout=SHORT)
         store.set("k", "v")
-        pause(own_server.pid)
+        pause(own_etcd.pid)
         try:
             with pytest.raises(DistStoreError, match=r"Wait timeout .*keys: k; .*etcd"):
                 store.get("k")
         finally:
-            own_server.resume()
+            own_etcd.resume()
 
         store.set_timeout(LONG)
         assert store.get("k") == b"v"
 
-    def test_compacted_revision(self, own_server: EtcdServer) -> None:
+    def test_compacted_revision(self, own_etcd: EtcdServer) -> None:
         """A watch from a revision that is compacted ends, so that its caller reads."""
-        store: Any = EtcdV3Store(own_server.address, "compacted")
+        store: Any = EtcdV3Store(own_etcd.address, "compacted")
         for number in range(5):
             store.set("k", str(number))
-        own_server.call("kv/compaction", {"revision": 4, "physical": True})
-        gateway = Gateway(parse_endpoints(own_server.address, secure=False))
+        own_etcd.call("kv/compaction", {"revision": 4, "physical": True})
+        gateway = Gateway(parse_endpoints(own_etcd.address, secure=False))
         keys = key_range(prefix_of("compacted"), "k")
 
         with pytest.raises(WatchEnded):
