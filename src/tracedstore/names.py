@@ -231,7 +231,7 @@ BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
     ("version", "torch", "core"),
-    "Always 1; the labels contain the versions and the recording core.",
+    "Always 1; the labels contain the versions and the recording base.",
 )
 
 # All of them, in the order in which they are defined.

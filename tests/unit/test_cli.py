@@ -56,7 +56,7 @@ class TestEveryCommand:
     def test_version(
         self, command: list[str], capsys: pytest.CaptureFixture[str], core: str
     ) -> None:
-        """``--version`` prints the version of the package and the recording core."""
+        """``--version`` prints the version of the package and the recording base."""
         code, out, err = run_to_exit([*command, "--version"], capsys)
 
         assert (code, err) == (0, "")
