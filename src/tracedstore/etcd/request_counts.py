@@ -7,7 +7,6 @@ the client counts them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -25,18 +24,6 @@ _REQUESTS = frozenset(
 _MAX_REQUESTS_SHOWN = 16
 
 
-@dataclass(slots=True)
-class AttemptCounts:
-    """The counts of a call that lasts; see `Attempts`."""
-
-    requests: int = 0
-    swaps_won: int = 0
-    swaps_lost: int = 0
-    watch_timeouts: int = 0
-    recoveries: int = 0
-    shown: list[EtcdRequest] = field(default_factory=list)
-
-
 class AttemptCounter:
     """Counts what a thread does between `start` and `stop`.
 
@@ -45,25 +32,17 @@ class AttemptCounter:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, AttemptCounts] = {}
+        self._counts: dict[int, Attempts] = {}
 
     def start(self) -> None:
         """Start to count for this thread."""
-        self._counts[get_ident()] = AttemptCounts()
+        self._counts[get_ident()] = Attempts()
 
     def stop(self) -> Attempts:
         """Stop counting for this thread, and return the counts."""
-        counts = self._counts.pop(get_ident())
-        return Attempts(
-            requests=counts.requests,
-            swaps_won=counts.swaps_won,
-            swaps_lost=counts.swaps_lost,
-            watch_timeouts=counts.watch_timeouts,
-            recoveries=counts.recoveries,
-            shown=tuple(counts.shown),
-        )
+        return self._counts.pop(get_ident())
 
-    def current(self) -> AttemptCounts | None:
+    def current(self) -> Attempts | None:
         """Return the counts of this thread's call; None without one."""
         return self._counts.get(get_ident())
 
@@ -109,7 +88,7 @@ class Traffic(AttemptCounter):
             request = EtcdRequest(
                 name, server, result, RECORDER.clock.wall_of(started), duration
             )
-            counts.shown.append(request)
+            counts.shown += (request,)
 
     def add_recovery(self, kind: Recovery) -> None:
         """Count a step that a failure made necessary."""
@@ -173,7 +152,7 @@ class CountingClient:
 
 
 def _counted(
-    name: str, request: Callable[..., Any], counts: AttemptCounts
+    name: str, request: Callable[..., Any], counts: Attempts
 ) -> Callable[..., Any]:
     import etcd  # noqa: PLC0415 - EtcdV3Store does not need it
 

@@ -164,9 +164,11 @@ class EtcdRequest:
     duration_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attempts:
     """The requests that a store made inside one call (EtcdStore, EtcdV3Store).
+
+    The store counts in it while the call lasts; after that nothing changes it.
 
     Attributes:
         requests: Requests made to the store's server.
