@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 # The tests write the same keys.
 from support.jobs_in_stores import arrive, register
 from tracedstore.tools.attach.address import Address
-from tracedstore.tools.attach.collect import read_job_state, select_keys
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_state import read_job_state, select_keys
+from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.top.live import LiveApp
-from tracedstore.tools.top.model_builder import build_model
-from tracedstore.tools.top.reader_process import JobReader, Request, Response
+from tracedstore.tools.top.reader_process import JobReader, ReaderAnswer, ReaderRequest
 
 REAL, SIMULATED = 1024, 16_384
 BARRIERS = 20
@@ -59,19 +59,19 @@ class SimulatedJob:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def read(self, _request: Request) -> Response:
+    def read(self, _request: ReaderRequest) -> ReaderAnswer:
         """Return the job."""
         # As between two processes.
         snapshot = StoreSnapshot.take(self._store, select_keys)
-        status = Status(
+        status = JobReading(
             store=self.source,
             now=time.time(),
             job=read_job_state(pickle.loads(pickle.dumps(snapshot))),
             replies={},
             after=5.0,
         )
-        response = Response(model=build_model(status))
-        received: Response = pickle.loads(pickle.dumps(response))
+        response = ReaderAnswer(job=view_of(status))
+        received: ReaderAnswer = pickle.loads(pickle.dumps(response))
         return received
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class SimulatedJob:
 
 def measure(source: Any, ranks: int) -> dict[str, float]:
     """Return the medians of a refresh, of drawing alone, and of a key."""
-    source.read(Request())  # imports torch in the reader
+    source.read(ReaderRequest())  # imports torch in the reader
     refreshes, drawings, keys = [], [], []
 
     async def refresh() -> None:
@@ -88,14 +88,14 @@ def measure(source: Any, ranks: int) -> dict[str, float]:
         async with app.run_test(size=_SIZE) as pilot:
             for _ in range(REFRESHES):
                 started = time.perf_counter()
-                response = source.read(Request())
+                response = source.read(ReaderRequest())
                 read = time.perf_counter()
-                app.post_message(LiveApp.Arrived(Request(), response))
+                app.post_message(LiveApp.Arrived(ReaderRequest(), response))
                 await pilot.pause()
                 drawn = time.perf_counter()
                 refreshes.append(drawn - started)
                 drawings.append(drawn - read)
-            assert f"missing 1 of {ranks}" in app.shown_model().headline
+            assert f"missing 1 of {ranks}" in app.shown_job().headline
             for _ in range(REFRESHES):
                 started = time.perf_counter()
                 await pilot.press("right")
@@ -117,9 +117,9 @@ class _Idle:
     def __init__(self) -> None:
         self._closed = False
 
-    def read(self, _request: Request) -> Response:
+    def read(self, _request: ReaderRequest) -> ReaderAnswer:
         """Return nothing."""
-        return Response(error="nothing new")
+        return ReaderAnswer(error="nothing new")
 
     def close(self) -> None:
         """Do nothing."""

@@ -69,7 +69,7 @@ def make_picture(folder: Path, picture: Path) -> None:
 async def _draw(url: str) -> str:
     app = LiveApp(JobReader(Address(url), TokenPolicy(), after=5.0), 0.5, Path())
     async with asyncio.timeout(_TIMEOUT), app.run_test(size=_SIZE) as pilot:
-        while "load_dataset" not in app.shown_model().headline:
+        while "load_dataset" not in app.shown_job().headline:
             await pilot.pause(0.1)
         await pilot.pause()
         svg = screen_svg(app, f"tracedstore top --store {url}")

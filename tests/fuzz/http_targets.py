@@ -16,10 +16,11 @@ from tracedstore.export import http_endpoint as endpoint
 from tracedstore.export import http_server as server
 from tracedstore.export.settings import Settings
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.tools.attach import inflight_client
+from tracedstore.tools.attach import rank_endpoints
+from tracedstore.tools.attach.job_reading import JobReading
 from tracedstore.tools.attach.job_state import JobState
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.status_text import status_lines
+from tracedstore.tools.attach.job_text import status_lines
+from tracedstore.tools.attach.live_view import view_of
 
 _SECRET = b"content behind a token"
 _TOKEN = "c2VjcmV0IHRva2Vu"
@@ -110,12 +111,12 @@ def _response(data: bytes) -> None:
 
     with mock.patch.object(asyncio, "open_connection", respond):
         reply = _loop.run_until_complete(
-            inflight_client._reply(
-                _INFO, lambda _: inflight_client.fetch("h", 1), rank_timeout=30.0
+            rank_endpoints._reply(
+                _INFO, lambda _: rank_endpoints.fetch("h", 1), rank_timeout=30.0
             )
         )
-    status = Status(store="tcp://h:1", now=1.0, job=_JOB, replies={_INFO: reply})
-    for line in status_lines(status):
+    status = JobReading(store="tcp://h:1", now=1.0, job=_JOB, replies={_INFO: reply})
+    for line in status_lines(view_of(status)):
         str(line)
     json.dumps(status.to_json()).encode()
 

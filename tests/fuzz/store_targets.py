@@ -35,10 +35,11 @@ from tracedstore.export.discovery import listed
 from tracedstore.local.facts import Frame, ProcessFacts, WrittenFamily
 from tracedstore.naming import rosters
 from tracedstore.rendezvous.state import Attendance, parse_state
-from tracedstore.tools.attach.collect import read_job_state, select_keys
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.status_text import status_lines
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_state import read_job_state, select_keys
+from tracedstore.tools.attach.job_text import status_lines
+from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _NOW = datetime(2026, 11, 16, tzinfo=UTC)
@@ -187,8 +188,8 @@ def _store_contents(data: bytes) -> None:
     selected = select_keys(list(contents))
     snapshot = StoreSnapshot(contents, {key: contents[key] for key in selected})
     job = read_job_state(snapshot)
-    status = Status(store="tcp://h:1", now=_NOW.timestamp(), job=job, replies={})
-    for line in status_lines(status):
+    status = JobReading(store="tcp://h:1", now=_NOW.timestamp(), job=job, replies={})
+    for line in status_lines(view_of(status)):
         str(line)
     json.dumps(status.to_json()).encode()
 

@@ -15,7 +15,7 @@ from support.etcd import EtcdServer
 from tracedstore import BarrierTimeout
 from tracedstore.etcd import EtcdV3Store
 from tracedstore.tools.attach.address import Address
-from tracedstore.tools.attach.store_connection import connect
+from tracedstore.tools.attach.store_snapshot import connect
 
 pytestmark = pytest.mark.etcd
 

@@ -23,7 +23,11 @@ from tracedstore.tools.attach import job_reading as reading
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.top.live import LiveApp
-from tracedstore.tools.top.reader_process import JobReader, ReaderLostError, Request
+from tracedstore.tools.top.reader_process import (
+    JobReader,
+    ReaderLostError,
+    ReaderRequest,
+)
 from tracedstore.tools.top.rows import plain_text
 
 pytestmark = pytest.mark.processes
@@ -179,7 +183,7 @@ class TestKeys:
         async def scenario() -> None:
             async with running(f"tcp://127.0.0.1:{port}", tmp_path) as (pilot, app):
                 await until(pilot, app, "nothing listens there")
-                assert "; trying again" in app.shown_model().headline
+                assert "; trying again" in app.shown_job().headline
                 with served(port):
                     await until(pilot, app, "healthy: 2 ranks on 1 host")
                 screen = await until(pilot, app, "store lost, last read ")
@@ -256,7 +260,7 @@ class TestReader:
             reader = JobReader(Address(f"tcp://127.0.0.1:{port}"), TokenPolicy())
             reader.close()
             with pytest.raises(ReaderLostError):
-                reader.read(Request())
+                reader.read(ReaderRequest())
 
 
 def top(*arguments: str, **environ: str) -> Terminal:

@@ -2,8 +2,9 @@
 
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import Frame, ProcessFacts
-from tracedstore.tools.attach.answers_text import answer_lines
-from tracedstore.tools.attach.asking import Answers
+from tracedstore.tools.attach.job_reading import Answers
+from tracedstore.tools.attach.job_text import answer_lines
+from tracedstore.tools.attach.live_view import answered
 
 
 def answers(world_size: int, functions: dict[int, str]) -> Answers:
@@ -32,7 +33,7 @@ def answers(world_size: int, functions: dict[int, str]) -> Answers:
 
 def text(given: Answers, blocked: tuple[int, ...] = ()) -> list[str]:
     """Return the lines as plain text."""
-    return [line.text for line in answer_lines(given, blocked)]
+    return [line.text for line in answer_lines(answered(given, blocked))]
 
 
 def test_unblocked_ranks_are_grouped() -> None:

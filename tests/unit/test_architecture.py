@@ -87,7 +87,8 @@ ALLOWED_IMPORTS = {
     "tools/__init__": set[str](),
     "tools/terminal": set[str](),
     "tools/kubernetes_manifests": set[str](),
-    "tools/report": {"names", "common", "naming", "diagnosis"},
+    "tools/job_view": {"common", "coordination"},
+    "tools/report": {"names", "common", "naming", "diagnosis", "tools/job_view"},
     "tools/attach": {
         "names",
         "common",
@@ -98,6 +99,7 @@ ALLOWED_IMPORTS = {
         "etcd",
         "export",
         "rendezvous",
+        "tools/job_view",
         "tools/terminal",
         "local",
     },
@@ -111,6 +113,7 @@ ALLOWED_IMPORTS = {
         "export",
         "tools/attach",
         "tools/report",
+        "tools/job_view",
         "tools/terminal",
         "local",
     },
@@ -149,7 +152,7 @@ ALLOWED_IMPORTS = {
 ALLOWED_USERS = {
     "etcd": {
         "etcd/request_counts.py",
-        "tools/attach/store_connection.py",
+        "tools/attach/store_snapshot.py",
         "tools/demo/store_servers.py",
     },
     "prometheus_client": {
@@ -173,15 +176,13 @@ ALLOWED_USERS = {
         "tools/terminal.py",
         "tools/cli/status.py",
         "tools/top/rows.py",
-        "tools/top/theme.py",
-        "tools/top/lines_widget.py",
+        "tools/top/app.py",
     },
     # In the extra `tools`.
     "textual": {
         "tools/top/app.py",
         "tools/top/live.py",
-        "tools/top/lines_widget.py",
-        "tools/top/replay_app.py",
+        "tools/top/replay.py",
     },
     "textual_serve": {"tools/top/web.py"},
     "aiohttp": {"tools/top/web.py"},

@@ -266,7 +266,7 @@ class TestOtherMachines:
         script = (
             "import sys; sys.modules['torch'] = None\n"
             "import tracedstore.tools.cli.report, tracedstore.tools.report.analysis\n"
-            "import tracedstore.tools.top.replay, tracedstore.tools.top.replay_app\n"
+            "import tracedstore.tools.top.replay\n"
         )
 
         subprocess.run(

@@ -9,9 +9,13 @@ from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight
-from tracedstore.tools.attach.confirmation import Processes, find_doubt
-from tracedstore.tools.attach.inflight_client import Reply
-from tracedstore.tools.attach.stalled_ranks import BlockedRank, Stall
+from tracedstore.tools.attach.rank_endpoints import Reply
+from tracedstore.tools.attach.stall_records import (
+    BlockedRank,
+    Processes,
+    StallRecord,
+    find_doubt,
+)
 
 CALL = InFlight(
     operation="get",
@@ -63,7 +67,7 @@ def doubt(
         )
         for rank, some in (calls or {}).items()
     }
-    stall = Stall(prefix="", verdict=verdict, blocked=(blocked,))
+    stall = StallRecord(prefix="", verdict=verdict, blocked=(blocked,))
     processes = Processes(world_size=2, registered=infos, replies=replies)
     return find_doubt(stall, verdict, processes)
 

@@ -12,11 +12,10 @@ from support.events import Events
 from support.hostile_json import ENTRY
 from tracedstore import names
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
+from tracedstore.coordination.rank_registry import REGISTRY, RankInfo, parse_entry
 from tracedstore.export.discovery import targets
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.tools.attach import job_discovery
-from tracedstore.tools.attach.job_discovery import RegisteredRanks
+from tracedstore.tools.attach import job_reading
 from tracedstore.tools.cli import sd
 
 INFO = parse_entry(json.dumps(ENTRY).encode())
@@ -39,14 +38,14 @@ def test_watch(
     assert INFO is not None
     counts = iter([2, 2, 1, 0, 1])
 
-    def registered(_address: object) -> RegisteredRanks:
+    def registered(_address: object) -> tuple[list[RankInfo], int]:
         count = next(counts, None)
         if count is None:
             raise KeyboardInterrupt
-        return RegisteredRanks(infos=[INFO], invalid_count=count)
+        return [INFO], count
 
     monkeypatch.setattr(sd, "store_address", Reachable)
-    monkeypatch.setattr(job_discovery, "registered_ranks", registered)
+    monkeypatch.setattr(job_reading, "registered_ranks", registered)
     arguments = argparse.Namespace(
         store="tcp://h:1", run_id=None, output=None, watch=True, interval=0.0
     )

@@ -4,8 +4,8 @@ import json
 
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import Frame, ProcessFacts, State
-from tracedstore.tools.attach.asking import Answers
-from tracedstore.tools.attach.stacks_text import group_by_stacks, stack_lines, to_json
+from tracedstore.tools.attach.job_reading import Answers
+from tracedstore.tools.attach.job_text import group_by_stacks, stack_lines, to_json
 
 TRAIN = (
     Frame(file="c10d.py", line=5, function="all_reduce"),

@@ -9,9 +9,13 @@ from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_key
-from tracedstore.tools.attach import stalled_ranks as stalls
-from tracedstore.tools.attach.stalled_ranks import Stall, is_stall_key, read_stalls
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach import stall_records as stalls
+from tracedstore.tools.attach.stall_records import (
+    StallRecord,
+    is_stall_key,
+    read_stalls,
+)
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 
 RECORD = BlockedRecord(
     rank=3,
@@ -144,7 +148,7 @@ def test_nothing() -> None:
     found = read({VERDICT: b"", blocked_key(3): b""})
 
     assert (found.stalls, found.invalid_count) == ((), 0)
-    assert Stall(prefix="").fresh_verdict(0.0) is None
+    assert StallRecord(prefix="").fresh_verdict(0.0) is None
 
 
 def test_failed_call() -> None:

@@ -16,17 +16,18 @@ from tracedstore.coordination.arrivals import (
     encode_arrival,
 )
 from tracedstore.coordination.rank_registry import REGISTRY
-from tracedstore.tools.attach import store_contents as snapshot_module
-from tracedstore.tools.attach.collect import (
+from tracedstore.tools.attach import store_snapshot as snapshot_module
+from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_state import (
     MAX_LEDGERS,
+    JobState,
     _newest,
     read_job_state,
     select_keys,
 )
-from tracedstore.tools.attach.job_state import JobState
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.status_text import status_lines
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.job_text import status_lines
+from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 from tracedstore.tools.terminal import Screen
 
 
@@ -159,17 +160,17 @@ def job_of(store: Any) -> JobState:
     return read_job_state(StoreSnapshot.take(store, select_keys))
 
 
-def status_of(store: Any) -> Status:
+def status_of(store: Any) -> JobReading:
     """Make the status of a job whose ranks cannot be queried."""
-    return Status(store="s", now=0.0, job=job_of(store), replies={})
+    return JobReading(store="s", now=0.0, job=job_of(store), replies={})
 
 
-def text_of(status: Status, width: int = 80) -> str:
+def text_of(status: JobReading, width: int = 80) -> str:
     """Print a status as a command does, on a pipe of some width."""
     stream = io.StringIO()
     with Screen(stream) as screen:
         screen.console.width = width
-        screen.print(*status_lines(status))
+        screen.print(*status_lines(view_of(status)))
     return stream.getvalue().removesuffix("\n")
 
 
@@ -190,7 +191,7 @@ def test_restart(restarted: bool) -> None:
     dist.PrefixStore("attempt_1", store).set("b/last_member", "")
 
     job = job_of(store)
-    status = Status(store="s", now=30.0, job=job, replies={})
+    status = JobReading(store="s", now=30.0, job=job, replies={})
 
     assert [one.prefix for one in job.abandoned] == ["attempt_0/b"] * restarted
     assert [one.prefix for one in job.in_progress] == ["attempt_0/b"] * (not restarted)
@@ -239,7 +240,7 @@ class TestText:
     def test_unread_barriers(self) -> None:
         """Barriers that were not read are mentioned, and nothing is missing."""
         job = replace(job_of(dist.HashStore()), unread_in_progress=6)
-        status = Status(store="s", now=0.0, job=job, replies={})
+        status = JobReading(store="s", now=0.0, job=job, replies={})
 
         assert status.missing() == []
         assert text_of(status).endswith(

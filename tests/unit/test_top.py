@@ -21,20 +21,20 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight
-from tracedstore.tools.attach.collect import read_job_state, select_keys
-from tracedstore.tools.attach.inflight_client import Reply
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach import live_view
+from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_state import read_job_state, select_keys
+from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.rank_endpoints import Reply
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
+from tracedstore.tools.job_view import BarrierView, JobView, RankState, RankView
 from tracedstore.tools.report.logged_events import LoggedEvents
-from tracedstore.tools.top import fleet_grid as fleet
-from tracedstore.tools.top import fleet_states, views
-from tracedstore.tools.top.model import GLYPHS, Barrier, Model, Rank, State
-from tracedstore.tools.top.model_builder import build_model
+from tracedstore.tools.top import fleet, views
+from tracedstore.tools.top.fleet import GLYPHS
 from tracedstore.tools.top.rates import RateMeter, parse, quantile
 from tracedstore.tools.top.rows import fit, plain_text, shorten, sparkline, wrap
-from tracedstore.tools.top.screen_events import Seen
+from tracedstore.tools.top.saving import Seen
 from tracedstore.tools.top.selection import Selection
-from tracedstore.tools.top.waterfall import waterfall
 
 NOW = 1000.0
 HOSTILE = "\x1b[31mred\x07\u202egnp.exe\x9b2J[bold]x[/bold]\n"
@@ -45,11 +45,11 @@ def model_of(
     replies: Mapping[RankInfo, Reply] | None = None,
     after: float = 5.0,
     now: float = NOW,
-) -> Model:
+) -> JobView:
     """Make the model of a store."""
     job = read_job_state(StoreSnapshot.take(store, select_keys))
-    return build_model(
-        Status(store="s", now=now, job=job, replies=replies or {}, after=after)
+    return view_of(
+        JobReading(store="s", now=now, job=job, replies=replies or {}, after=after)
     )
 
 
@@ -61,14 +61,14 @@ def job(world_size: int, registered: int | None = None) -> Any:
     return store
 
 
-def states(model: Model) -> str:
+def states(model: JobView) -> str:
     """Return the state of each rank, a character each."""
     return "".join(GLYPHS[rank.state] for rank in model.ranks)
 
 
-def rank(number: int, state: State = State.RUNNING, host: str = "") -> Rank:
+def rank(number: int, state: RankState = RankState.RUNNING, host: str = "") -> RankView:
     """Return a rank; eight of them share a host."""
-    return Rank(
+    return RankView(
         rank=number, host=host or f"node{number // 8}", state=state, registered=1.0
     )
 
@@ -134,7 +134,7 @@ class TestStates:
 
     def test_absurd_world_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The ranks of a world size that any client can write are bounded."""
-        monkeypatch.setattr(fleet_states, "MAX_ABSENT", 10)
+        monkeypatch.setattr(live_view, "MAX_ABSENT", 10)
 
         model = model_of(job(1_000_000, registered=1))
 
@@ -297,8 +297,8 @@ class TestFleet:
     def test_worst_first(self) -> None:
         """Hosts with the worst ranks are first; a host is a line."""
         ranks = [rank(n) for n in range(24)]
-        ranks[9] = rank(9, State.WAITING)
-        ranks[20] = rank(20, State.GONE)
+        ranks[9] = rank(9, RankState.WAITING)
+        ranks[20] = rank(20, RankState.GONE)
 
         lines = text_of(fleet.layout(ranks, 80, 20).rows).splitlines()
 
@@ -311,8 +311,8 @@ class TestFleet:
 
     def test_large_job_is_folded(self) -> None:
         """Of 4,096 ranks, what is wrong is on the screen, and the rest is counted."""
-        ranks = [rank(n, State.WAITING) for n in range(4096)]
-        ranks[1234] = rank(1234, State.AWAITED)
+        ranks = [rank(n, RankState.WAITING) for n in range(4096)]
+        ranks[1234] = rank(1234, RankState.AWAITED)
 
         grid = fleet.layout(ranks, 80, 12)
 
@@ -320,7 +320,9 @@ class TestFleet:
             "node154  wwAwwwww  1 awaited, 7 waiting",
             "w 511 hosts, 4,088 ranks, all waiting  (Enter shows them)",
         ]
-        assert len(fleet.layout(ranks, 80, 12, unfolded={State.WAITING}).rows) == 512
+        assert (
+            len(fleet.layout(ranks, 80, 12, unfolded={RankState.WAITING}).rows) == 512
+        )
 
     def test_many_ranks_on_a_host(self) -> None:
         """The ranks of a large host are several lines."""
@@ -347,7 +349,7 @@ class TestFleet:
     def test_filter(self, pattern: str, found: list[int]) -> None:
         """A filter is a host, a rank, a range of ranks or a state."""
         ranks = [rank(n) for n in range(9)]
-        ranks.append(rank(9, State.AWAITED))
+        ranks.append(rank(9, RankState.AWAITED))
 
         shown = [one.rank for one in ranks if fleet.matches(one, pattern)]
 
@@ -360,8 +362,8 @@ class TestSelection:
     def test_fleet(self) -> None:
         """The worst rank is selected; arrows move by rank and by host."""
         ranks = [rank(n) for n in range(24)]
-        ranks[20] = rank(20, State.GONE)
-        model = Model(source="s", time=NOW, ranks=tuple(ranks))
+        ranks[20] = rank(20, RankState.GONE)
+        model = JobView(source="s", time=NOW, ranks=tuple(ranks))
         selection = Selection()
 
         selection.arrange(model, 80, 20)
@@ -379,11 +381,11 @@ class TestSelection:
         """A rank stays selected when its host moves on the screen."""
         ranks = [rank(n) for n in range(16)]
         selection = Selection()
-        selection.arrange(Model(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
+        selection.arrange(JobView(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
         selection.select(("rank", ("", 3)))
-        ranks[15] = rank(15, State.GONE)
+        ranks[15] = rank(15, RankState.GONE)
 
-        selection.arrange(Model(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
+        selection.arrange(JobView(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
 
         assert selection.target == ("rank", ("", 3))
 
@@ -391,17 +393,17 @@ class TestSelection:
         """Until the user selects a rank, the one that becomes the worst is."""
         ranks = [rank(n) for n in range(16)]
         selection = Selection()
-        selection.arrange(Model(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
-        ranks[15] = rank(15, State.GONE)
+        selection.arrange(JobView(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
+        ranks[15] = rank(15, RankState.GONE)
 
-        selection.arrange(Model(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
+        selection.arrange(JobView(source="s", time=NOW, ranks=tuple(ranks)), 80, 20)
 
         assert selection.target == ("rank", ("", 15))
 
     def test_fold(self) -> None:
         """The line of folded hosts can be selected and opened."""
         ranks = [rank(n) for n in range(800)]
-        model = Model(source="s", time=NOW, ranks=tuple(ranks))
+        model = JobView(source="s", time=NOW, ranks=tuple(ranks))
         selection = Selection()
 
         selection.arrange(model, 80, 10)
@@ -411,16 +413,16 @@ class TestSelection:
         selection.arrange(model, 80, 10)
         targets.append(selection.target)
 
-        assert targets == [("fold", State.RUNNING), ("rank", ("", 0))]
+        assert targets == [("fold", RankState.RUNNING), ("rank", ("", 0))]
         assert not selection.unfold()
 
     def test_barriers(self) -> None:
         """Headings are skipped."""
-        model = Model(
+        model = JobView(
             source="s",
             time=NOW,
-            in_progress=(Barrier(prefix="a", arrived=1),),
-            finished=(Barrier(prefix="b", complete=True, arrived=2),),
+            in_progress=(BarrierView(prefix="a", arrived=1),),
+            finished=(BarrierView(prefix="b", complete=True, arrived=2),),
         )
         selection = Selection()
         selection.view = "barriers"
@@ -437,7 +439,7 @@ class TestWaterfall:
 
     def test_by_rank(self) -> None:
         """Missing ranks are first; a line begins when its rank arrived."""
-        barrier = Barrier(
+        barrier = BarrierView(
             prefix="step/7",
             arrived=3,
             world_size=4,
@@ -447,9 +449,9 @@ class TestWaterfall:
             first=900.0,
             last=950.0,
         )
-        model = Model(source="s", time=NOW, ranks=tuple(rank(n) for n in range(4)))
+        model = JobView(source="s", time=NOW, ranks=tuple(rank(n) for n in range(4)))
 
-        title, *lines = text_of(waterfall(model, barrier, 80)).splitlines()
+        title, *lines = text_of(views.waterfall(model, barrier, 80)).splitlines()
 
         assert title == (
             "step/7: 3 of 4 arrived within 50 s, the first 1 min 40 s ago (in progress)"
@@ -464,7 +466,7 @@ class TestWaterfall:
     def test_by_host(self) -> None:
         """The ranks of a large job are shown by host."""
         times = {n: 900.0 + n / 100 for n in range(64) if n != 13}
-        barrier = Barrier(
+        barrier = BarrierView(
             prefix="b",
             arrived=63,
             missing_ranks=(13,),
@@ -473,9 +475,9 @@ class TestWaterfall:
             first=900.0,
             last=900.63,
         )
-        model = Model(source="s", time=NOW, ranks=tuple(rank(n) for n in range(64)))
+        model = JobView(source="s", time=NOW, ranks=tuple(rank(n) for n in range(64)))
 
-        _, *lines = text_of(waterfall(model, barrier, 80)).splitlines()
+        _, *lines = text_of(views.waterfall(model, barrier, 80)).splitlines()
 
         assert [line.split()[0] for line in lines] == [
             "node1",
@@ -486,7 +488,9 @@ class TestWaterfall:
 
     def test_without_ledger(self) -> None:
         """A barrier without times has none."""
-        text = text_of(waterfall(Model(source="s", time=NOW), Barrier(prefix="b"), 80))
+        text = text_of(
+            views.waterfall(JobView(source="s", time=NOW), BarrierView(prefix="b"), 80)
+        )
 
         assert "no times: the store has no ledger" in text
 
@@ -557,7 +561,7 @@ class TestViews:
             *views.rank_rows(model, model.ranks[0], 80, (HOSTILE,)),
             *views.headline_rows(model, 80, 3),
             views.title_row(replace(model, source=HOSTILE), 80, "00:00:00"),
-            *waterfall(model, model.in_progress[0], 80),
+            *views.waterfall(model, model.in_progress[0], 80),
         ]
 
         text = text_of(rows)
@@ -640,7 +644,9 @@ class TestRates:
             (1, 20.0),
         ]
         assert (second.lost, second.ranks[0].lost) == (2.0, 2.0)
-        text = text_of(views.store_rows(Model(source="s", time=NOW, rates=second), 80))
+        text = text_of(
+            views.store_rows(JobView(source="s", time=NOW, rates=second), 80)
+        )
         assert "get                 120.0" in text
         assert "2 of 5 ranks with an endpoint" in text
 
@@ -724,11 +730,11 @@ class TestSeen:
 
     def test_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A screen that is open for days keeps a bounded number of arrivals."""
-        monkeypatch.setattr("tracedstore.tools.top.screen_events._MAX_ARRIVALS", 10)
+        monkeypatch.setattr("tracedstore.tools.top.saving._MAX_ARRIVALS", 10)
         seen = Seen()
         for number in range(9):
             at = float(number)
-            barrier = Barrier(
+            barrier = BarrierView(
                 prefix=f"step/{number}",
                 complete=True,
                 arrived=4,
@@ -738,7 +744,7 @@ class TestSeen:
                 last=at,
                 last_rank=3,
             )
-            seen.add(Model(source="s", time=at, finished=(barrier,)))
+            seen.add(JobView(source="s", time=at, finished=(barrier,)))
 
         events = list(seen.events())
 

@@ -13,12 +13,12 @@ from support.log_events import (
     timestamp,
 )
 from tracedstore import names
+from tracedstore.tools.job_view import JobView
 from tracedstore.tools.report.analysis import analyse
 from tracedstore.tools.report.log_reader import ReadStats
 from tracedstore.tools.report.logged_events import LoggedEvents
-from tracedstore.tools.top.model import GLYPHS, Model
-from tracedstore.tools.top.replay import Replay
-from tracedstore.tools.top.replay_app import ReplayApp
+from tracedstore.tools.top.fleet import GLYPHS
+from tracedstore.tools.top.replay import Replay, ReplayApp
 
 START = datetime.fromisoformat(timestamp(0)).timestamp()
 
@@ -42,7 +42,7 @@ def replay() -> Replay:
     return Replay("logs", analyse(records))
 
 
-def states(model: Model) -> str:
+def states(model: JobView) -> str:
     """Return the state of each rank, a character each."""
     return "".join(GLYPHS[rank.state] for rank in model.ranks)
 
@@ -67,20 +67,20 @@ class TestReplay:
         self, replay: Replay, second: float, expected: str, headline: str
     ) -> None:
         """Ranks wait, are awaited and go on as the logs have it."""
-        model = replay.model(START + second)
+        model = replay.view(START + second)
 
         assert states(model) == expected
         assert model.headline.startswith(headline)
 
     def test_barriers(self, replay: Replay) -> None:
         """A barrier is in progress, then finished, or given up."""
-        early, late = replay.model(START + 16), replay.model(START + 90)
+        early, late = replay.view(START + 16), replay.view(START + 90)
 
         assert [(one.prefix, one.arrived) for one in early.in_progress] == [("b/0", 3)]
         assert early.finished == ()
         assert [one.prefix for one in late.finished] == ["b/0"]
         assert late.finished[0].last_rank == 3
-        assert [(one.prefix, one.abandoned) for one in late.in_progress] == [
+        assert [(one.prefix, one.abandoned) for one in late.unfinished] == [
             ("b/1", True)
         ]
 
@@ -92,8 +92,8 @@ class TestReplay:
             records.add(completed_event(rank, 61, 1, "b/5"))
         replay = Replay("logs", analyse(records))
 
-        assert states(replay.model(START + 59)) == "wwAw"
-        assert states(replay.model(START + 60.5)) == "wwww"
+        assert states(replay.view(START + 59)) == "wwAw"
+        assert states(replay.view(START + 60.5)) == "wwww"
 
     def test_bounds(self, replay: Replay) -> None:
         """The time bar is the time of the logs, with what went wrong in it."""
@@ -113,16 +113,16 @@ class TestKeys:
                 await pilot.press("space")
                 assert app.lines("footer").rows[0].text.startswith("paused x2 ")
                 await pilot.press("0", "space", "n")
-                assert app.shown_model().time == START + 40
+                assert app.shown_job().time == START + 40
                 assert "stalled in new_group 1" in app.lines("headline").rows[0].text
                 assert app.lines("main").rows[0].text.split()[:2] == ["node1", "Aw"]
                 await pilot.press("n")
-                assert app.shown_model().time == START + 80
+                assert app.shown_job().time == START + 80
                 assert app.lines("footer").rows[0].text.count("!") == 1
                 await pilot.press("n")
                 assert "no further time" in app.lines("footer").rows[0].text
                 await pilot.press("p", "comma")
-                assert app.shown_model().time == START + 38
+                assert app.shown_job().time == START + 38
                 await pilot.press("full_stop", "greater_than_sign", "question_mark")
                 rows = [one.text for one in app.lines("detail").rows]
                 assert any("pause, go on" in text for text in rows)

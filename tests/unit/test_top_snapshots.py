@@ -15,9 +15,9 @@ import pytest
 
 from support.jobs_in_stores import arrive, block, judge
 from support.pseudo_terminal import SIZE
+from tracedstore.tools.job_view import JobView
 from tracedstore.tools.top.live import LiveApp
-from tracedstore.tools.top.model import Model
-from tracedstore.tools.top.reader_process import Request, Response
+from tracedstore.tools.top.reader_process import ReaderAnswer, ReaderRequest
 from tracedstore.tools.top.saving import screen_svg
 from unit.test_top import NOW, job, model_of
 
@@ -56,12 +56,12 @@ class Source:
     source = "tcp://node1:29400"
     asks = False
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: JobView) -> None:
         self._model = model
 
-    def read(self, _request: Request) -> Response:
+    def read(self, _request: ReaderRequest) -> ReaderAnswer:
         """Return the job."""
-        return Response(model=self._model)
+        return ReaderAnswer(job=self._model)
 
     def close(self) -> None:
         """Do nothing."""

@@ -26,10 +26,11 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.tools.attach.collect import read_job_state
-from tracedstore.tools.attach.job_status import Status
-from tracedstore.tools.attach.status_text import status_lines
-from tracedstore.tools.attach.store_contents import StoreSnapshot
+from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_state import read_job_state
+from tracedstore.tools.attach.job_text import status_lines
+from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 
 
 class TestRegistryEntry:
@@ -192,10 +193,12 @@ class TestStatus:
         contents[f"{REGISTRY}/0"] = json.dumps(ENTRY).encode()
         snapshot = StoreSnapshot(contents, contents)
 
-        status = Status(store="s", now=9.0, job=read_job_state(snapshot), replies={})
+        status = JobReading(
+            store="s", now=9.0, job=read_job_state(snapshot), replies={}
+        )
 
         assert status.job.groups
-        assert len(status_lines(status)) < 40
+        assert len(status_lines(view_of(status))) < 40
         json.dumps(status.to_json(), allow_nan=False)
 
     @pytest.mark.parametrize(
@@ -221,8 +224,8 @@ class TestStatus:
         }
 
         job = read_job_state(StoreSnapshot(contents, contents))
-        status = Status(store="s", now=9.0, job=job, replies={})
-        text = [str(line.text) for line in status_lines(status)]
+        status = JobReading(store="s", now=9.0, job=job, replies={})
+        text = [str(line.text) for line in status_lines(view_of(status))]
 
         assert job.unreadable_barriers == ("bad",)
         assert [one.prefix for one in job.in_progress] == ["good"]

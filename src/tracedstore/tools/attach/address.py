@@ -5,17 +5,22 @@ reported immediately.
 """
 
 import json
+import signal
 import socket
+import ssl
 import stat
+import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from tracedstore import names
 from tracedstore.common import causes
 from tracedstore.common.errors import CommandError
 from tracedstore.diagnosis.connection import connection_attempt
@@ -24,11 +29,9 @@ from tracedstore.tools.attach.child_process import (
     Heartbeat,
     run_in_child,
 )
-from tracedstore.tools.attach.etcd_access import EtcdAccess, find_namespace
-from tracedstore.tools.attach.torch_import import interruptible_import
 
 if TYPE_CHECKING:
-    from tracedstore.tools.attach.store_contents import StoreSnapshot
+    from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 
 T = TypeVar("T")
 
@@ -52,6 +55,39 @@ _TIMEOUT_CAUSES = {
 }
 
 _imported = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdAccess:
+    """How to log in to etcd: the files for TLS, and the user.
+
+    They are named as in ``--rdzv-conf``.
+
+    Attributes:
+        ca_cert: The certificate of the authority that signed the server's.
+        ssl_cert: The client's certificate.
+        ssl_cert_key: The key of the client's certificate.
+        user: The user; "" without one.
+        password: The password of the user.
+    """
+
+    ca_cert: str | None = None
+    ssl_cert: str | None = None
+    ssl_cert_key: str | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def context(self) -> ssl.SSLContext:
+        """Read the files. Imports torch.
+
+        Raises:
+            ConfigurationError: One cannot be used.
+        """
+        from tracedstore.etcd import Tls  # noqa: PLC0415 - imports torch
+
+        return Tls(
+            ca_cert=self.ca_cert, cert=self.ssl_cert, key=self.ssl_cert_key
+        ).context()
 
 
 class Address:
@@ -120,8 +156,7 @@ class Address:
         """
         # Before the fork, so that the next child has torch too.
         with interruptible_import():
-            from tracedstore.tools.attach.store_connection import connect  # noqa: PLC0415
-            from tracedstore.tools.attach.store_contents import StoreSnapshot  # noqa: PLC0415
+            from tracedstore.tools.attach.store_snapshot import StoreSnapshot, connect  # noqa: PLC0415
 
         now = time.monotonic()
         started, self._started = self._started or now, None
@@ -195,19 +230,35 @@ class Address:
             " another server, or the TCPStore of another torch"
         )
 
+    def not_an_etcd(self) -> CommandError:
+        """Return the error for another server at an etcd:// address."""
+        return CommandError(f"the server at {self.url} does not answer as an etcd does")
+
     def find_namespace(self, count_keys: Callable[[str], int | None]) -> None:
-        """Find out where the job has its keys in etcd.
+        """Find out which API the store of a job uses: the one that has its keys.
 
         Args:
             count_keys: Returns the number of keys below a prefix; None without the v3
                 API.
 
         Raises:
-            CommandError: There are none.
+            CommandError: Neither API has them.
         """
-        self.namespace = find_namespace(
-            self.url, self.path, count_keys, self._answers_v2
-        )
+        root = names.ETCD_ROOT
+        namespace = self.path.strip("/").removeprefix(root.lstrip("/"))
+        found = count_keys(f"{root}{namespace}/") if namespace else None
+        if found:
+            self.namespace = namespace
+        elif self._answers_v2():
+            self.namespace = ""
+        elif found is None:
+            raise self.not_an_etcd()
+        else:
+            raise CommandError(
+                f"the etcd of {self.url} has no keys under {root}{namespace}/, where an"
+                " EtcdV3Store has them, and its v2 API, which torch's EtcdStore uses,"
+                " is off"
+            )
 
     def _check_file(self) -> None:
         try:
@@ -266,3 +317,21 @@ class Address:
         except (OSError, HTTPException, ValueError):
             return {}
         return answer if isinstance(answer, dict) else {}
+
+
+@contextmanager
+def interruptible_import() -> Iterator[None]:
+    """Let SIGINT end the process while torch is imported in the ``with`` block.
+
+    torch's modules may catch a KeyboardInterrupt. Another SIGINT handler than
+    Python's default is left as it is.
+    """
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from tracedstore.common.errors import CommandError, ConfigurationError
 from tracedstore.common.password_file import read_password
 from tracedstore.export.settings import PREFIX, parse_token
-from tracedstore.tools.attach.address import ACCEPTED, Address
-from tracedstore.tools.attach.etcd_access import EtcdAccess
+from tracedstore.tools.attach.address import ACCEPTED, Address, EtcdAccess
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _MAX_SECONDS = 86400.0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from tracedstore.common.errors import CommandError
 from tracedstore.export.settings import PREFIX
-from tracedstore.tools.attach.torch_import import interruptible_import
+from tracedstore.tools.attach.address import interruptible_import
 from tracedstore.tools.cli.options import (
     add_store_argument,
     add_watch_arguments,
@@ -58,23 +58,23 @@ def run(arguments: argparse.Namespace) -> int:
             invalid_entries,
             listed,
         )
-        from tracedstore.tools.attach.job_discovery import registered_ranks  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import registered_ranks  # noqa: PLC0415
 
     written = None
     invalid_count = 0
     while True:
-        registered = registered_ranks(address)
-        infos = _of_job(registered.infos, arguments.run_id)
+        found, invalid = registered_ranks(address)
+        infos = _of_job(found, arguments.run_id)
         targets = listed(infos)
         text = json.dumps(targets, indent=2) + "\n"
         if text != written:
             _write(text, arguments.output)
             written = text
         # With --watch, once for each change.
-        if registered.invalid_count not in (0, invalid_count):
-            skipped = invalid_entries(registered.invalid_count)
+        if invalid not in (0, invalid_count):
+            skipped = invalid_entries(invalid)
             sys.stderr.write(f"tracedstore: {skipped}, and left out of the list\n")
-        invalid_count = registered.invalid_count
+        invalid_count = invalid
         if not targets and not arguments.watch:
             sys.stderr.write(f"tracedstore: {_explain_no_targets(len(infos))}\n")
         if not arguments.watch:

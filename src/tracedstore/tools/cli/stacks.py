@@ -19,11 +19,11 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from tracedstore.tools.attach.torch_import import interruptible_import
+from tracedstore.tools.attach.address import interruptible_import
 from tracedstore.tools.cli.options import add_store_argument, seconds, store_address
 
 if TYPE_CHECKING:
-    from tracedstore.tools.attach.asking import Answers
+    from tracedstore.tools.attach.job_reading import Answers
 
 _SILENT = 2
 
@@ -51,11 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     address.probe()
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
-        from tracedstore.tools.attach.asking import ask_job  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import ask_job  # noqa: PLC0415
 
     groups = ask_job(address, "stacks", arguments.run_id, arguments.timeout)
     if arguments.json:
-        from tracedstore.tools.attach.stacks_text import to_json  # noqa: PLC0415
+        from tracedstore.tools.attach.job_text import to_json  # noqa: PLC0415
 
         sys.stdout.write(json.dumps({"groups": list(map(to_json, groups))}) + "\n")
     else:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(groups: "list[Answers]", *, all_threads: bool) -> None:
     # Only for text, because rich takes 50 ms.
-    from tracedstore.tools.attach.stacks_text import stack_lines  # noqa: PLC0415
+    from tracedstore.tools.attach.job_text import stack_lines  # noqa: PLC0415
     from tracedstore.tools.terminal import Screen  # noqa: PLC0415
 
     with Screen(sys.stdout) as screen:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tracedstore.tools.attach.torch_import import interruptible_import
+from tracedstore.tools.attach.address import interruptible_import
 from tracedstore.tools.cli.options import (
     add_store_argument,
     add_token_arguments,
@@ -40,7 +40,7 @@ from tracedstore.tools.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from tracedstore.tools.attach.job_status import Status
+    from tracedstore.tools.attach.job_reading import JobReading
 
 _MISSING = 2
 
@@ -76,53 +76,54 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = token_policy(arguments, address.host)
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
-        from tracedstore.tools.attach.job_reading import Reading  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import AttachedJob  # noqa: PLC0415
 
-    reading = Reading(
-        address=address,
-        tokens=tokens,
+    job = AttachedJob(
+        address,
+        tokens,
         run_id=arguments.run_id,
         after=arguments.after,
         ask=arguments.ask,
     )
     with _json_output() if arguments.json else _text_output(arguments.watch) as show:
         while True:
-            status = reading.read()
-            show(status)
+            reading = job.read()
+            show(reading)
             if not arguments.watch:
-                return _MISSING if status.missing() else 0
+                return _MISSING if reading.missing() else 0
             time.sleep(arguments.interval)
 
 
 @contextmanager
-def _json_output() -> "Iterator[Callable[[Status], None]]":
-    def show(status: "Status") -> None:
-        sys.stdout.write(json.dumps(status.to_json()) + "\n")
+def _json_output() -> "Iterator[Callable[[JobReading], None]]":
+    def show(reading: "JobReading") -> None:
+        sys.stdout.write(json.dumps(reading.to_json()) + "\n")
         sys.stdout.flush()
 
     yield show
 
 
 @contextmanager
-def _text_output(watch: bool) -> "Iterator[Callable[[Status], None]]":
+def _text_output(watch: bool) -> "Iterator[Callable[[JobReading], None]]":
     # Only for text, because rich takes 50 ms.
     from rich.console import Group  # noqa: PLC0415
 
-    from tracedstore.tools.attach.status_text import status_lines  # noqa: PLC0415
+    from tracedstore.tools.attach.job_text import status_lines  # noqa: PLC0415
+    from tracedstore.tools.attach.live_view import view_of  # noqa: PLC0415
     from tracedstore.tools.terminal import Line, Screen  # noqa: PLC0415
 
     with Screen(sys.stdout) as screen:
         if watch and screen.interactive:
             screen.print(Line("tracedstore top is this as a screen with keys", "dim"))
 
-        def show(status: "Status") -> None:
-            lines = status_lines(status)
+        def show(reading: "JobReading") -> None:
+            lines = status_lines(view_of(reading))
             if not watch:
                 screen.print(*lines)
             elif screen.interactive:
                 screen.show(Group(*lines))
             else:
-                now = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.now))
+                now = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(reading.now))
                 screen.print(Line(now), *lines, Line(""))
 
         yield show

@@ -126,8 +126,7 @@ def _live(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from tracedstore.tools.cli.report import read_logs  # noqa: PLC0415
     from tracedstore.tools.report.analysis import analyse  # noqa: PLC0415
-    from tracedstore.tools.top.replay import Replay  # noqa: PLC0415
-    from tracedstore.tools.top.replay_app import ReplayApp  # noqa: PLC0415
+    from tracedstore.tools.top.replay import Replay, ReplayApp  # noqa: PLC0415
 
     records, stats = read_logs(arguments.replay, Path(os.devnull))
     replay = Replay(" ".join(arguments.replay), analyse(records))

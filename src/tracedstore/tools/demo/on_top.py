@@ -22,7 +22,7 @@ from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.top.live import LiveApp
 from tracedstore.tools.top.reader_process import JobReader
-from tracedstore.tools.top.rows import Row, row, styled, wrap
+from tracedstore.tools.top.rows import TextRow, row, styled, wrap
 
 # Seconds between two readings, and after which a barrier's absent ranks are awaited.
 _INTERVAL, _AFTER = 0.5, 1.0
@@ -174,7 +174,7 @@ class DemoApp(LiveApp):
         super().__init__(reader, _INTERVAL, Path.cwd())
         self._demo = demo
 
-    def note_rows(self, width: int) -> list[Row]:
+    def note_rows(self, width: int) -> list[TextRow]:
         """Return the scenario, its question and the last note."""
         self._demo.poll()
         if self.has_read:

@@ -9,6 +9,7 @@ from typing import Final
 
 from tracedstore.common.ranges import unfold
 from tracedstore.common.text import timestamp
+from tracedstore.tools.job_view import StallView
 from tracedstore.tools.report.barriers import (
     BarrierInstance,
     RankReport,
@@ -134,6 +135,21 @@ class LoggedStall:
     def duration(self) -> float:
         """Seconds until it ended, or until the last report."""
         return max(0.0, (self.resumed_at or self.last.time) - self.start)
+
+    def view(self) -> StallView:
+        """Return it as all tools show it."""
+        last = self.last
+        return StallView(
+            phase=last.phase,
+            awaited=last.awaited,
+            named=bool(last.awaited_ranks),
+            cause=last.cause,
+            evidence=last.evidence,
+            remedy=last.remedy,
+            start=self.start,
+            reported=last.time,
+            waits=self.resumed_at is None,
+        )
 
     def add(self, report: StallReport) -> None:
         """Add a later report of this wait."""

@@ -26,7 +26,6 @@ _MAX_RANGES = 12
 _MAX_HOSTS = 3
 _MAX_NAME_LENGTH = 60
 _MAX_ERROR_LENGTH = 160
-_MAX_AWAITED_LENGTH = 240
 _MAX_EVIDENCE = 4
 # Ranks that are checked for whether they have logged an event.
 _MAX_SILENT_RANKS = 100_000
@@ -95,14 +94,7 @@ def _finding(analysis: Analysis) -> Headline:
 
 
 def _stall(analysis: Analysis, stall: LoggedStall, also: str = "") -> Headline:
-    last = stall.last
-    verb = "was waiting" if stall.resumed_at is None else "waited"
-    phase, awaited = _name(last.phase), shorten(last.awaited, _MAX_AWAITED_LENGTH)
-    text = f"The job {verb} in {phase} for {awaited}"
-    if not last.awaited_ranks:
-        text = f"The job {verb} in {phase}: {awaited or 'for unknown ranks'}"
-    if stall.resumed_at is not None:
-        text += ", and resumed"
+    last, text = stall.last, stall.view().past_sentence()
     facts = [f"Cause: {shorten(last.cause, _MAX_NAME_LENGTH)}"]
     facts += [
         shorten(each, _MAX_ERROR_LENGTH) for each in last.evidence[:_MAX_EVIDENCE]

@@ -7,25 +7,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from rich.segment import Segment
+from rich.style import Style
 from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 from textual.widgets import Input
 
-from tracedstore.tools.top import fleet_grid as fleet
+from tracedstore.tools.job_view import JobView, RankName
 from tracedstore.tools.top import views
-from tracedstore.tools.top.help_text import help_rows
-from tracedstore.tools.top.lines_widget import Lines
-from tracedstore.tools.top.model import Model
-from tracedstore.tools.top.rows import Row, Span, row, shorten, styled
+from tracedstore.tools.top.rows import (
+    SELECTED,
+    STYLES,
+    Span,
+    Target,
+    TextRow,
+    row,
+    shorten,
+    styled,
+)
 from tracedstore.tools.top.saving import (
     Files,
+    Seen,
     report_files,
     screen_files,
     send_files,
     write_files,
 )
-from tracedstore.tools.top.screen_events import Seen
 from tracedstore.tools.top.selection import Selection
 
 INTERRUPTED = 130
@@ -36,7 +48,85 @@ _MESSAGE_SECONDS = 8.0
 _HEADLINE_ROWS = 3
 _MIN_WIDTH = 20
 
-Topic = Callable[[int], list[Row]]
+Topic = Callable[[int], list[TextRow]]
+
+
+class Lines(ScrollView, can_focus=False):
+    """Shows rows; those that do not fit are reached by scrolling.
+
+    Only the visible ones are drawn, so thousands of rows cost nothing.
+    """
+
+    class Clicked(Message):
+        """A row was clicked.
+
+        Attributes:
+            target: What the clicked part stands for.
+        """
+
+        def __init__(self, target: Target) -> None:
+            super().__init__()
+            self.target = target
+
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name)
+        self.rows: list[TextRow] = []
+        self.selected: Target | None = None
+
+    def show(self, rows: list[TextRow], selected: Target | None = None) -> None:
+        """Replace all rows."""
+        self.rows, self.selected = rows, selected
+        self.virtual_size = Size(self.scrollable_content_region.width, len(rows))
+        self.refresh()
+
+    def reveal(self, line: int) -> None:
+        """Scroll as far as a row needs to be visible."""
+        self.scroll_to_region(Region(0, line, 1, 1), animate=False, force=True)
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line of the screen."""
+        width = self.scrollable_content_region.width
+        index = y + self.scroll_offset.y
+        base = self.rich_style
+        if index >= len(self.rows):
+            return Strip.blank(width, base)
+        row = self.rows[index]
+        whole = self.selected is not None and row.target == self.selected
+        segments = []
+        for span in row.spans:
+            style = base + STYLES[span.style]
+            chosen = span.target is not None and span.target == self.selected
+            if whole or chosen:
+                style = _select(style)
+            segments.append(Segment(span.text, style))
+        blank = _select(base) if whole else base
+        return Strip(segments).extend_cell_length(width, blank).crop(0, width)
+
+    def on_click(self, event: events.Click) -> None:
+        """Report what was clicked."""
+        offset = event.get_content_offset(self)
+        if offset is None:
+            return
+        index = offset.y + self.scroll_offset.y
+        if not 0 <= index < len(self.rows):
+            return
+        row, column = self.rows[index], 0
+        for span in row.spans:
+            column += Segment(span.text).cell_length
+            if offset.x < column:
+                if span.target is not None:
+                    self.post_message(self.Clicked(span.target))
+                    return
+                break
+        if row.target is not None:
+            self.post_message(self.Clicked(row.target))
+
+
+def _select(style: Style) -> Style:
+    # A part that is reversed already would be plain.
+    return style + (
+        Style(reverse=False, underline=True, bold=True) if style.reverse else SELECTED
+    )
 
 
 class TopApp(App[int]):
@@ -99,12 +189,12 @@ class TopApp(App[int]):
         super().__init__(ansi_color=True)
         self.selection = Selection()
         self.seen = Seen()
-        self.stacks: dict[fleet.Name, tuple[str, ...]] = {}
+        self.stacks: dict[RankName, tuple[str, ...]] = {}
         self._folder = folder
         self._topic: Topic | None = None
         self._message: tuple[str, float] = ("", 0.0)
 
-    def shown_model(self) -> Model:
+    def shown_job(self) -> JobView:
         """Return what to show."""
         raise NotImplementedError
 
@@ -153,23 +243,23 @@ class TopApp(App[int]):
         """Draw everything."""
         if not self._has_parts():
             return
-        model, width = self.shown_model(), max(_MIN_WIDTH, self.size.width)
-        headline = self._draw_frame(model, width)
+        job, width = self.shown_job(), max(_MIN_WIDTH, self.size.width)
+        headline = self._draw_frame(job, width)
         # Title, tabs, filter, border and footer.
         filtering = self.screen.has_class("filtering")
         others = 4 + filtering + len(self.lines("notes").rows)
         body = max(4, self.size.height - len(headline) - others)
         main = self.lines("main")
         height = body * 3 // 5
-        self.selection.arrange(model, width - 1, height)
+        self.selection.arrange(job, width - 1, height)
         main.styles.height = max(1, min(len(self.selection.rows), height))
         main.show(self.selection.rows, self.selection.target)
-        self._draw_detail(model, width - 1)
+        self._draw_detail(job, width - 1)
 
-    def _draw_frame(self, model: Model, width: int) -> list[Row]:
-        clock = time.strftime("%H:%M:%S", time.localtime(model.time))
-        self.lines("title").show([views.title_row(model, width, clock)])
-        headline = views.headline_rows(model, width, _HEADLINE_ROWS)
+    def _draw_frame(self, job: JobView, width: int) -> list[TextRow]:
+        clock = time.strftime("%H:%M:%S", time.localtime(job.time))
+        self.lines("title").show([views.title_row(job, width, clock)])
+        headline = views.headline_rows(job, width, _HEADLINE_ROWS)
         self.lines("headline").styles.height = len(headline)
         self.lines("headline").show(headline)
         self.lines("tabs").show([self._tabs()])
@@ -180,41 +270,41 @@ class TopApp(App[int]):
         notes.styles.height = len(notes.rows)
         return headline
 
-    def note_rows(self, _width: int) -> list[Row]:
+    def note_rows(self, _width: int) -> list[TextRow]:
         """Return further lines above the last one."""
         return []
 
-    def footer(self, width: int) -> Row:
+    def footer(self, width: int) -> TextRow:
         """Return the last line: a message, or the keys."""
         text, _ = self._message
         if text:
             return row(Span(shorten(text, width), "notable"))
         return row(Span(shorten(self.KEYS, width), "dim"))
 
-    def _tabs(self) -> Row:
+    def _tabs(self) -> TextRow:
         spans = []
         for number, view in enumerate(views.VIEWS, 1):
             style = "selected" if view == self.selection.view else ""
             spans.append(Span(f" {number} {view} ", style, ("view", view)))
         if self.selection.pattern:
             spans.append(styled(f"  filter: {self.selection.pattern}", "notable"))
-        return Row(tuple(spans))
+        return TextRow(tuple(spans))
 
-    def _draw_detail(self, model: Model, width: int) -> None:
-        self.lines("detail").show(self.detail_rows(model, width))
+    def _draw_detail(self, job: JobView, width: int) -> None:
+        self.lines("detail").show(self.detail_rows(job, width))
 
-    def detail_rows(self, model: Model, width: int) -> list[Row]:
+    def detail_rows(self, job: JobView, width: int) -> list[TextRow]:
         """Return the details: of what is selected, unless a key has shown others."""
         if self._topic is not None:
             return self._topic(width)
-        return self.selection.detail_rows(model, width, self.stacks)
+        return self.selection.detail_rows(job, width, self.stacks)
 
     def _tick(self) -> None:
         text, until = self._message
         if text and time.monotonic() > until:
             self._message = "", 0.0
         if self._has_parts():
-            self._draw_frame(self.shown_model(), max(_MIN_WIDTH, self.size.width))
+            self._draw_frame(self.shown_job(), max(_MIN_WIDTH, self.size.width))
 
     def say(self, text: str) -> None:
         """Show a message in place of the keys, for a while."""
@@ -249,7 +339,7 @@ class TopApp(App[int]):
         main.show(self.selection.rows, self.selection.target)
         main.reveal(line)
         self.lines("detail").scroll_to(y=0, animate=False)
-        self._draw_detail(self.shown_model(), self.size.width - 1)
+        self._draw_detail(self.shown_job(), self.size.width - 1)
 
     def action_page(self, pages: int) -> None:
         """Move by a screen."""
@@ -304,11 +394,11 @@ class TopApp(App[int]):
 
     def action_help(self) -> None:
         """Show the keys and the states."""
-        self.zoom(lambda width: help_rows(width, replay=self.HAS_REPLAY_KEYS))
+        self.zoom(lambda width: views.help_rows(width, replay=self.HAS_REPLAY_KEYS))
 
     def action_headline(self) -> None:
         """Show the whole headline and its evidence."""
-        self.zoom(lambda width: views.detail_of_headline(self.shown_model(), width))
+        self.zoom(lambda width: views.detail_of_headline(self.shown_job(), width))
 
     def action_stacks(self) -> None:
         """Ask for the stacks of the selected rank."""

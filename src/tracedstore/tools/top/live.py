@@ -11,10 +11,13 @@ from textual.message import Message
 
 from tracedstore.common.text import duration
 from tracedstore.common.threads import DaemonThread
+from tracedstore.tools.job_view import JobView, RankName
 from tracedstore.tools.top.app import TopApp
-from tracedstore.tools.top.fleet_grid import Name
-from tracedstore.tools.top.model import Model
-from tracedstore.tools.top.reader_process import ReaderLostError, Request, Response
+from tracedstore.tools.top.reader_process import (
+    ReaderAnswer,
+    ReaderLostError,
+    ReaderRequest,
+)
 
 # Seconds between two readings, at least.
 _MIN_PAUSE = 0.05
@@ -31,7 +34,7 @@ class Source(Protocol):
     source: str
     asks: bool
 
-    def read(self, request: Request) -> Response:
+    def read(self, request: ReaderRequest) -> ReaderAnswer:
         """Return the job now; may block.
 
         Raises:
@@ -54,7 +57,7 @@ class LiveApp(TopApp):
     class Arrived(Message):
         """The source has answered."""
 
-        def __init__(self, request: Request, response: Response) -> None:
+        def __init__(self, request: ReaderRequest, response: ReaderAnswer) -> None:
             super().__init__()
             self.request = request
             self.response = response
@@ -63,19 +66,19 @@ class LiveApp(TopApp):
         super().__init__(folder)
         self._source = source
         self._interval = interval
-        self._model: Model | None = None
+        self._job: JobView | None = None
         self._error = ""
-        self._asked: Name | None = None
+        self._asked: RankName | None = None
         self._confirmed = source.asks
         self._wake = threading.Event()
         self._ended = False
 
     def on_mount(self) -> None:
-        """Start to read."""
+        """Start reading."""
         DaemonThread(self._read, name="tracedstore-top").start()
 
     def on_unmount(self) -> None:
-        """Stop to read."""
+        """Stop reading."""
         self._ended = True
         self._wake.set()
         self._source.close()
@@ -85,14 +88,14 @@ class LiveApp(TopApp):
         while not self._ended:
             started = time.monotonic()
             self._wake.clear()
-            request = Request(
+            request = ReaderRequest(
                 rates=self.selection.view == "store", stacks_of=self._asked
             )
             try:
                 response = self._source.read(request)
             except ReaderLostError:
                 text = "the process that reads the job has ended; start top again"
-                self.post_message(self.Arrived(request, Response(error=text)))
+                self.post_message(self.Arrived(request, ReaderAnswer(error=text)))
                 return
             if request.stacks_of is not None:
                 self._asked = None
@@ -106,9 +109,9 @@ class LiveApp(TopApp):
         if rank is not None:
             self.stacks[rank] = response.stacks or (response.error,)
             self.say("")
-        elif response.model is not None:
-            self._model, self._error = response.model, ""
-            self.seen.add(response.model)
+        elif response.job is not None:
+            self._job, self._error = response.job, ""
+            self.seen.add(response.job)
         else:
             self._error = response.error
         self.draw()
@@ -116,23 +119,23 @@ class LiveApp(TopApp):
     @property
     def has_read(self) -> bool:
         """Whether the store was read, or could not be read."""
-        return self._model is not None or bool(self._error)
+        return self._job is not None or bool(self._error)
 
-    def shown_model(self) -> Model:
+    def shown_job(self) -> JobView:
         """Return the job as it was read last, or why it cannot be read."""
-        if self._model is None:
+        if self._job is None:
             text = self._error and f"{self._error}; trying again"
-            return Model(
+            return JobView(
                 source=self._source.source,
                 time=time.time(),
                 level="bad" if text else "notable",
                 headline=text or "connecting; importing torch takes seconds ...",
             )
         if not self._error:
-            return self._model
-        age = duration(time.time() - self._model.time)
+            return self._job
+        age = duration(time.time() - self._job.time)
         text = f"store lost, last read {age} ago, trying again: {self._error}"
-        return replace(self._model, level="bad", headline=text, details=())
+        return replace(self._job, level="bad", headline=text, details=())
 
     def action_view(self, view: str) -> None:
         """Show another view; rates are read only for their own."""
@@ -141,8 +144,8 @@ class LiveApp(TopApp):
 
     def action_stacks(self) -> None:
         """Ask for the stacks of the selected rank."""
-        model = self.shown_model()
-        rank = self.selection.rank(model)
+        job = self.shown_job()
+        rank = self.selection.rank(job)
         if rank is None:
             self.say("select a rank first")
         elif self._asked is not None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 
 from tracedstore import names
-from tracedstore.tools.top.model import OperationRate, RankRate, Rates
+from tracedstore.tools.job_view import OperationRate, RankRate, Rates
 
 # Readings that a sparkline shows.
 _HISTORY = 60

@@ -8,18 +8,19 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tracedstore.common.errors import CommandError
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.token_policy import TokenPolicy
-from tracedstore.tools.top.model import Model
+from tracedstore.tools.job_view import JobView, Rates
 from tracedstore.tools.top.rates import RateMeter
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from tracedstore.coordination.rank_registry import RankInfo
 
 # Ranks whose metrics are read. A scrape costs a rank 10 ms.
 MAX_SCRAPED = 32
@@ -28,7 +29,7 @@ _POLL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ReaderRequest:
     """What the screen wants to know.
 
     Attributes:
@@ -42,16 +43,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class ReaderAnswer:
     """What the reader found.
 
     Attributes:
-        model: The job; None if the store cannot be read.
+        job: The job; None if the store cannot be read.
         stacks: The lines about the stacks that were asked for.
         error: Why the store cannot be read.
     """
 
-    model: Model | None = None
+    job: JobView | None = None
     stacks: tuple[str, ...] = ()
     error: str = ""
 
@@ -87,13 +88,15 @@ class JobReader:
         if self._pid == 0:
             try:
                 self._connection.close()
-                _serve(theirs, _Job(address, tokens, run_id, after, ask))
+                _serve(
+                    theirs, _Job(address, tokens, run_id=run_id, after=after, ask=ask)
+                )
             finally:
                 os._exit(0)
         theirs.close()
         self._closing = False
 
-    def read(self, request: Request) -> Response:
+    def read(self, request: ReaderRequest) -> ReaderAnswer:
         """Return what the reader finds; blocks until then, or until `close`.
 
         Raises:
@@ -104,7 +107,7 @@ class JobReader:
             while not self._connection.poll(_POLL):
                 if self._closing:
                     raise ReaderLostError
-            response: Response = self._connection.recv()
+            response: ReaderAnswer = self._connection.recv()
         except (EOFError, OSError):
             raise ReaderLostError from None
         return response
@@ -121,77 +124,61 @@ class JobReader:
 class _Job:
     """Reads the job."""
 
-    def __init__(
-        self,
-        address: Address,
-        tokens: TokenPolicy,
-        run_id: str | None,
-        after: float,
-        ask: bool,
-    ) -> None:
+    def __init__(self, address: Address, tokens: TokenPolicy, **options: Any) -> None:
         self._address = address
         self._tokens = tokens
-        self._run_id = run_id
-        self._after = after
-        self._ask = ask
+        self._options = options
         self._meter = RateMeter()
         self._probed = False
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: ReaderRequest) -> ReaderAnswer:
         try:
             if not self._probed:
                 # Finds what can be found without torch, which takes seconds to import.
                 self._address.probe()
                 self._probed = True
             if request.stacks_of is not None:
-                return Response(stacks=self._stacks(request.stacks_of[1]))
-            return Response(model=self._read(request))
+                return ReaderAnswer(stacks=self._stacks(request.stacks_of[1]))
+            return ReaderAnswer(job=self._read(request))
         except CommandError as error:
-            return Response(error=str(error))
+            return ReaderAnswer(error=str(error))
 
-    def _read(self, request: Request) -> Model:
-        from tracedstore.tools.attach.job_reading import Reading  # noqa: PLC0415
+    def _read(self, request: ReaderRequest) -> JobView:
+        from tracedstore.tools.attach.job_reading import AttachedJob  # noqa: PLC0415
+        from tracedstore.tools.attach.live_view import view_of  # noqa: PLC0415
+
+        reading = AttachedJob(self._address, self._tokens, **self._options).read()
+        return view_of(reading, self._rates(reading.replies) if request.rates else None)
+
+    def _rates(self, infos: "Iterable[RankInfo]") -> Rates:
         from tracedstore.tools.attach.rank_endpoints import scrape_ranks  # noqa: PLC0415
-        from tracedstore.tools.top.model_builder import build_model  # noqa: PLC0415
 
-        started = time.monotonic()
-        status = Reading(
-            address=self._address,
-            tokens=self._tokens,
-            run_id=self._run_id,
-            after=self._after,
-            ask=self._ask,
-        ).read()
-        rates = None
-        if request.rates:
-            # A process may have registered several times.
-            served = {
-                (info.metrics, info.rank if info.agent else None): info
-                for info in status.replies
-                if info.metrics
-            }
-            serving = list(served.values())
-            pages = scrape_ranks(_spread(serving), self._tokens)
-            by_process = {
-                (info.rank, info.host, info.pid): page for info, page in pages.items()
-            }
-            rates = self._meter.update(by_process, time.time(), len(serving))
-        seconds = time.monotonic() - started
-        return build_model(status, rates=rates, seconds=seconds)
+        # A process may have registered several times.
+        served = {
+            (info.metrics, info.rank if info.agent else None): info
+            for info in infos
+            if info.metrics
+        }
+        # At most `MAX_SCRAPED`, from all over the job.
+        serving = list(served.values())
+        step = -(-len(serving) // MAX_SCRAPED) or 1
+        pages = scrape_ranks(serving[::step], self._tokens)
+        by_process = {
+            (info.rank, info.host, info.pid): page for info, page in pages.items()
+        }
+        return self._meter.update(by_process, time.time(), len(serving))
 
     def _stacks(self, rank: int) -> tuple[str, ...]:
-        from tracedstore.tools.attach.asking import ask_job  # noqa: PLC0415
-        from tracedstore.tools.attach.job_reading import ANSWER_TIMEOUT  # noqa: PLC0415
-        from tracedstore.tools.attach.stacks_text import rank_lines  # noqa: PLC0415
+        from tracedstore.tools.attach import job_reading  # noqa: PLC0415
+        from tracedstore.tools.attach.job_text import rank_lines  # noqa: PLC0415
 
-        groups = ask_job(self._address, "stacks", self._run_id, ANSWER_TIMEOUT)
+        groups = job_reading.ask_job(
+            self._address,
+            "stacks",
+            self._options["run_id"],
+            job_reading.ANSWER_TIMEOUT,
+        )
         return tuple(line for group in groups for line in rank_lines(group, rank))
-
-
-def _spread(infos: Sequence[T]) -> Sequence[T]:
-    """Return at most `MAX_SCRAPED`, from all over the job."""
-    step = -(-len(infos) // MAX_SCRAPED) or 1
-    return infos[::step]
 
 
 def _serve(connection: Connection, job: _Job) -> None:

@@ -1,18 +1,36 @@
-"""A finished job at any time of its run, from its logs."""
+"""The screen of a finished job, which plays its logs back."""
 
+import time
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 
 from tracedstore.common.ranges import unfold
 from tracedstore.common.text import duration
 from tracedstore.naming.decoders import describe_missing
+from tracedstore.tools.job_view import (
+    BarrierView,
+    JobView,
+    Level,
+    RankState,
+    RankStates,
+    RankView,
+    awaited_state,
+)
 from tracedstore.tools.report.analysis import Analysis, LoggedStall
 from tracedstore.tools.report.barriers import BarrierInstance
+from tracedstore.tools.report.log_reader import ReadStats
 from tracedstore.tools.report.logged_events import NO_RANK, WAITING
-from tracedstore.tools.top.model import Barrier, Level, Model, Rank, State
+from tracedstore.tools.top.app import TopApp
+from tracedstore.tools.top.rows import Span, TextRow, pad, row, shorten
+from tracedstore.tools.top.saving import page_files
 
 # Ranks that are shown; those of a world size in a log may be a million.
 _MAX_RANKS = 65_536
@@ -20,11 +38,11 @@ _MAX_FINISHED = 64
 _MAX_ABANDONED = 16
 # Seconds a barrier may take before the ranks that arrive later are awaited.
 _AWAITED_AFTER = 5.0
-_STATES: Mapping[str, State] = {
-    "gone": State.GONE,
-    "stopped": State.STOPPED,
-    "not_started": State.NOT_STARTED,
-}
+# Times as fast as the job ran.
+_SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1000.0, 3600.0)
+# Seconds that a whole job should take at first.
+_WHOLE = 60.0
+_STEPS_A_SECOND = 5
 
 
 class Replay:
@@ -63,41 +81,40 @@ class Replay:
         self._incomplete = [one for one in barriers if not one.completed]
         self._stalls = [(one, self._end_of_stall(one)) for one in analysis.stalls]
         known = {*records.last_events, *range(min(records.world_size, _MAX_RANKS))}
-        self._ranks = {
-            number: Rank(
-                rank=number,
-                host=records.host(number),
-                state=State.RUNNING,
-            )
+        self._ranks = [
+            RankView(rank=number, host=records.host(number), state=RankState.RUNNING)
             for number in sorted(known)[:_MAX_RANKS]
-        }
+        ]
 
-    def model(self, time: float) -> Model:
+    def view(self, time: float) -> JobView:
         """Return the job as the logs have it at a time."""
-        waiting = list(self._waiting(time))
+        barriers = list(self._unfinished(time))
         stalls = [
             stall for stall, end in self._stalls if stall.first_time <= time < end
         ]
-        ranks = dict(self._ranks)
-        for barrier, late in waiting:
+        states = RankStates()
+        for rank in self._ranks:
+            states.add(rank)
+        for barrier in barriers:
             if not barrier.abandoned:
-                _set_states(ranks, barrier, time, late=late)
+                states.add_barrier(barrier, time)
         for stall in stalls:
-            _set_awaited(ranks, stall, time)
+            _add_stall(states, stall, time)
         count = bisect_right(self._ends, time)
         newest = self._completed[max(0, count - _MAX_FINISHED) : count]
-        level, headline, details = self._headline(time, stalls, waiting)
-        return Model(
+        view = JobView(
             source=self._source,
             time=time,
-            level=level,
-            headline=headline,
-            details=details,
-            ranks=tuple(ranks.values()),
-            in_progress=tuple(barrier for barrier, _ in waiting),
+            ranks=states.ranks(),
+            stalls=tuple(
+                replace(stall.view(), waits=True) for stall in reversed(stalls)
+            ),
+            in_progress=tuple(one for one in barriers if not one.abandoned),
+            abandoned=tuple(one for one in barriers if one.abandoned),
             finished=tuple(self._barrier(one, one.end) for one in newest),
             more_finished=count - len(newest),
         )
+        return view.with_headline(self._otherwise(time))
 
     def _end_of_stall(self, stall: LoggedStall) -> float:
         """Return when a stall ended.
@@ -114,18 +131,19 @@ class Replay:
         )
         return min(later, default=inf)
 
-    def _waiting(self, time: float) -> Iterator[tuple[Barrier, bool]]:
-        """Yield the barriers that are not complete, and whether they are late."""
+    def _unfinished(self, time: float) -> Iterator[BarrierView]:
+        """Yield the barriers that were given up, and those that are not complete."""
         ended = [one for one in self._incomplete if _end_of(one) <= time]
         for one in ended[-_MAX_ABANDONED:]:
-            yield replace(self._barrier(one, one.end), abandoned=True), False
+            yield replace(self._barrier(one, one.end), abandoned=True)
         for one in (*self._incomplete, *self._completed):
             if one.start <= time < _end_of(one):
                 reported = any(report.time <= time for report in one.reports)
                 late = reported or time - one.start >= _AWAITED_AFTER
-                yield self._barrier(one, time), late
+                barrier = self._barrier(one, time)
+                yield replace(barrier, late=late and bool(barrier.missing))
 
-    def _barrier(self, one: BarrierInstance, time: float) -> Barrier:
+    def _barrier(self, one: BarrierInstance, time: float) -> BarrierView:
         arrived = sorted(
             (one.start + delay, rank)
             for rank, delay in zip(one.ranks, one.delays, strict=True)
@@ -135,7 +153,7 @@ class Replay:
         complete = one.completed and time >= one.end
         missing = () if complete else tuple(self._missing(one, there))
         last = arrived[-1][0] if arrived else one.start
-        return Barrier(
+        return BarrierView(
             prefix=one.id.prefix,
             complete=complete,
             arrived=one.world_size if complete else len(arrived),
@@ -164,22 +182,8 @@ class Replay:
     def _name(self, rank: int) -> str:
         return self.analysis.logged.host(rank) or f"rank {rank}"
 
-    def _headline(
-        self,
-        time: float,
-        stalls: list[LoggedStall],
-        waiting: list[tuple[Barrier, bool]],
-    ) -> tuple[Level, str, tuple[str, ...]]:
-        for stall in reversed(stalls):
-            report = stall.last
-            text = f"stalled in {report.phase} for {duration(time - stall.start)}:"
-            details = (f"cause: {report.cause}", *report.evidence, report.remedy)
-            return "bad", f"{text} waiting for {report.awaited}", details
-        for barrier, late in waiting:
-            if barrier.missing and late:
-                age = duration(time - (barrier.first or time))
-                waits = f"barrier {barrier.prefix} waits for {age}"
-                return "bad", f"{waits}: {barrier.missing}", ()
+    def _otherwise(self, time: float) -> tuple[Level, str]:
+        """Return how the job is if it waits for nothing."""
         for process, failure in self.analysis.failures[:1]:
             if failure.time <= time:
                 who = f"rank {process.rank}" if process.rank != NO_RANK else "a process"
@@ -187,8 +191,8 @@ class Replay:
                 where = f" on {host}" if host else ""
                 ago = duration(time - failure.time)
                 text = f"first failure {ago} ago, {who}{where}: {failure.subject}"
-                return "bad", f"{text}: {failure.error}", ()
-        return "good", "the logs report no long wait and no failure up to here", ()
+                return "bad", f"{text}: {failure.error}"
+        return "good", "the logs report no long wait and no failure up to here"
 
 
 def _end_of(one: BarrierInstance) -> float:
@@ -200,38 +204,134 @@ def _end_of(one: BarrierInstance) -> float:
     return max(one.ends, default=one.end)
 
 
-def _set_states(
-    ranks: dict[int, Rank], barrier: Barrier, time: float, *, late: bool
-) -> None:
-    at = f"at barrier {barrier.prefix}"
-    for number, since in zip(barrier.ranks, barrier.times, strict=True):
-        if rank := ranks.get(number):
-            ranks[number] = replace(
-                rank, state=State.WAITING, doing=at, waited=time - since
-            )
-    if not late:
-        return
-    age = time - (barrier.first or time)
-    for number in barrier.missing_ranks:
-        if rank := ranks.get(number):
-            missing = f"missing {at}"
-            ranks[number] = replace(
-                rank, state=State.AWAITED, doing=missing, waited=age
-            )
-
-
-def _set_awaited(ranks: dict[int, Rank], stall: LoggedStall, time: float) -> None:
+def _add_stall(states: RankStates, stall: LoggedStall, time: float) -> None:
     report = stall.last
     waited = time - stall.start
+    doing = f"{report.phase}: {report.awaited}"
     for text, state in (
-        (report.waiting_ranks, State.WAITING),
-        (report.awaited_ranks, _STATES.get(report.cause, State.AWAITED)),
+        (report.waiting_ranks, RankState.WAITING),
+        (report.awaited_ranks, awaited_state(report.cause)),
     ):
-        try:
-            numbers = unfold(text, _MAX_RANKS)
-        except ValueError:  # a log may have any text
-            continue
-        for number in numbers:
-            if rank := ranks.get(number):
-                doing = f"{report.phase}: {report.awaited}"
-                ranks[number] = replace(rank, state=state, doing=doing, waited=waited)
+        with suppress(ValueError):  # a log may have any text
+            for number in unfold(text, _MAX_RANKS):
+                if rank := states.get("", number):
+                    states.worsen(rank, state, doing, waited)
+
+
+class ReplayApp(TopApp):
+    """The screen of a finished job.
+
+    Args:
+        replay: The job.
+        stats: What was read of its logs.
+        folder: Where `e` and `r` write.
+    """
+
+    HAS_REPLAY_KEYS = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "pause"),
+        Binding("comma", "step(-1)"),
+        Binding("full_stop", "step(1)"),
+        Binding("less_than_sign", "speed(-1)"),
+        Binding("greater_than_sign", "speed(1)"),
+        Binding("n", "incident(1)"),
+        Binding("p", "incident(-1)"),
+        Binding("0", "restart"),
+    ]
+
+    def __init__(self, replay: Replay, stats: ReadStats, folder: Path) -> None:
+        super().__init__(folder)
+        self._replay = replay
+        self._stats = stats
+        self._time = replay.start
+        self._playing = True
+        wanted = (replay.end - replay.start) / _WHOLE
+        self._speed = min(bisect_left(_SPEEDS, max(1.0, wanted)), len(_SPEEDS) - 1)
+        self._drawn = time.monotonic()
+
+    def on_mount(self) -> None:
+        """Start to play."""
+        self.set_interval(1 / _STEPS_A_SECOND, self._play)
+
+    def _play(self) -> None:
+        now = time.monotonic()
+        passed, self._drawn = now - self._drawn, now
+        if self._playing:
+            self._go_to(self._time + passed * _SPEEDS[self._speed])
+
+    def _go_to(self, moment: float) -> None:
+        replay = self._replay
+        self._time = min(replay.end, max(replay.start, moment))
+        if self._time >= replay.end:
+            self._playing = False
+        self.draw()
+
+    def shown_job(self) -> JobView:
+        """Return the job at the current time."""
+        return self._replay.view(self._time)
+
+    def footer(self, width: int) -> TextRow:
+        """Return the time bar: ``!`` where something went wrong."""
+        message = super().footer(width)
+        if message.text and message.spans[0].style == "notable":
+            return message
+        replay = self._replay
+        whole = max(replay.end - replay.start, 1e-9)
+        state = "playing" if self._playing else "paused"
+        left = f"{state} x{_SPEEDS[self._speed]:g}  "
+        right = f" {duration(self._time - replay.start)} of {duration(whole)}"
+        right += "  Space , . n p ?"
+        room = max(10, width - len(left) - len(right) - 2)
+        cells = [" "] * room
+
+        def cell(moment: float) -> int:
+            return min(room - 1, int((moment - replay.start) / whole * (room - 1)))
+
+        here = cell(self._time)
+        cells[: here + 1] = ["="] * (here + 1)
+        for moment in replay.incidents:
+            cells[cell(moment)] = "!"
+        cells[here] = ">" if self._playing else "|"
+        bar = f"[{''.join(cells)}]"
+        return row(
+            Span(left, "heading"), Span(bar, "chart"), Span(shorten(pad(right, 0), 60))
+        )
+
+    def action_pause(self) -> None:
+        """Pause, or go on; from the start at the end."""
+        if self._time >= self._replay.end:
+            self._time = self._replay.start
+        self._playing = not self._playing
+        self.draw()
+
+    def action_step(self, steps: int) -> None:
+        """Go a step back or on, and pause."""
+        self._playing = False
+        self._go_to(self._time + steps * max(0.1, _SPEEDS[self._speed]))
+
+    def action_speed(self, steps: int) -> None:
+        """Play slower or faster."""
+        self._speed = min(len(_SPEEDS) - 1, max(0, self._speed + steps))
+        self.draw()
+
+    def action_incident(self, step: int) -> None:
+        """Go to the next time at which something went wrong, or the one before."""
+        moments = self._replay.incidents
+        if step > 0:
+            found = moments[bisect_right(moments, self._time) :][:1]
+        else:
+            found = moments[: bisect_left(moments, self._time)][-1:]
+        self._playing = False
+        if found:
+            self._go_to(found[0])
+        else:
+            self.say("no further time at which something went wrong")
+
+    def action_restart(self) -> None:
+        """Play from the start."""
+        self._time, self._playing = self._replay.start, True
+        self.draw()
+
+    def action_report(self) -> None:
+        """Write the report of the logs."""
+        self.save_later(lambda: page_files(self._replay.analysis, self._stats))

@@ -2,11 +2,36 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rich.cells import cell_len, set_cell_size
+from rich.style import Style
 
 from tracedstore.common.text import escape
-from tracedstore.tools.top.model import State
+from tracedstore.tools.job_view import RankState
+
+# The sixteen colours that every terminal has.
+STYLES: Final = {
+    "": Style(),
+    "dim": Style(dim=True),
+    "selected": Style(reverse=True, bold=True),
+    "title": Style(bold=True),
+    "heading": Style(bold=True),
+    "host": Style(),
+    "chart": Style(color="cyan"),
+    "last": Style(color="yellow"),
+    "good": Style(color="green", bold=True),
+    "notable": Style(color="yellow", bold=True),
+    "bad": Style(color="red", bold=True),
+    "gone": Style(color="red", bold=True, reverse=True),
+    "stopped": Style(color="magenta", bold=True, reverse=True),
+    "awaited": Style(color="red", bold=True),
+    "not_started": Style(color="magenta", bold=True),
+    "no_answer": Style(color="magenta"),
+    "waiting": Style(color="yellow"),
+    "running": Style(color="green"),
+}
+SELECTED: Final = Style(reverse=True)
 
 # What a row or a part of it stands for: a rank, a barrier, a fold.
 Target = tuple[str, object]
@@ -20,7 +45,7 @@ class Span:
 
     Attributes:
         text: The text, escaped: a terminal executes nothing in it.
-        style: A name of `theme.STYLES`.
+        style: A name of `STYLES`.
         target: What it stands for, if that can be selected.
     """
 
@@ -30,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TextRow:
     """One line.
 
     Attributes:
@@ -47,10 +72,10 @@ class Row:
         return "".join(span.text for span in self.spans).rstrip()
 
 
-def row(*parts: Span | str, target: Target | None = None) -> Row:
+def row(*parts: Span | str, target: Target | None = None) -> TextRow:
     """Return a row of spans and of unstyled text, which is escaped."""
     spans = (Span(escape(one)) if isinstance(one, str) else one for one in parts)
-    return Row(tuple(spans), target)
+    return TextRow(tuple(spans), target)
 
 
 def styled(text: str, style: str) -> Span:
@@ -58,7 +83,7 @@ def styled(text: str, style: str) -> Span:
     return Span(escape(text), style)
 
 
-def state_style(state: State) -> str:
+def state_style(state: RankState) -> str:
     """Return the name of a state's style."""
     return state.name.lower()
 
@@ -97,7 +122,7 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
 
 def wrap(
     text: str, width: int, style: str = "", indent: int = 0, limit: int = 1000
-) -> list[Row]:
+) -> list[TextRow]:
     """Break a text at spaces into rows; a word longer than a row is broken anywhere."""
     words = escape(text[:limit]).split(" ")
     rows: list[str] = []
@@ -116,7 +141,7 @@ def wrap(
         line = word
     rows.append(line)
     return [
-        Row((Span(" " * indent if number else ""), Span(one, style)))
+        TextRow((Span(" " * indent if number else ""), Span(one, style)))
         for number, one in enumerate(rows)
     ]
 
@@ -130,6 +155,6 @@ def sparkline(history: Sequence[float], width: int) -> str:
     return "".join(BARS[round(one / largest * (len(BARS) - 1))] for one in shown)
 
 
-def plain_text(rows: Iterable[Row]) -> str:
+def plain_text(rows: Iterable[TextRow]) -> str:
     """Return rows as text."""
     return "".join(f"{one.text}\n" for one in rows)

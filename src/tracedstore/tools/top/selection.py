@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from tracedstore.tools.top import fleet_grid as fleet
-from tracedstore.tools.top import views
-from tracedstore.tools.top.model import Model, Rank, State
-from tracedstore.tools.top.rows import Row, Target, row, styled
+from tracedstore.tools.job_view import JobView, RankName, RankState, RankView
+from tracedstore.tools.top import fleet, views
+from tracedstore.tools.top.rows import Target, TextRow, row, styled
 
 # What ranks answered when they were asked for their stacks.
-Stacks = Mapping[fleet.Name, Sequence[str]]
+Stacks = Mapping[RankName, Sequence[str]]
 
 
 class Selection:
@@ -23,10 +22,10 @@ class Selection:
     def __init__(self) -> None:
         self.view = views.VIEWS[0]
         self.pattern = ""
-        self.rows: list[Row] = []
-        self._ranks: list[list[Rank]] = []
+        self.rows: list[TextRow] = []
+        self._ranks: list[list[RankView]] = []
         self._targets: dict[str, Target] = {}
-        self._unfolded: set[State] = set()
+        self._unfolded: set[RankState] = set()
         # Until the user selects a rank, the worst one is.
         self._chosen = False
 
@@ -40,22 +39,22 @@ class Selection:
         self._targets[self.view] = target
         self._chosen = self._chosen or self.view == "fleet"
 
-    def arrange(self, model: Model, width: int, height: int) -> None:
-        """Make the rows of a model, and keep the selection, or select the worst."""
+    def arrange(self, job: JobView, width: int, height: int) -> None:
+        """Make the rows of a job, and keep the selection, or select the worst."""
         if self.view == "fleet":
-            self._arrange_fleet(model, width, height)
+            self._arrange_fleet(job, width, height)
             return
         self._ranks = []
-        self.rows = views.view_rows(self.view, model, width)
+        self.rows = views.view_rows(self.view, job, width)
         targets = [one.target for one in self.rows if one.target]
         if self.target not in targets:
             self._targets.pop(self.view, None)
             if targets:
                 self.select(targets[0])
 
-    def _arrange_fleet(self, model: Model, width: int, height: int) -> None:
+    def _arrange_fleet(self, job: JobView, width: int, height: int) -> None:
         grid = fleet.layout(
-            model.ranks,
+            job.ranks,
             width,
             height,
             unfolded=self._unfolded,
@@ -120,7 +119,11 @@ class Selection:
     def unfold(self) -> bool:
         """Show the hosts of the selected fold; return whether a fold is selected."""
         target = self.target
-        if self.view != "fleet" or target is None or not isinstance(target[1], State):
+        if (
+            self.view != "fleet"
+            or target is None
+            or not isinstance(target[1], RankState)
+        ):
             return False
         self._unfolded.add(target[1])
         del self._targets["fleet"]
@@ -130,20 +133,20 @@ class Selection:
         """Fold all hosts again."""
         self._unfolded.clear()
 
-    def rank(self, model: Model) -> Rank | None:
+    def rank(self, job: JobView) -> RankView | None:
         """Return the selected rank; None if none is."""
         target = self.target
         if target is None or target[0] != "rank":
             return None
-        return next((one for one in model.ranks if one.name == target[1]), None)
+        return next((one for one in job.ranks if one.name == target[1]), None)
 
-    def detail_rows(self, model: Model, width: int, stacks: Stacks) -> list[Row]:
+    def detail_rows(self, job: JobView, width: int, stacks: Stacks) -> list[TextRow]:
         """Return everything about what is selected."""
         target = self.target
         if target is not None and target[0] == "barrier":
-            return views.barrier_detail(model, str(target[1]), width)
-        rank = self.rank(model)
+            return views.barrier_detail(job, str(target[1]), width)
+        rank = self.rank(job)
         if rank is None:
-            known = model.details or model.notes
-            return views.detail_of_headline(model, width) if known else []
-        return views.rank_rows(model, rank, width, stacks.get(rank.name, ()))
+            known = job.details or job.notes
+            return views.detail_of_headline(job, width) if known else []
+        return views.rank_rows(job, rank, width, stacks.get(rank.name, ()))

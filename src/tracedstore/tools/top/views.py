@@ -1,15 +1,24 @@
-"""The views of the screen as rows: pure functions of the model."""
+"""The views of the screen as rows: pure functions of the job's view."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from tracedstore.common.ranges import fold
 from tracedstore.common.text import duration
-from tracedstore.tools.top.fleet_grid import legend
-from tracedstore.tools.top.model import Barrier, Model, OperationRate, Rank, Rendezvous
+from tracedstore.tools.job_view import (
+    BarrierView,
+    JobView,
+    OperationRate,
+    RankState,
+    RankView,
+    RendezvousView,
+)
+from tracedstore.tools.top.fleet import GLYPHS, legend
 from tracedstore.tools.top.rows import (
-    Row,
     Span,
+    TextRow,
     fit,
+    pad,
     row,
     shorten,
     sparkline,
@@ -17,61 +26,92 @@ from tracedstore.tools.top.rows import (
     styled,
     wrap,
 )
-from tracedstore.tools.top.waterfall import waterfall
 
 VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store")
-# Seconds without a heartbeat after which `status` reports a node.
-_SILENT_AFTER = 10.0
 _LAST_BARRIERS = 8
 _NARROW = 70
 # Rows; a headline has at most a thousand characters.
 _WHOLE = 50
+# More ranks than this have a line for each host in the arrivals at a barrier.
+_MAX_RANKS = 48
+_LABEL = 20
+_TIME = 10
+_WAITS, _PARTLY = "━", "─"
+
+_KEYS: Final = (
+    ("1 to 5, Tab", "fleet, barriers, stragglers, rendezvous, store"),
+    ("arrows, Page, Home, End", "select; a click does it too"),
+    ("Enter", "show all of what is selected; show hosts that are folded"),
+    ("Esc", "back; remove the filter"),
+    ("/", "filter the fleet: a host, a rank, ranks 8-15, or a state"),
+    ("s", "the stacks of the selected rank, asked through the store"),
+    ("i", "the whole headline, its evidence and what could not be read"),
+    ("e", "save the screen as text and as SVG, in this folder or the browser's"),
+    ("r", "write a report (HTML) of what was seen so far, there too"),
+    ("q, Ctrl-C", "quit"),
+)
+_REPLAY_KEYS: Final = (
+    ("Space", "pause, go on"),
+    (", and .", "one step back, one step on"),
+    ("< and >", "slower, faster"),
+    ("n and p", "the next time at which something went wrong, the one before"),
+    ("0", "from the start"),
+)
+_STATE_TEXTS: Final = {
+    RankState.GONE: "its process has ended",
+    RankState.STOPPED: "its process is alive and does not run Python code",
+    RankState.AWAITED: "the job waits for it",
+    RankState.NOT_STARTED: "it has not registered in the store",
+    RankState.NO_ANSWER: "its endpoint is silent; others of its host answer",
+    RankState.WAITING: "it waits in a barrier or a Store call",
+    RankState.RUNNING: "it has registered, and nothing else is known",
+}
 
 
-def headline_rows(model: Model, width: int, limit: int) -> list[Row]:
+def headline_rows(job: JobView, width: int, limit: int) -> list[TextRow]:
     """Return the sentence about the job in at most `limit` rows."""
     marks = {"good": "OK ", "notable": "!  ", "bad": "!! "}
-    text = marks[model.level] + model.headline
-    rows = wrap(text, width, model.level, indent=3)
+    text = marks[job.level] + job.headline
+    rows = wrap(text, width, job.level, indent=3)
     if len(rows) > limit:
         rows = rows[:limit]
         last = shorten(rows[-1].text, width - 3)
-        rows[-1] = row(Span(last + "...", model.level))
+        rows[-1] = row(Span(last + "...", job.level))
     return rows
 
 
-def detail_of_headline(model: Model, width: int) -> list[Row]:
+def detail_of_headline(job: JobView, width: int) -> list[TextRow]:
     """Return the whole sentence, the evidence and what could not be read."""
-    rows = headline_rows(model, width, _WHOLE)
-    for sentence in model.details:
+    rows = headline_rows(job, width, _WHOLE)
+    for sentence in job.details:
         rows += wrap(f"   {sentence}", width, indent=5)
-    for note in model.notes:
+    for note in job.notes:
         rows += wrap(f"   {note}", width, "notable", indent=5)
     return rows
 
 
-def barrier_rows(model: Model, width: int) -> list[Row]:
+def barrier_rows(job: JobView, width: int) -> list[TextRow]:
     """Return the barriers: those in progress first, then the newest ones."""
     name = max(12, width // 3 - 6)
-    number = len(model.in_progress)
+    number = len(job.unfinished)
     rows = [_barrier_heading(f" in progress: {number}", name, "waits", "missing")]
-    rows += [_in_progress(model, one, width) for one in reversed(model.in_progress)]
-    total = len(model.finished) + model.more_finished
-    shown = f", {len(model.finished)} shown" if model.more_finished else ""
+    rows += [_in_progress(job, one, width) for one in reversed(job.unfinished)]
+    total = len(job.finished) + job.more_finished
+    shown = f", {len(job.finished)} shown" if job.more_finished else ""
     title = f" finished: {total:,}{shown}"
     rows.append(_barrier_heading(title, name, "spread", "last"))
-    rows += [_finished(model, one, width) for one in reversed(model.finished)]
+    rows += [_finished(job, one, width) for one in reversed(job.finished)]
     return rows
 
 
-def _barrier_heading(title: str, name: int, time: str, last: str) -> Row:
+def _barrier_heading(title: str, name: int, time: str, last: str) -> TextRow:
     columns = f"{fit(title, name + 2)} {'arrived':>11} {time:>11}  {last}"
     return row(styled(columns, "heading"))
 
 
-def _in_progress(model: Model, barrier: Barrier, width: int) -> Row:
+def _in_progress(job: JobView, barrier: BarrierView, width: int) -> TextRow:
     of = "?" if barrier.world_size is None else f"{barrier.world_size:,}"
-    age = "" if barrier.first is None else duration(model.time - barrier.first)
+    age = "" if barrier.first is None else duration(job.time - barrier.first)
     missing = barrier.missing.removeprefix("missing ") or "unknown"
     if barrier.abandoned:
         missing = f"abandoned: {missing}"
@@ -83,7 +123,7 @@ def _in_progress(model: Model, barrier: Barrier, width: int) -> Row:
     )
 
 
-def _finished(model: Model, barrier: Barrier, width: int) -> Row:
+def _finished(job: JobView, barrier: BarrierView, width: int) -> TextRow:
     spread = ""
     known = []
     if barrier.first is not None and barrier.last is not None:
@@ -92,14 +132,14 @@ def _finished(model: Model, barrier: Barrier, width: int) -> Row:
         host = f" on {barrier.last_host}" if barrier.last_host else ""
         known.append(f"rank {barrier.last_rank}{host}")
     if barrier.last is not None:
-        known.append(f"{duration(model.time - barrier.last)} ago")
+        known.append(f"{duration(job.time - barrier.last)} ago")
     text = ", ".join(known)
     return _barrier_row(barrier, f"{barrier.arrived:,}", spread, text, "", width)
 
 
 def _barrier_row(
-    barrier: Barrier, arrived: str, time: str, text: str, style: str, width: int
-) -> Row:
+    barrier: BarrierView, arrived: str, time: str, text: str, style: str, width: int
+) -> TextRow:
     name = max(12, width // 3 - 6)
     left = f"  {fit(barrier.prefix, name)} {arrived:>11} {time:>11}  "
     return row(
@@ -109,19 +149,19 @@ def _barrier_row(
     )
 
 
-def straggler_rows(model: Model, width: int) -> list[Row]:
+def straggler_rows(job: JobView, width: int) -> list[TextRow]:
     """Return the ranks that arrived last, the most costly first."""
     head = f" {'rank':>7}  {'host':<20} {'last':>5} {'worst':>10} {'cost':>10}"
     rows = [row(styled(head, "heading"))]
-    groups = {rank.rank: rank.group for rank in model.ranks}
-    for one in model.stragglers():
+    groups = {rank.rank: rank.group for rank in job.ranks}
+    for one in job.last_ranks():
         text = f" {one.rank:>7}  {fit(one.host, 20)} {one.times_last:>5}"
         text += f" {duration(one.worst):>10} {duration(one.cost):>10}"
         target = ("rank", (groups.get(one.rank, ""), one.rank))
         rows.append(row(Span(text), target=target))
     if len(rows) == 1:
         rows.append(row(styled("  no finished barrier has times", "dim")))
-    number = len(model.finished)
+    number = len(job.finished)
     note = (
         f"last: of {number} barriers, how often it was the last one. worst, cost: how"
         " much later it came than half of the ranks, at most and in all"
@@ -129,17 +169,17 @@ def straggler_rows(model: Model, width: int) -> list[Row]:
     return [*rows, row(), *wrap(f" {note}", width, "dim", indent=1)]
 
 
-def rendezvous_rows(model: Model, width: int) -> list[Row]:
+def rendezvous_rows(job: JobView, width: int) -> list[TextRow]:
     """Return the rendezvous with their nodes."""
-    rows: list[Row] = []
-    for one in model.rendezvous:
+    rows: list[TextRow] = []
+    for one in job.rendezvous:
         rows += _rendezvous(one, width)
     if not rows:
         rows.append(row(styled(" no rendezvous of torchrun in this store", "dim")))
     return rows
 
 
-def _rendezvous(one: Rendezvous, width: int) -> Iterator[Row]:
+def _rendezvous(one: RendezvousView, width: int) -> Iterator[TextRow]:
     if not one.readable:
         text = f" {one.run_id}: its state cannot be read"
         yield row(Span(shorten(text, width), "notable"))
@@ -154,7 +194,7 @@ def _rendezvous(one: Rendezvous, width: int) -> Iterator[Row]:
     if one.problem:
         yield from wrap(f"   {one.problem}", width, "notable", indent=5)
     for joined, label in ((True, "joined"), (False, "wait for the next round")):
-        nodes = [node for node in one.nodes if node.joined is joined]
+        nodes = one.joined(joined=joined)
         if nodes:
             yield row(styled(f"   {label}: {len(nodes):,}", "heading"))
         # The silent ones first.
@@ -163,16 +203,16 @@ def _rendezvous(one: Rendezvous, width: int) -> Iterator[Row]:
             heard = "no heartbeat yet"
             if silent is not None:
                 heard = f"heartbeat {duration(silent)} ago"
-            late = silent is not None and silent > _SILENT_AFTER and not one.closed
+            late = node.is_silent and not one.closed
             yield row(
                 Span(f"     {fit(node.name, max(20, width - 34))} "),
                 styled(heard, "bad" if late else ""),
             )
 
 
-def store_rows(model: Model, width: int) -> list[Row]:
+def store_rows(job: JobView, width: int) -> list[TextRow]:
     """Return the Store calls by operation and by rank."""
-    rates = model.rates
+    rates = job.rates
     if rates is None:
         return [row(styled(" reading the endpoints of the ranks ...", "dim"))]
     if not rates.serving:
@@ -201,7 +241,7 @@ def store_rows(model: Model, width: int) -> list[Row]:
     return rows
 
 
-def _operation(one: OperationRate, chart: int) -> Row:
+def _operation(one: OperationRate, chart: int) -> TextRow:
     text = f" {fit(one.operation, 14)} {one.per_second:>10,.1f}"
     text += f" {_quantile(one.p50):>9} {_quantile(one.p99):>9}  "
     return row(Span(text), Span(sparkline(one.history, chart), "chart"))
@@ -212,8 +252,8 @@ def _quantile(seconds: float | None) -> str:
 
 
 def rank_rows(
-    model: Model, rank: Rank, width: int, stacks: Sequence[str] = ()
-) -> list[Row]:
+    job: JobView, rank: RankView, width: int, stacks: Sequence[str] = ()
+) -> list[TextRow]:
     """Return everything about one rank."""
     host = f" on {rank.host}" if rank.host else ""
     waited = "" if rank.waited is None else f" for {duration(rank.waited)}"
@@ -229,7 +269,7 @@ def rank_rows(
             facts.append(f"attempt {rank.attempt}")
         if rank.run_id:
             facts.append(f"run {rank.run_id}")
-        facts.append(f"registered {duration(model.time - rank.registered)} ago")
+        facts.append(f"registered {duration(job.time - rank.registered)} ago")
         if rank.group:
             facts.append(f"under {rank.group}")
         rows += wrap(f"  {', '.join(facts)}", width, "dim", indent=4)
@@ -237,20 +277,22 @@ def rank_rows(
         rows.append(row(Span(shorten(f"  serves {rank.endpoint}", width), "dim")))
     for line in stacks:
         rows += wrap(f"  {line}", width, indent=6)
-    rows += _last_barriers(model, rank, width)
+    rows += _last_barriers(job, rank, width)
     return rows
 
 
-def _last_barriers(model: Model, rank: Rank, width: int) -> Iterator[Row]:
-    barriers = [*model.finished, *model.in_progress]
-    shown = [one for one in barriers if one.group == rank.group and one.ranks]
+def _last_barriers(job: JobView, rank: RankView, width: int) -> Iterator[TextRow]:
+    barriers = [*job.finished, *job.unfinished]
+    shown = [one for one in barriers if one.group == rank.group and one.times]
     lines = list(_barriers_of(reversed(shown), rank, width))[:_LAST_BARRIERS]
     if lines:
         yield row(styled("  last barriers:", "heading"))
         yield from lines
 
 
-def _barriers_of(barriers: Iterable[Barrier], rank: Rank, width: int) -> Iterator[Row]:
+def _barriers_of(
+    barriers: Iterable[BarrierView], rank: RankView, width: int
+) -> Iterator[TextRow]:
     for one in barriers:
         name = fit(one.prefix, max(12, width // 3))
         if rank.rank in one.missing_ranks:
@@ -269,7 +311,7 @@ def _barriers_of(barriers: Iterable[Barrier], rank: Rank, width: int) -> Iterato
         yield row(Span(f"    {name} "), styled(text, style))
 
 
-def view_rows(view: str, model: Model, width: int) -> list[Row]:
+def view_rows(view: str, job: JobView, width: int) -> list[TextRow]:
     """Return the rows of a view other than the fleet."""
     make = {
         "barriers": barrier_rows,
@@ -277,24 +319,180 @@ def view_rows(view: str, model: Model, width: int) -> list[Row]:
         "rendezvous": rendezvous_rows,
         "store": store_rows,
     }[view]
-    return make(model, width)
+    return make(job, width)
 
 
-def barrier_detail(model: Model, prefix: str, width: int) -> list[Row]:
+def barrier_detail(job: JobView, prefix: str, width: int) -> list[TextRow]:
     """Return the arrivals at a barrier."""
-    for barrier in (*model.in_progress, *model.finished):
+    for barrier in (*job.unfinished, *job.finished):
         if barrier.prefix == prefix:
-            return waterfall(model, barrier, width)
+            return waterfall(job, barrier, width)
     return []
 
 
-def title_row(model: Model, width: int, right: str) -> Row:
+def title_row(job: JobView, width: int, right: str) -> TextRow:
     """Return the first line: the store, the states of all ranks, and the time."""
-    counts = legend(model.ranks)
+    counts = legend(job.ranks)
     room = width - len(counts.text) - len(right) - 4
-    name = fit(model.source, max(10, room))
+    name = fit(job.source, max(10, room))
     used = len(name) + len(counts.text) + len(right) + 2
     gap = " " * max(1, width - used)
     if width < _NARROW:
         return row(Span(name, "title"), " ", *counts.spans)
     return row(Span(name, "title"), " ", *counts.spans, Span(gap + right, "dim"))
+
+
+def waterfall(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
+    """Return a line for each rank, or for each host of a large job.
+
+    A line begins when the rank arrived and lasts as long as it waits. Missing ranks
+    are first, then the latest arrivals.
+    """
+    hosts = {rank.rank: rank for rank in job.ranks if rank.group == barrier.group}
+    rows = _title(job, barrier, width)
+    first, end = barrier.first, _end(job, barrier)
+    if first is None or end is None:
+        rows.append(row(styled("  no times: the store has no ledger", "dim")))
+        return rows
+    arrived = dict(zip(barrier.ranks, barrier.times, strict=False))
+    if not arrived:
+        rows.append(row(styled("  its arrivals are too many to be shown", "dim")))
+        return rows
+    scale = _Scale(first, end, max(10, width - _LABEL - _TIME - 3))
+    if len(arrived) + len(barrier.missing_ranks) <= _MAX_RANKS:
+        rows += _by_rank(barrier, arrived, hosts, scale)
+    else:
+        rows += _by_host(barrier, arrived, hosts, scale)
+    return rows
+
+
+class _Scale:
+    """Times as columns."""
+
+    def __init__(self, first: float, end: float, width: int) -> None:
+        self.first = first
+        self.width = width
+        self._span = max(end - first, 1e-9)
+
+    def column(self, time: float) -> int:
+        share = (time - self.first) / self._span
+        return min(self.width - 1, max(0, int(share * (self.width - 1))))
+
+    def bar(self, first: float, last: float, style: str) -> Span:
+        """Return a line from the first arrival, thicker from the last one on."""
+        start, full = self.column(first), self.column(last)
+        text = " " * start + _PARTLY * (full - start) + _WAITS * (self.width - full)
+        return Span(text, style)
+
+
+def _title(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
+    of = "" if barrier.world_size is None else f" of {barrier.world_size:,}"
+    if barrier.complete:
+        state = "complete"
+    elif barrier.abandoned:
+        state = "abandoned"
+    else:
+        state = "in progress"
+    text = f"{shorten(barrier.prefix, width // 2)}: {barrier.arrived:,}{of} arrived"
+    if barrier.first is not None and barrier.last is not None:
+        text += f" within {duration(barrier.last - barrier.first)}"
+        if not barrier.complete:
+            text += f", the first {duration(job.time - barrier.first)} ago"
+    return [row(styled(shorten(f"{text} ({state})", width), "heading"))]
+
+
+def _end(job: JobView, barrier: BarrierView) -> float | None:
+    if barrier.complete or barrier.abandoned or barrier.last is None:
+        return barrier.last
+    return max(job.time, barrier.last)
+
+
+def _by_rank(
+    barrier: BarrierView,
+    arrived: Mapping[int, float],
+    hosts: Mapping[int, RankView],
+    scale: _Scale,
+) -> list[TextRow]:
+    rows = []
+    for number in barrier.missing_ranks:
+        label = _label(number, hosts)
+        style = _style_of(number, hosts)
+        rows.append(_line(label, Span(" " * scale.width), "missing", style))
+    latest = sorted(arrived.items(), key=lambda one: (-one[1], one[0]))
+    for number, time in latest:
+        style = "last" if number == barrier.last_rank else "waiting"
+        bar = scale.bar(time, time, style)
+        rows.append(_line(_label(number, hosts), bar, _after(time, scale), style))
+    return rows
+
+
+def _by_host(
+    barrier: BarrierView,
+    arrived: Mapping[int, float],
+    hosts: Mapping[int, RankView],
+    scale: _Scale,
+) -> list[TextRow]:
+    missing: dict[str, list[int]] = {}
+    for number in barrier.missing_ranks:
+        missing.setdefault(_host(number, hosts), []).append(number)
+    times: dict[str, list[float]] = {}
+    for number, time in arrived.items():
+        times.setdefault(_host(number, hosts), []).append(time)
+    rows = []
+    for host, ranks in sorted(missing.items(), key=lambda one: one[1][0]):
+        text = f"{host} ({fold(ranks)})"
+        style = _style_of(ranks[0], hosts)
+        bar = Span(" " * scale.width)
+        if host in times:
+            bar = scale.bar(min(times[host]), scale.first + 1e18, "waiting")
+        rows.append(_line(text, bar, f"{len(ranks):,} missing", style))
+    last_host = _host(barrier.last_rank, hosts)
+    for host in sorted(times.keys() - missing.keys(), key=lambda h: -max(times[h])):
+        earliest, latest = min(times[host]), max(times[host])
+        style = "last" if barrier.complete and host == last_host else "waiting"
+        bar = scale.bar(earliest, latest, style)
+        rows.append(_line(host, bar, _after(latest, scale), style))
+    return rows
+
+
+def _line(label: str, bar: Span, text: str, style: str) -> TextRow:
+    return row(
+        Span(" " + fit(label, _LABEL) + " "), bar, styled(pad(f" {text}", 0), style)
+    )
+
+
+def _after(time: float, scale: _Scale) -> str:
+    return f"+{duration(time - scale.first)}"
+
+
+def _host(number: int | None, hosts: Mapping[int, RankView]) -> str:
+    rank = None if number is None else hosts.get(number)
+    return rank.host if rank is not None and rank.host else "(unknown host)"
+
+
+def _label(number: int, hosts: Mapping[int, RankView]) -> str:
+    rank = hosts.get(number)
+    return f"{number} {rank.host}" if rank is not None else f"{number}"
+
+
+def _style_of(number: int, hosts: Mapping[int, RankView]) -> str:
+    rank = hosts.get(number)
+    bad = rank is not None and rank.state < RankState.AWAITED
+    return rank.state.name.lower() if bad and rank is not None else "awaited"
+
+
+def help_rows(width: int, *, replay: bool) -> list[TextRow]:
+    """Return the keys and the states."""
+    rows = [row(styled(" keys", "heading"))]
+    for keys, text in (*_KEYS, *(_REPLAY_KEYS if replay else ())):
+        rows += wrap(f"  {keys:<24}{text}", width, indent=26)
+    rows += [row(), row(styled(" a character for each rank", "heading"))]
+    for state, text in _STATE_TEXTS.items():
+        rows.append(
+            row(
+                "  ",
+                Span(GLYPHS[state], state_style(state)),
+                f" {state.label:<13}{text}",
+            )
+        )
+    return rows

@@ -13,7 +13,8 @@ import shlex
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from html import escape
+from typing import Any, Final
 
 from aiohttp import web
 from textual_serve.app_service import AppService
@@ -22,7 +23,6 @@ from textual_serve.server import Server, to_int
 from tracedstore.common.errors import CommandError
 from tracedstore.export.http_server import CHALLENGES, Access, base_url
 from tracedstore.tools.top.app import SIGNALS
-from tracedstore.tools.top.web_page import POLICY, render
 
 # Tabs at a time. Each has two processes, which take 280 MB together.
 MAX_TABS = 4
@@ -33,6 +33,51 @@ _STOP_TIMEOUT, _CLOSE_TIMEOUT = 5.0, 2.0
 # Columns or lines of the largest screen, and bytes of a message of the browser.
 _MAX_SIZE = 1000
 _MAX_MESSAGE_BYTES = 64 * 1024
+
+# xterm.js sets styles in the page. The rest comes from files of this server, whatever a
+# host name or a key on the screen contains.
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline';"
+    " font-src 'self'; img-src 'self' data:; connect-src 'self';"
+    " frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+# textual-serve's own page loads a style sheet from the internet, and has addresses that
+# are wrong behind a tunnel. This one loads only what textual-serve has on disk.
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="/static/css/xterm.css">
+<style>
+@font-face {{
+  font-family: "Roboto Mono";
+  src: url("/static/fonts/RobotoMono-VariableFont_wght.ttf");
+  font-weight: 100 700;
+}}
+html, body {{ margin: 0; height: 100%; overflow: hidden; background: #000; }}
+.notice {{
+  position: absolute; inset: 0; display: flex; align-items: center;
+  justify-content: center; z-index: 10; color: #fff; background: #000c;
+  font: 16px "Roboto Mono", monospace;
+}}
+.notice a {{ color: inherit; margin-left: 1ch; }}
+.closed, body.-first-byte .opening, body.-closed .opening {{ display: none; }}
+body.-closed .closed {{ display: flex; }}
+</style>
+<script src="/static/js/textual.js"></script>
+</head>
+<body>
+<div class="notice opening">{title}</div>
+<div class="notice closed">The screen has ended. <a href="/">Open it again</a></div>
+<div id="terminal" class="textual-terminal" data-font-size="16"
+ data-session-websocket-url="{websocket}"></div>
+</body>
+</html>
+"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -170,7 +215,7 @@ class TopServer(Server):
         """Send the page."""
         self._check_room()
         scheme = "ws" if self._access.tls is None else "wss"
-        page = render(self.title, f"{scheme}://{request.host}/ws/{self._key}")
+        page = _page(self.title, f"{scheme}://{request.host}/ws/{self._key}")
         return web.Response(text=page, content_type="text/html")
 
     def _check_room(self) -> None:
@@ -216,7 +261,7 @@ class TopServer(Server):
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Content-Security-Policy"] = POLICY
+    response.headers["Content-Security-Policy"] = _POLICY
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Referrer-Policy"] = "no-referrer"
     # The page has the key, and is of no use later.
@@ -235,3 +280,8 @@ def _end(ended: "asyncio.Future[int]", code: int) -> None:
 def child_command(arguments: Sequence[str]) -> list[str]:
     """Return the command that draws the screen, with the arguments of `top`."""
     return [sys.executable, "-m", "tracedstore.tools.cli.main", "top", *arguments]
+
+
+def _page(title: str, websocket: str) -> str:
+    """Return the page, which opens a websocket."""
+    return _PAGE.format(title=escape(title), websocket=escape(websocket))

@@ -4,24 +4,33 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
-from tracedstore.tools.top.model import GLYPHS, Rank, State
-from tracedstore.tools.top.rows import Row, Span, fit, row, state_style, styled
+from tracedstore.tools.job_view import RankName, RankState, RankView
+from tracedstore.tools.top.rows import Span, TextRow, fit, row, state_style, styled
 
+# One character each, so that the grid reads without colours.
+GLYPHS: Final = {
+    RankState.GONE: "X",
+    RankState.STOPPED: "S",
+    RankState.AWAITED: "A",
+    RankState.NOT_STARTED: "-",
+    RankState.NO_ANSWER: "?",
+    RankState.WAITING: "w",
+    RankState.RUNNING: ".",
+}
 _MIN_CELLS = 8
 _MAX_CELLS = 64
 _LABEL = 18
 _SUMMARY = 30
 # States in which hosts are folded, if there is no room for all of them.
-_FOLDED = (State.RUNNING, State.WAITING)
+_FOLDED = (RankState.RUNNING, RankState.WAITING)
 _RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 _NO_HOST = "(not started)"
 
-Name = tuple[str, int]
-
 
 @dataclass(slots=True)
-class Fleet:
+class FleetGrid:
     """The lines of the grid.
 
     Attributes:
@@ -30,11 +39,11 @@ class Fleet:
         offset: The column of the first rank of a line.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    ranks: list[list[Rank]] = field(default_factory=list)
+    rows: list[TextRow] = field(default_factory=list)
+    ranks: list[list[RankView]] = field(default_factory=list)
     offset: int = 0
 
-    def find(self, name: Name | None) -> tuple[int, int] | None:
+    def find(self, name: RankName | None) -> tuple[int, int] | None:
         """Return the line and the position of a rank; None if it is not shown."""
         for line, ranks in enumerate(self.ranks):
             for position, rank in enumerate(ranks):
@@ -43,7 +52,7 @@ class Fleet:
         return None
 
 
-def matches(rank: Rank, pattern: str) -> bool:
+def matches(rank: RankView, pattern: str) -> bool:
     """Return whether a rank is selected: by host, number, range or state."""
     wanted = pattern.strip().lower()
     if not wanted:
@@ -57,13 +66,13 @@ def matches(rank: Rank, pattern: str) -> bool:
 
 
 def layout(
-    ranks: Iterable[Rank],
+    ranks: Iterable[RankView],
     width: int,
     height: int,
     *,
-    unfolded: Collection[State] = (),
+    unfolded: Collection[RankState] = (),
     pattern: str = "",
-) -> Fleet:
+) -> FleetGrid:
     """Arrange ranks in lines.
 
     Args:
@@ -80,8 +89,8 @@ def layout(
     room = min(_MAX_CELLS, width - label - 2 - _SUMMARY, longest)
     cells = max(_MIN_CELLS, room)
     lines = sum(-(-len(members) // cells) for _, members in hosts)
-    fleet = Fleet(offset=label + 1)
-    folded: dict[State, list[list[Rank]]] = {}
+    fleet = FleetGrid(offset=label + 1)
+    folded: dict[RankState, list[list[RankView]]] = {}
     for host, members in hosts:
         state = _uniform(members)
         if lines > height and state in _FOLDED and state not in unfolded:
@@ -104,12 +113,12 @@ def layout(
     return fleet
 
 
-def _by_host(ranks: Iterable[Rank]) -> list[tuple[str, list[Rank]]]:
-    hosts: dict[str, list[Rank]] = {}
+def _by_host(ranks: Iterable[RankView]) -> list[tuple[str, list[RankView]]]:
+    hosts: dict[str, list[RankView]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host or _NO_HOST, []).append(rank)
 
-    def badness(entry: tuple[str, list[Rank]]) -> tuple[object, ...]:
+    def badness(entry: tuple[str, list[RankView]]) -> tuple[object, ...]:
         states = Counter(rank.state for rank in entry[1])
         worst = min(states)
         return worst, -states[worst], entry[1][0].name
@@ -117,13 +126,13 @@ def _by_host(ranks: Iterable[Rank]) -> list[tuple[str, list[Rank]]]:
     return sorted(hosts.items(), key=badness)
 
 
-def _uniform(ranks: list[Rank]) -> State | None:
+def _uniform(ranks: list[RankView]) -> RankState | None:
     states = {rank.state for rank in ranks}
     return states.pop() if len(states) == 1 else None
 
 
 def _add_host(
-    fleet: Fleet, host: str, members: list[Rank], cells: int, label: int
+    fleet: FleetGrid, host: str, members: list[RankView], cells: int, label: int
 ) -> None:
     for start in range(0, len(members), cells):
         some = members[start : start + cells]
@@ -136,21 +145,21 @@ def _add_host(
         text = "" if start else counts(members)
         # The worst state of the host.
         worst = state_style(min(rank.state for rank in members))
-        fleet.rows.append(Row((name, Span(" "), *grid, summary, Span(text, worst))))
+        fleet.rows.append(TextRow((name, Span(" "), *grid, summary, Span(text, worst))))
         fleet.ranks.append(some)
 
 
-def counts(ranks: Iterable[Rank]) -> str:
+def counts(ranks: Iterable[RankView]) -> str:
     """Return how many ranks are in which state, the worst first."""
     states = Counter(rank.state for rank in ranks)
     return ", ".join(f"{states[one]:,} {one.label}" for one in sorted(states))
 
 
-def legend(ranks: Iterable[Rank]) -> Row:
+def legend(ranks: Iterable[RankView]) -> TextRow:
     """Return the number of ranks in each state, with its character."""
     states = Counter(rank.state for rank in ranks)
     spans: list[Span] = []
     for one in sorted(states):
         text = f"{GLYPHS[one]} {states[one]:,} {one.label}"
         spans += [Span(text, state_style(one)), Span("   ")]
-    return Row(tuple(spans[:-1]))
+    return TextRow(tuple(spans[:-1]))
