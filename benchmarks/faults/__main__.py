@@ -4,29 +4,20 @@ A run has a seed. It writes each finished case to a results file; a second start
 the same seed goes on after the last one. Repeat one case with --case.
 """
 
+import argparse
+import gc
 import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
 
-# Before torch is imported: no thread may run in a process that forks ranks, and torch
-# resolves the address of every connection to a name, which may take seconds.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
-os.environ.setdefault("RES_OPTIONS", "attempts:0")
-# Ranks are stopped and killed between Store calls of the Python base.
-os.environ["TRACEDSTORE_CORE"] = "python"
-# torch's C++ warns of each connection without a host name, and blocks in a full pipe.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import forking_environment  # noqa: F401 - before torch
 
-import argparse  # noqa: E402 - see above
-import gc  # noqa: E402
-import shutil  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from faults import harm, plan  # noqa: E402
-from faults.results import ResultsFile, faults_in, summary, table  # noqa: E402
-from faults.runner import Runner  # noqa: E402
-from tracedstore.tools.demo.store_servers import serve_store  # noqa: E402
+from faults import harm, plan
+from faults.results import ResultsFile, faults_in, summary, table
+from faults.runner import Runner
+from tracedstore.tools.demo.store_servers import serve_store
 
 
 def _options() -> argparse.Namespace:
@@ -72,6 +63,8 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     """Run the cases that have no result yet; return 1 if one of them is not good."""
     options = _options()
+    # Ranks are stopped and killed between Store calls of the Python base.
+    os.environ["TRACEDSTORE_CORE"] = "python"
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"{threads} threads run in the process that forks the ranks, not 1")

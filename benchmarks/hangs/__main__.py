@@ -4,31 +4,25 @@ A case depends on the seed and its number alone. A case that is not right prints
 command that repeats it.
 """
 
+import argparse
+import json
+import multiprocessing
 import os
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
 
-# Before torch is imported: no thread may run in a process that forks ranks.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
-# torch resolves the address of every connection to a name, which may take seconds.
-os.environ.setdefault("RES_OPTIONS", "attempts:0")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import forking_environment  # noqa: F401 - before torch
 
-import argparse  # noqa: E402 - see above
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import statistics  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-from collections import Counter  # noqa: E402
-from functools import partial  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from hangs.cases import make_case  # noqa: E402
-from hangs.oracle import Outcome  # noqa: E402
-from hangs.runner import run_case  # noqa: E402
-from hangs.scenarios import SCENARIOS  # noqa: E402
-from tracedstore.common.parent_death import die_with_parent  # noqa: E402
-from tracedstore.tools.demo.store_servers import serve_store  # noqa: E402
+from hangs.cases import make_case
+from hangs.oracle import Outcome
+from hangs.runner import run_case
+from hangs.scenarios import SCENARIOS
+from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.demo.store_servers import serve_store
 
 
 def _options() -> argparse.Namespace:
