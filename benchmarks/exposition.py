@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tracedstore
 from tracedstore.coordination.missing_report import StalledBarrier
-from tracedstore.export import pages
+from tracedstore.export import http_endpoint
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore
 
@@ -179,7 +179,7 @@ def main() -> int:
         train(dist.TCPStore("127.0.0.1", options.peer_port, is_master=False), 1)
         return 0
     # Every scrape renders the page; otherwise a page is reused for half a second.
-    pages._METRICS_MAX_AGE = 0.0  # noqa: SLF001 - not a setting, because no job needs it
+    http_endpoint._METRICS_MAX_AGE = 0.0  # noqa: SLF001 - not a setting, because no job needs it
     rows = []
     for name, work, metrics in (
         ("ordinary", ordinary, "compact"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from log_lines import LogLines
 
-from tracedstore.common.clock import Clock
+from tracedstore import names
 from tracedstore.common.identity import ProcessIdentity, identify
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis import service, session
@@ -24,9 +24,10 @@ from tracedstore.diagnosis.observe import blocked_waits as waits
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.session import Session, Sessions
 from tracedstore.recording.counters import ActiveCall, StoreState
-from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.queue_worker import QueueWorker
+from tracedstore.recording.recorder import RECORDER, Clock
 from tracedstore.recording.store_proxy import RECORDED
-from tracedstore.recording.telemetry import TELEMETRY, NullTelemetry
+from tracedstore.recording.telemetry import TELEMETRY, Telemetry
 from tracedstore.signals.events import Events
 from tracedstore.signals.inflight import StallReporter
 
@@ -94,7 +95,7 @@ def _size(value: Any) -> int:
 _current = threading.local()
 
 
-class _CurrentRank(NullTelemetry):
+class _CurrentRank(Telemetry):
     """Emits events as the rank whose step this thread takes."""
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
@@ -117,19 +118,21 @@ class _OneCall:
         return [self._active]
 
 
-class _Submit:
+class _LineWriter(QueueWorker):
     """Takes the lines of a rank, in place of the event writer."""
 
     def __init__(self, lines: LogLines) -> None:
+        super().__init__("lines", names.EVENTS, RECORDER.failures)
         self._lines = lines
 
-    def __call__(self, work: Any, *, wait: float = 0.0) -> None:  # noqa: ARG002 - of the protocol
+    def submit(self, work: Any, *, wait: float = 0.0) -> None:  # noqa: ARG002 - of the base
+        """Add the line at once."""
         self._lines.add(work.args[0], CLOCK.time())
 
 
 def _events(rank: int, world_size: int, lines: LogLines) -> Events:
     identity = ProcessIdentity("simulated", rank, rank % 8, world_size)
-    return Events(RECORDER, identity, _Submit(lines), log_format="json")
+    return Events(RECORDER, identity, _LineWriter(lines), log_format="json")
 
 
 def as_rank(rank: int, world_size: int, lines: LogLines) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import scale_tables
 from tables import code, results_of, table
 
-from tracedstore import names, otel_names
+from tracedstore import names
 from tracedstore.export.settings import PREFIX, Settings
-from tracedstore.signals.events import LEVELS
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads(
@@ -42,12 +41,13 @@ def _otel_metrics() -> str:
         ["metric", "unit", "type", "in Prometheus"],
         [
             [
-                code(instrument.name),
-                code(instrument.unit),
+                code(metric.otel),
+                code(metric.unit),
                 kinds[metric.type],
                 code(metric.name),
             ]
-            for metric, instrument in otel_names.INSTRUMENTS.items()
+            for metric in names.METRICS
+            if metric.otel
         ],
     )
 
@@ -56,8 +56,8 @@ def _otel_attributes() -> str:
     return table(
         ["label", "attribute"],
         [
-            [code(label), code(name, *([otel_names.SYSTEM] * (label == "store")))]
-            for label, name in otel_names.ATTRIBUTES.items()
+            [code(label), code(name, *([names.DB_SYSTEM] * (label == "store")))]
+            for label, name in names.LABEL_ATTRIBUTES.items()
         ],
     )
 
@@ -73,7 +73,11 @@ def _events() -> str:
     return table(
         ["event", "level", "description"],
         [
-            [code(branch["title"]), LEVELS[branch["title"]], branch["description"]]
+            [
+                code(branch["title"]),
+                names.EVENT_LEVELS[branch["title"]],
+                branch["description"],
+            ]
             for branch in SCHEMA["oneOf"]
         ],
     )
@@ -113,7 +117,7 @@ def _type(field: dict[str, Any]) -> str:
 def _event_fields() -> str:
     parts = ["### Every event", "", _fieldtable(_fields_of(SCHEMA))]
     for branch in SCHEMA["oneOf"]:
-        level = LEVELS[branch["title"]]
+        level = names.EVENT_LEVELS[branch["title"]]
         parts += [
             "",
             f"### {branch['title']}",

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.attach.child_process import die_with_parent
 
 # Kept, because a fault replaces the functions of `time` in a rank.
 _monotonic = time.monotonic

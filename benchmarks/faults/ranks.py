@@ -32,7 +32,7 @@ from faults import actions
 from faults.cases import Case
 from faults.processes import Channel
 from faults.stores import RENDEZVOUS_STORE_TIMEOUT, Script, connect
-from tracedstore.common.timeouts import join_bounded_threads
+from tracedstore.common.threads import join_bounded_threads
 from tracedstore.recording.watcher import WATCHER
 from tracedstore.rendezvous.handlers import create
 
@@ -179,7 +179,7 @@ def _configure(case: Case, where: Surroundings, script: Script) -> int | None:
         return None
     from tracedstore.export import setup  # noqa: PLC0415 - its state, after configure()
 
-    telemetry: Any = setup._telemetry  # noqa: SLF001 - no public name has the port
+    telemetry: Any = setup._process.telemetry  # noqa: SLF001 - no public name has the port
     return int(telemetry._endpoint._server.port)  # noqa: SLF001
 
 

@@ -20,7 +20,7 @@ from faults.director import Director
 from faults.oracle import judge_barrier
 from faults.rendezvous_oracle import judge_rendezvous
 from faults.results import Result, ResultsFile, faults_in
-from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.attach.child_process import die_with_parent
 
 # Seconds after which a case is given up: more than all bounds of a case together.
 _MAX_CASE = 300.0

@@ -21,7 +21,7 @@ from hangs.cases import make_case
 from hangs.oracle import Outcome
 from hangs.runner import run_case
 from hangs.scenarios import SCENARIOS
-from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.attach.child_process import die_with_parent
 from tracedstore.tools.demo.store_servers import serve_store
 
 

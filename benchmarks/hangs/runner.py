@@ -17,7 +17,7 @@ import tracedstore
 from hangs.cases import Case
 from hangs.oracle import Outcome, judge
 from hangs.scenarios import Hang, run_rank
-from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.attach.child_process import die_with_parent
 
 STALL_AFTER = 3.0
 TIMEOUT = 12.0

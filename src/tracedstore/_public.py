@@ -17,8 +17,8 @@ from tracedstore.export.settings import Settings as Settings
 from tracedstore.export.setup import configure as configure
 from tracedstore.export.setup import in_flight as in_flight
 from tracedstore.export.setup import shutdown as shutdown
-from tracedstore.recording.observer import Observer as Observer
 from tracedstore.recording.operation import Operation as Operation
+from tracedstore.recording.recorder import Observer as Observer
 from tracedstore.signals.inflight import InFlight as InFlight
 from tracedstore.store import TracedStore as TracedStore
 from tracedstore.store import wrap as wrap

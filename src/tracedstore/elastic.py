@@ -21,8 +21,7 @@ from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.rank_registry import agent_in
 from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.export.setup import ensure_configured, try_to_configure
-from tracedstore.recording.observer import missing_from_torch
-from tracedstore.recording.telemetry import TELEMETRY
+from tracedstore.recording.telemetry import TELEMETRY, missing_from_torch
 
 # Any, because torch's stubs declare less than half of a Store's methods.
 AnyStore = Any

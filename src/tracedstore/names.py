@@ -10,16 +10,33 @@ from typing import Final
 SCOPE: Final = "tracedstore"
 # In etcd, the prefix of all keys of EtcdV3Store and of the backend traced-etcd.
 ETCD_ROOT: Final = "/tracedstore/"
+# The version of OpenTelemetry's semantic conventions whose names are used. They are
+# spelled here, because importing them costs commands that need no OpenTelemetry.
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.36.0"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A Prometheus metric family, named as in the exposition."""
+    """A metric: a family of Prometheus, and an instrument of OpenTelemetry.
+
+    Attributes:
+        name: The name in Prometheus' exposition.
+        type: ``counter``, ``gauge`` or ``histogram``.
+        labels: The names of its labels.
+        help: What it is.
+        otel: The name in OpenTelemetry; "" for one that is not exported there. It is
+            that of the semantic conventions where these have one.
+        unit: Its unit, in UCUM's spelling.
+        otel_help: What it is in OpenTelemetry, where that is not the same.
+    """
 
     name: str
     type: str
     labels: tuple[str, ...]
     help: str
+    otel: str = ""
+    unit: str = ""
+    otel_help: str = ""
 
     @property
     def family(self) -> str:
@@ -36,39 +53,55 @@ OPERATION_DURATION = Metric(
     _ENDED,
     "Duration of Store calls that do not block; of all calls with"
     " TRACEDSTORE_METRICS=full.",
+    otel="db.client.operation.duration",
+    unit="s",
+    otel_help="Duration of Store calls.",
 )
 WAIT_DURATION = Metric(
     "tracedstore_wait_duration_seconds",
     "histogram",
     _ENDED,
     "Duration of Store calls that may block: get, multi_get, wait, queue_pop, barrier.",
+    otel="db.client.operation.duration",
+    unit="s",
+    otel_help="Duration of Store calls.",
 )
 # A call is in one of these. With `full`, a blocking call is in both, with the same
-# labels: a reader that adds calls up takes it from the first.
+# labels: a reader that adds calls up takes it from the first. In OpenTelemetry they are
+# one histogram, by the conventions, with the same bounds for all calls: a bound is no
+# series of its own there.
 CALL_DURATIONS: Final = (WAIT_DURATION, OPERATION_DURATION)
 OPERATION_ERRORS = Metric(
     "tracedstore_operation_errors_total",
     "counter",
     ("store",),
     "Store calls that raised, timeouts included; an empty queue's answer is no error.",
+    otel="tracedstore.operation.errors",
+    unit="{error}",
 )
 CAS_ATTEMPTS = Metric(
     "tracedstore_cas_attempts_total",
     "counter",
     (*_CALL, "result"),
     "Compare-and-set attempts, won or lost to another writer.",
+    otel="tracedstore.cas.attempts",
+    unit="{attempt}",
 )
 CAS_RETRIES = Metric(
     "tracedstore_cas_retries_total",
     "counter",
     _CALL,
     "Compare-and-sets repeated after a loss, inside one call or by a rendezvous node.",
+    otel="tracedstore.cas.repeated",
+    unit="{attempt}",
 )
 VALUE_BYTES = Metric(
     "tracedstore_value_bytes_total",
     "counter",
     _CALL,
     "Bytes of values written and read.",
+    otel="tracedstore.operation.io",
+    unit="By",
 )
 IN_FLIGHT = Metric(
     "tracedstore_operations_in_flight",
@@ -76,42 +109,56 @@ IN_FLIGHT = Metric(
     _CALL,
     "Store calls in flight; absent while none is in flight, but for"
     " TRACEDSTORE_METRICS=full.",
+    otel="tracedstore.operation.in_flight",
+    unit="{operation}",
 )
 OLDEST_START = Metric(
     "tracedstore_oldest_operation_start_timestamp_seconds",
     "gauge",
     _CALL,
     "Start time of the oldest Store call in flight; absent while none is in flight.",
+    otel="tracedstore.operation.oldest_start",
+    unit="s",
 )
 BARRIER_DURATION = Metric(
     "tracedstore_barrier_duration_seconds",
     "histogram",
     ("barrier", "result"),
     "Duration of barriers, from this rank's arrival to the end.",
+    otel="tracedstore.barrier.duration",
+    unit="s",
 )
 BARRIER_ARRIVED = Metric(
     "tracedstore_barrier_arrived_ranks",
     "gauge",
     ("barrier",),
     "Ranks that arrived at a stalled barrier; absent while none is stalled.",
+    otel="tracedstore.barrier.ranks.arrived",
+    unit="{rank}",
 )
 BARRIER_MISSING = Metric(
     "tracedstore_barrier_missing_ranks",
     "gauge",
     ("barrier",),
     "Ranks missing at a stalled barrier; absent while none is stalled.",
+    otel="tracedstore.barrier.ranks.missing",
+    unit="{rank}",
 )
 BARRIER_RANK_MISSING = Metric(
     "tracedstore_barrier_rank_missing",
     "gauge",
     ("barrier", "missing_rank", "missing_host"),
     "1 for each rank missing at a stalled barrier, for at most 64 ranks per barrier.",
+    otel="tracedstore.barrier.rank.missing",
+    unit="1",
 )
 BARRIER_LAST_ARRIVALS = Metric(
     "tracedstore_barrier_last_arrivals_total",
     "counter",
     ("barrier",),
     "Barriers at which this process arrived last.",
+    otel="tracedstore.barrier.last_arrivals",
+    unit="{barrier}",
 )
 WORKER_UP = Metric(
     "tracedstore_worker_up",
@@ -124,6 +171,8 @@ RENDEZVOUS_DURATION = Metric(
     "histogram",
     ("backend", "result"),
     "Time a node took to join a round of the rendezvous, or to give up.",
+    otel="tracedstore.rendezvous.duration",
+    unit="s",
 )
 RENDEZVOUS_WRITES = Metric(
     "tracedstore_rendezvous_state_writes_total",
@@ -131,42 +180,56 @@ RENDEZVOUS_WRITES = Metric(
     ("backend", "result"),
     "Writes of the rendezvous state: accepted, in conflict with another node, or"
     " failed.",
+    otel="tracedstore.rendezvous.state.writes",
+    unit="{write}",
 )
 RENDEZVOUS_STATE_BYTES = Metric(
     "tracedstore_rendezvous_state_bytes",
     "gauge",
     ("backend",),
     "Size of the rendezvous state when last read; absent before the first read.",
+    otel="tracedstore.rendezvous.state.size",
+    unit="By",
 )
 RENDEZVOUS_PARTICIPANTS = Metric(
     "tracedstore_rendezvous_participants",
     "gauge",
     ("backend",),
     "Nodes that had joined the round when the state was last read.",
+    otel="tracedstore.rendezvous.state.participants",
+    unit="{node}",
 )
 RENDEZVOUS_WAIT_LIST = Metric(
     "tracedstore_rendezvous_wait_list",
     "gauge",
     ("backend",),
     "Nodes that waited for the next round when the state was last read.",
+    otel="tracedstore.rendezvous.state.wait_list",
+    unit="{node}",
 )
 RENDEZVOUS_ROUND = Metric(
     "tracedstore_rendezvous_round",
     "gauge",
     ("backend",),
     "Number of the rendezvous round, from 0, when the state was last read.",
+    otel="tracedstore.rendezvous.state.round",
+    unit="1",
 )
 RENDEZVOUS_COMPLETE = Metric(
     "tracedstore_rendezvous_complete",
     "gauge",
     ("backend",),
     "1 if the round was complete when the state was last read, else 0.",
+    otel="tracedstore.rendezvous.state.complete",
+    unit="1",
 )
 RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
     "tracedstore_rendezvous_oldest_heartbeat_timestamp_seconds",
     "gauge",
     ("backend",),
     "Time of the last heartbeat of the node that has been silent for longest.",
+    otel="tracedstore.rendezvous.oldest_heartbeat",
+    unit="s",
 )
 JOB_AWAITED = Metric(
     "tracedstore_job_awaited_ranks",
@@ -174,24 +237,32 @@ JOB_AWAITED = Metric(
     ("cause",),
     "Ranks that the stalled job waits for, 0 if they are unknown; absent while this"
     " process knows of no stall.",
+    otel="tracedstore.job.ranks.awaited",
+    unit="{rank}",
 )
 JOB_RANK_AWAITED = Metric(
     "tracedstore_job_rank_awaited",
     "gauge",
     ("awaited_rank", "awaited_host", "cause"),
     "1 for each rank that the stalled job waits for, for at most 64 ranks.",
+    otel="tracedstore.job.rank.awaited",
+    unit="1",
 )
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
     ("reason",),
     "Store calls without a span: over the budget, or suppressed by the caller.",
+    otel="tracedstore.spans.suppressed",
+    unit="{span}",
 )
 ETCD_REQUESTS_MADE = Metric(
     "tracedstore_etcd_requests_total",
     "counter",
     ("method", "result"),
     "Requests of EtcdV3Store and traced-etcd to etcd's v3 API.",
+    otel="tracedstore.etcd.client.requests",
+    unit="{request}",
 )
 ETCD_RECOVERIES_MADE = Metric(
     "tracedstore_etcd_recoveries_total",
@@ -199,12 +270,16 @@ ETCD_RECOVERIES_MADE = Metric(
     ("kind",),
     "What these did about failures: repeated requests, changes of the member, watches"
     " opened again, log-ins.",
+    otel="tracedstore.etcd.client.recoveries",
+    unit="{recovery}",
 )
 ETCD_BYTES = Metric(
     "tracedstore_etcd_bytes_total",
     "counter",
     ("direction",),
     "Bytes of these requests and their answers, without headers.",
+    otel="tracedstore.etcd.client.io",
+    unit="By",
 )
 EVENTS_DROPPED = Metric(
     "tracedstore_events_dropped_total",
@@ -212,6 +287,8 @@ EVENTS_DROPPED = Metric(
     (),
     "Events that were dropped because the log, or OpenTelemetry, blocked and the queue"
     " was full.",
+    otel="tracedstore.events.dropped",
+    unit="{event}",
 )
 OPERATIONS_DROPPED = Metric(
     "tracedstore_operations_dropped_total",
@@ -219,6 +296,8 @@ OPERATIONS_DROPPED = Metric(
     (),
     "Notable calls of threads unknown to Python that are counted, but got neither span"
     " nor event, because too many came at once.",
+    otel="tracedstore.operations.dropped",
+    unit="{operation}",
 )
 TELEMETRY_FAILURES = Metric(
     "tracedstore_telemetry_failures_total",
@@ -226,16 +305,46 @@ TELEMETRY_FAILURES = Metric(
     ("observer",),
     "Failures of the telemetry itself; a failed observer is switched off, any other"
     " failed step is tried again.",
+    otel="tracedstore.telemetry.failures",
+    unit="{failure}",
 )
 BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
     ("version", "torch", "core"),
     "Always 1; the labels contain the versions and the recording base.",
+    otel="tracedstore.build.info",
+    unit="1",
 )
 
 # All of them, in the order in which they are defined.
 METRICS: Final = tuple(each for each in vars().values() if isinstance(each, Metric))
+
+# The conventions have `db.system.name`, which is the same for all that is in etcd.
+STORE_KIND: Final = "tracedstore.store"
+DB_SYSTEM: Final = "db.system.name"
+# The attribute of each label in OpenTelemetry. A label that is empty has none.
+LABEL_ATTRIBUTES: Final = {
+    "store": STORE_KIND,
+    "operation": "db.operation.name",
+    "error_type": "error.type",
+    "result": "tracedstore.result",
+    "barrier": "tracedstore.barrier.family",
+    "missing_rank": "tracedstore.missing.rank",
+    "missing_host": "tracedstore.missing.host",
+    "backend": "tracedstore.rendezvous.backend",
+    "cause": "tracedstore.stall.cause",
+    "awaited_rank": "tracedstore.awaited.rank",
+    "awaited_host": "tracedstore.awaited.host",
+    "reason": "tracedstore.reason",
+    "method": "tracedstore.etcd.method",
+    "kind": "tracedstore.etcd.recovery",
+    "direction": "tracedstore.etcd.direction",
+    "observer": "tracedstore.observer",
+    "version": "tracedstore.version",
+    "torch": "tracedstore.torch.version",
+    "core": "tracedstore.recording",
+}
 
 WON: Final = "won"
 LOST: Final = "lost"
@@ -276,83 +385,117 @@ OBSERVERS: Final = (
     OTEL_LOGS,
 )
 
-# Span attributes of tracedstore. OpenTelemetry's are imported from its package.
-KEY: Final = "tracedstore.key"
-KEYS: Final = "tracedstore.keys"
-KEY_COUNT: Final = "tracedstore.key.count"
-VALUE_SIZE: Final = "tracedstore.value.size"
-CAS_SWAPPED: Final = "tracedstore.cas.swapped"
-CAS_RETRY_COUNT: Final = "tracedstore.cas.retries"
-ETCD_REQUESTS: Final = "tracedstore.etcd.requests"
-ETCD_WATCH_TIMEOUTS: Final = "tracedstore.etcd.watch_timeouts"
-ETCD_RECOVERIES: Final = "tracedstore.etcd.recoveries"
-ETCD_REQUEST_SECONDS: Final = "tracedstore.etcd.request.seconds"
-RENDEZVOUS_STATE_PARTICIPANTS: Final = "tracedstore.rendezvous.participants"
-RENDEZVOUS_STATE_WAIT_LIST: Final = "tracedstore.rendezvous.wait_list"
-RENDEZVOUS_STATE_ROUND: Final = "tracedstore.rendezvous.round"
-RENDEZVOUS_STATE_COMPLETE: Final = "tracedstore.rendezvous.complete"
-RENDEZVOUS_NODES: Final = "tracedstore.rendezvous.nodes"
-RENDEZVOUS_SILENT_SECONDS: Final = "tracedstore.rendezvous.silent_seconds"
-RUN_ID: Final = "tracedstore.run_id"
-RANK: Final = "tracedstore.rank"
-LOCAL_RANK: Final = "tracedstore.local_rank"
-WORLD_SIZE: Final = "tracedstore.world_size"
-BARRIER_PREFIX: Final = "tracedstore.barrier.prefix"
-BARRIER_RESULT: Final = "tracedstore.barrier.result"
-BARRIER_ARRIVAL_ORDER: Final = "tracedstore.barrier.arrival_order"
-BARRIER_ARRIVAL: Final = "tracedstore.barrier.arrival_seconds"
-BARRIER_LAST_RANK: Final = "tracedstore.barrier.last_rank"
-BARRIER_ARRIVED_COUNT: Final = "tracedstore.barrier.arrived_count"
-BARRIER_MISSING_COUNT: Final = "tracedstore.barrier.missing_count"
-BARRIER_MISSING_RANKS: Final = "tracedstore.barrier.missing_ranks"
-BARRIER_MISSING_TEXT: Final = "tracedstore.barrier.missing"
-# An OpenTelemetry attribute that its package has only in the unstable module.
-HOST_NAME: Final = "host.name"
-ATTRIBUTES: Final = {
-    KEY: "The key, truncated to 256 characters.",
-    KEYS: "The first 16 keys of a call that takes a list of keys.",
-    KEY_COUNT: "Number of keys of a call that takes a list of keys.",
-    VALUE_SIZE: "Size of the value written or read, in bytes.",
-    CAS_SWAPPED: "Whether a compare-and-set was won.",
-    CAS_RETRY_COUNT: "In etcd: compare-and-sets repeated inside the call.",
-    ETCD_REQUESTS: "In etcd: requests that the call sent to etcd.",
-    ETCD_WATCH_TIMEOUTS: "In etcd: watches of the call that timed out.",
-    ETCD_RECOVERIES: "EtcdV3Store: retries, failovers, log-ins, watches opened again.",
-    ETCD_REQUEST_SECONDS: "On the event `etcd.request`: the duration of the request.",
-    RENDEZVOUS_STATE_PARTICIPANTS: (
-        "get_state, set_state: number of nodes that have joined the round."
-    ),
-    RENDEZVOUS_STATE_WAIT_LIST: (
-        "get_state, set_state: number of nodes that wait for the next round."
-    ),
-    RENDEZVOUS_STATE_ROUND: "get_state, set_state: number of the round.",
-    RENDEZVOUS_STATE_COMPLETE: ("get_state, set_state: whether the round is complete."),
-    RENDEZVOUS_NODES: (
-        "get_state, set_state: the first 64 nodes that have sent a heartbeat."
-    ),
-    RENDEZVOUS_SILENT_SECONDS: (
-        "get_state, set_state: seconds since the last heartbeat of each of these"
-        " nodes, in the same order."
-    ),
-    RUN_ID: "The run id of the job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
-    RANK: (
-        "The rank, from `init_process_group` or `RANK`. Barrier: the `rank` argument."
-    ),
-    LOCAL_RANK: "The rank on this host, from `LOCAL_RANK`.",
-    WORLD_SIZE: "The number of ranks, from `init_process_group` or `WORLD_SIZE`.",
-    HOST_NAME: "The host name.",
-    BARRIER_PREFIX: "Barrier: the key prefix.",
-    BARRIER_RESULT: "Barrier: `completed`, `timeout` or `failed`.",
-    BARRIER_ARRIVAL_ORDER: "Barrier: position in which this rank arrived, from 1.",
-    BARRIER_ARRIVAL: "Barrier: seconds until the store had counted this rank.",
-    BARRIER_LAST_RANK: "Barrier, completed: the rank that arrived last.",
-    BARRIER_ARRIVED_COUNT: "Barrier, timeout: number of ranks that arrived.",
-    BARRIER_MISSING_COUNT: "Barrier, timeout: number of ranks missing.",
-    BARRIER_MISSING_RANKS: "Barrier, timeout: the first 64 missing ranks.",
-    BARRIER_MISSING_TEXT: (
-        "Barrier, timeout: all missing ranks, grouped by host and folded into ranges."
-    ),
-}
+# Span attributes and their descriptions. OpenTelemetry's are imported from its package.
+ATTRIBUTES: Final[dict[str, str]] = {}
+
+
+def _attribute(name: str, description: str) -> str:
+    ATTRIBUTES[name] = description
+    return name
+
+
+KEY: Final = _attribute("tracedstore.key", "The key, truncated to 256 characters.")
+KEYS: Final = _attribute(
+    "tracedstore.keys", "The first 16 keys of a call that takes a list of keys."
+)
+KEY_COUNT: Final = _attribute(
+    "tracedstore.key.count", "Number of keys of a call that takes a list of keys."
+)
+VALUE_SIZE: Final = _attribute(
+    "tracedstore.value.size", "Size of the value written or read, in bytes."
+)
+CAS_SWAPPED: Final = _attribute(
+    "tracedstore.cas.swapped", "Whether a compare-and-set was won."
+)
+CAS_RETRY_COUNT: Final = _attribute(
+    "tracedstore.cas.retries", "In etcd: compare-and-sets repeated inside the call."
+)
+ETCD_REQUESTS: Final = _attribute(
+    "tracedstore.etcd.requests", "In etcd: requests that the call sent to etcd."
+)
+ETCD_WATCH_TIMEOUTS: Final = _attribute(
+    "tracedstore.etcd.watch_timeouts", "In etcd: watches of the call that timed out."
+)
+ETCD_RECOVERIES: Final = _attribute(
+    "tracedstore.etcd.recoveries",
+    "EtcdV3Store: retries, failovers, log-ins, watches opened again.",
+)
+ETCD_REQUEST_SECONDS: Final = _attribute(
+    "tracedstore.etcd.request.seconds",
+    "On the event `etcd.request`: the duration of the request.",
+)
+RENDEZVOUS_STATE_PARTICIPANTS: Final = _attribute(
+    "tracedstore.rendezvous.participants",
+    "get_state, set_state: number of nodes that have joined the round.",
+)
+RENDEZVOUS_STATE_WAIT_LIST: Final = _attribute(
+    "tracedstore.rendezvous.wait_list",
+    "get_state, set_state: number of nodes that wait for the next round.",
+)
+RENDEZVOUS_STATE_ROUND: Final = _attribute(
+    "tracedstore.rendezvous.round", "get_state, set_state: number of the round."
+)
+RENDEZVOUS_STATE_COMPLETE: Final = _attribute(
+    "tracedstore.rendezvous.complete",
+    "get_state, set_state: whether the round is complete.",
+)
+RENDEZVOUS_NODES: Final = _attribute(
+    "tracedstore.rendezvous.nodes",
+    "get_state, set_state: the first 64 nodes that have sent a heartbeat.",
+)
+RENDEZVOUS_SILENT_SECONDS: Final = _attribute(
+    "tracedstore.rendezvous.silent_seconds",
+    "get_state, set_state: seconds since the last heartbeat of each of these"
+    " nodes, in the same order.",
+)
+RUN_ID: Final = _attribute(
+    "tracedstore.run_id",
+    "The run id of the job: `TRACEDSTORE_RUN_ID`, else torchrun's run id.",
+)
+RANK: Final = _attribute(
+    "tracedstore.rank",
+    "The rank, from `init_process_group` or `RANK`. Barrier: the `rank` argument.",
+)
+LOCAL_RANK: Final = _attribute(
+    "tracedstore.local_rank", "The rank on this host, from `LOCAL_RANK`."
+)
+WORLD_SIZE: Final = _attribute(
+    "tracedstore.world_size",
+    "The number of ranks, from `init_process_group` or `WORLD_SIZE`.",
+)
+# One of OpenTelemetry, whose package has it only in the unstable module.
+HOST_NAME: Final = _attribute("host.name", "The host name.")
+BARRIER_PREFIX: Final = _attribute(
+    "tracedstore.barrier.prefix", "Barrier: the key prefix."
+)
+BARRIER_RESULT: Final = _attribute(
+    "tracedstore.barrier.result", "Barrier: `completed`, `timeout` or `failed`."
+)
+BARRIER_ARRIVAL_ORDER: Final = _attribute(
+    "tracedstore.barrier.arrival_order",
+    "Barrier: position in which this rank arrived, from 1.",
+)
+BARRIER_ARRIVAL: Final = _attribute(
+    "tracedstore.barrier.arrival_seconds",
+    "Barrier: seconds until the store had counted this rank.",
+)
+BARRIER_LAST_RANK: Final = _attribute(
+    "tracedstore.barrier.last_rank", "Barrier, completed: the rank that arrived last."
+)
+BARRIER_ARRIVED_COUNT: Final = _attribute(
+    "tracedstore.barrier.arrived_count",
+    "Barrier, timeout: number of ranks that arrived.",
+)
+BARRIER_MISSING_COUNT: Final = _attribute(
+    "tracedstore.barrier.missing_count", "Barrier, timeout: number of ranks missing."
+)
+BARRIER_MISSING_RANKS: Final = _attribute(
+    "tracedstore.barrier.missing_ranks", "Barrier, timeout: the first 64 missing ranks."
+)
+BARRIER_MISSING_TEXT: Final = _attribute(
+    "tracedstore.barrier.missing",
+    "Barrier, timeout: all missing ranks, grouped by host and folded into ranges.",
+)
 
 # The event on the span of a call of EtcdV3Store, one for each of its first requests.
 ETCD_REQUEST: Final = "etcd.request"
@@ -375,23 +518,25 @@ JOB_RESUMED: Final = "job.resumed"
 STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
-EVENT_NAMES: Final = (
-    OPERATION_SLOW,
-    OPERATION_FAILED,
-    OPERATION_STALLED,
-    CAS_CONTENDED,
-    BARRIER_WAITING,
-    BARRIER_COMPLETED,
-    BARRIER_TIMEOUT,
-    BARRIER_FAILED,
-    BARRIER_STALE_KEY,
-    RENDEZVOUS_CONFLICT,
-    RENDEZVOUS_WAITING,
-    RENDEZVOUS_TIMEOUT,
-    RENDEZVOUS_FAILED,
-    JOB_STALLED,
-    JOB_RESUMED,
-    STORE_STALE,
-    TELEMETRY_DISABLED,
-    TELEMETRY_SERVING,
-)
+# Every event, with its level.
+EVENT_LEVELS: Final = {
+    OPERATION_SLOW: "warning",
+    OPERATION_FAILED: "warning",
+    OPERATION_STALLED: "warning",
+    CAS_CONTENDED: "warning",
+    BARRIER_WAITING: "warning",
+    BARRIER_COMPLETED: "debug",
+    BARRIER_TIMEOUT: "error",
+    BARRIER_FAILED: "error",
+    BARRIER_STALE_KEY: "warning",
+    RENDEZVOUS_CONFLICT: "warning",
+    RENDEZVOUS_WAITING: "warning",
+    RENDEZVOUS_TIMEOUT: "error",
+    RENDEZVOUS_FAILED: "error",
+    JOB_STALLED: "warning",
+    JOB_RESUMED: "info",
+    STORE_STALE: "warning",
+    TELEMETRY_DISABLED: "error",
+    TELEMETRY_SERVING: "info",
+}
+EVENT_NAMES: Final = tuple(EVENT_LEVELS)

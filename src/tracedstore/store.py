@@ -10,7 +10,6 @@ from weakref import ref
 from torch.distributed import Store
 
 from tracedstore import names
-from tracedstore.common.clock import SYSTEM_CLOCK
 from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.identity import bottom_of, identify, is_prefix_store
 from tracedstore.common.signal_safety import off_main_thread
@@ -18,7 +17,7 @@ from tracedstore.export.setup import ensure_configured
 from tracedstore.native.calls import NativeRecording
 from tracedstore.native.load import NativeUnavailable, load
 from tracedstore.recording.counters import Probe
-from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER, SYSTEM_CLOCK
 from tracedstore.recording.store_proxy import StoreProxy
 
 # The module of torch's C++ stores; that of PrefixStore is another one.

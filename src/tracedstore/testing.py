@@ -21,8 +21,8 @@ from typing import Any, cast
 
 from torch.distributed import HashStore, Store
 
-from tracedstore.common.clock import Clock
 from tracedstore.recording.operation import Operation
+from tracedstore.recording.recorder import Clock
 from tracedstore.recording.store_proxy import RECORDED
 
 __all__ = ["FakeClock", "FlakyStore", "OperationLog"]

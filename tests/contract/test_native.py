@@ -23,6 +23,7 @@ from support.versions import needs_store_barrier
 from tracedstore import TracedStore, wrap
 from tracedstore.names import BUILD_INFO, OPERATIONS_DROPPED
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import TELEMETRY
 from tracedstore.testing import FakeClock, FlakyStore, OperationLog
 
 pytestmark = pytest.mark.parametrize("core", ["native"], indirect=True)
@@ -302,16 +303,12 @@ class TestNote:
     ) -> None:
         """The exception is torch's, called from Python or through C++."""
 
-        def explain(
-            self: Any, call: Any, error: BaseException | None
-        ) -> dict[str, Any]:
+        def explain(_call: Any, error: BaseException | None) -> dict[str, Any]:
             if error is not None:
                 error.add_note("tracedstore: rank 3 is missing")
             return {}
 
-        from tracedstore.export.setup import ConfiguredTelemetry
-
-        monkeypatch.setattr(ConfiguredTelemetry, "explain_wait", explain)
+        monkeypatch.setattr(TELEMETRY, "explain_wait", explain)
         store, bare = through(HashStore()), HashStore()
         errors = []
         for each in (store, bare):

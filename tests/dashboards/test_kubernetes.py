@@ -26,7 +26,7 @@ from support.kubernetes import (
 )
 from support.tools import ROOT
 from tracedstore.common.identity import ProcessIdentity, host_name
-from tracedstore.export.pages import pages
+from tracedstore.export.http_endpoint import pages
 from tracedstore.export.settings import PREFIX, Settings
 from tracedstore.naming.decoders import auto
 from tracedstore.tools.cli.dashboards import shipped

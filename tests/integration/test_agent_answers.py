@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 from integration.harness import Running, pause, wait_until
 from support import stores
-from tracedstore.common import timeouts
+from tracedstore.common import threads
 from tracedstore.diagnosis.ask import responder as responders
 from tracedstore.diagnosis.ask.questions import ask
 from tracedstore.diagnosis.ask.responder import AgentResponder
@@ -88,7 +88,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentResponder]:
     responder = AgentResponder(AgentWorkers())
     yield responder
     responder.stop()
-    assert timeouts.join_bounded_threads(LONG)
+    assert threads.join_bounded_threads(LONG)
 
 
 class TestAgentWorkers:

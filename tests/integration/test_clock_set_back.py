@@ -16,8 +16,8 @@ import tracedstore
 from integration.harness import in_background, wait_until
 from support.events import Events, check
 from support.stores import client_of, tcp
-from tracedstore.common.clock import Clock
 from tracedstore.export import setup
+from tracedstore.recording.recorder import Clock
 
 HOUR = 3600.0
 SetBack = Callable[[], None]

@@ -589,9 +589,9 @@ class TestAbuse:
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A hanging store delays discovery and no other page."""
-        from tracedstore.export import pages
+        from tracedstore.export import http_endpoint
 
-        monkeypatch.setattr(pages, "_RENDER_TIMEOUT", 0.05)
+        monkeypatch.setattr(http_endpoint, "_RENDER_TIMEOUT", 0.05)
         endpoint.serve()
         release, entered = threading.Event(), threading.Event()
         store = FlakyStore()
@@ -615,10 +615,10 @@ class TestAbuse:
         self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Reading a hanging store times out, and is not repeated while it runs."""
-        from tracedstore.export import discovery, pages
+        from tracedstore.export import discovery, http_endpoint
 
         monkeypatch.setattr(discovery, "_READ_TIMEOUT", 0.05)
-        monkeypatch.setattr(pages, "_TARGETS_MAX_AGE", 0.0)
+        monkeypatch.setattr(http_endpoint, "_TARGETS_MAX_AGE", 0.0)
         release = threading.Event()
         hanging, working = FlakyStore(), dist.HashStore()
         endpoint.serve()

@@ -204,7 +204,7 @@ def test_options(
 def test_password_file(content: bytes, tmp_path: Path) -> None:
     """A file that is no password is refused without its content."""
     from tracedstore.common.errors import ConfigurationError
-    from tracedstore.common.password_file import read_password
+    from tracedstore.export.settings import read_password
 
     path = tmp_path / "password"
     path.write_bytes(content)

@@ -37,7 +37,7 @@ from tracedstore.common.keys import MAX_FAMILIES, OTHER_FAMILIES
 from tracedstore.coordination.barrier import JOB_COUNT_KEY, JOB_KEY, BarrierCall
 from tracedstore.diagnosis.judgement.inquiry import find_causes
 from tracedstore.export import setup
-from tracedstore.export.late_spans import LateSpans
+from tracedstore.export.tracer_provider import LateSpans
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FakeClock, FlakyStore
 

@@ -13,16 +13,18 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv.attributes import db_attributes, error_attributes
+from opentelemetry.semconv.metrics import db_metrics
 from prometheus_client import CollectorRegistry
 from torch.distributed import DistStoreError, HashStore
 
 import tracedstore
 from support.otel_metrics import Distribution, Stream, exposed
-from tracedstore import names, otel_names
+from tracedstore import names
 from tracedstore.elastic import barrier
 from tracedstore.export import setup
+from tracedstore.export.otlp import MetricStream, Temporality
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.signals.otel_metrics import MetricStream, Temporality
 
 DELTA = AggregationTemporality.DELTA
 DURATION = "db.client.operation.duration"
@@ -36,9 +38,9 @@ class Reader:
 
     def collect(self) -> list[Metric]:
         """Return what is to be exported since the last collection."""
-        assert setup._telemetry is not None
+        assert setup._process.telemetry is not None
         with self._stream.lock:
-            metrics = self._stream.read(setup._telemetry._source)
+            metrics = self._stream.read(setup._process.telemetry._pushed)
             self._stream.commit()
         return metrics
 
@@ -116,17 +118,26 @@ class TestNames:
         # The endpoint of a node adds the other one.
         own = [metric for metric in names.METRICS if metric != names.WORKER_UP]
         labels = {label for metric in own for label in metric.labels}
-        instruments = [otel_names.INSTRUMENTS[metric].name for metric in own]
+        instruments = [metric.otel for metric in own]
 
-        assert set(otel_names.INSTRUMENTS) == set(own)
-        assert set(otel_names.ATTRIBUTES) == labels
-        assert len(set(otel_names.ATTRIBUTES.values())) == len(labels)
+        assert all(metric.otel and metric.unit for metric in own)
+        assert set(names.LABEL_ATTRIBUTES) == labels
+        assert len(set(names.LABEL_ATTRIBUTES.values())) == len(labels)
         assert len(set(instruments)) == len(instruments) - 1
         # A name that is an attribute as well would be ambiguous in a query.
         assert not set(instruments) & {
             *names.ATTRIBUTES,
-            *otel_names.ATTRIBUTES.values(),
+            *names.LABEL_ATTRIBUTES.values(),
         }
+
+    def test_names_of_the_conventions(self) -> None:
+        """They are spelled as in OpenTelemetry's package."""
+        assert names.OPERATION_DURATION.otel == db_metrics.DB_CLIENT_OPERATION_DURATION
+        assert names.DB_SYSTEM == db_attributes.DB_SYSTEM_NAME
+        assert {
+            db_attributes.DB_OPERATION_NAME,
+            error_attributes.ERROR_TYPE,
+        } < set(names.LABEL_ATTRIBUTES.values())
 
 
 class TestValues:

@@ -19,9 +19,8 @@ from torch.distributed import HashStore
 
 import tracedstore
 from support.metrics import exported_calls
-from tracedstore.common.clock import Clock
 from tracedstore.recording.counters import SeriesTable
-from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.recorder import RECORDER, Clock
 from tracedstore.testing import FlakyStore
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from tracedstore.signals.events import LEVELS
+from tracedstore import names
 
 SCHEMA: dict[str, Any] = json.loads(
     files("tracedstore.signals").joinpath("events.schema.json").read_text()
@@ -32,4 +32,4 @@ def check(event: dict[str, Any]) -> None:
     """Validate one event against the schema, which must also have all its fields."""
     Draft202012Validator(SCHEMA).validate(event)
     assert set(event) <= documented_fields(event["event"])
-    assert event["level"] == LEVELS[event["event"]]
+    assert event["level"] == names.EVENT_LEVELS[event["event"]]

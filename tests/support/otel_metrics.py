@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
-from tracedstore import names, otel_names
+from tracedstore import names
 from tracedstore.common.identity import system_of
 
 # A metric, and its attributes.
@@ -51,7 +51,7 @@ def exposed(
         metric = by_name.get(family.name)
         for sample in family.samples if metric else ():
             assert metric is not None
-            name = otel_names.INSTRUMENTS[metric].name
+            name = metric.otel
             stream = (name, _attributes(sample))
             if metric.type != "histogram":
                 if sample.name in (metric.name, metric.family):
@@ -69,7 +69,7 @@ def exposed(
 
 def _attributes(sample: Sample) -> frozenset[tuple[str, Any]]:
     attributes = {
-        otel_names.ATTRIBUTES[label]: value
+        names.LABEL_ATTRIBUTES[label]: value
         for label, value in sample.labels.items()
         if value and label != "le"
     }

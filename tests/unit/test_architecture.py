@@ -14,11 +14,10 @@ ROOT = Path(tracedstore.__file__).parent
 # The subpackages and top-level modules that each one may import.
 ALLOWED_IMPORTS = {
     "names": set[str](),
-    "otel_names": {"names"},
     "common": {"names"},
     "recording": {"names", "common"},
     "naming": {"common"},
-    "signals": {"names", "otel_names", "common", "recording"},
+    "signals": {"names", "common", "recording"},
     "coordination": {"names", "common", "recording", "naming"},
     "local": {"names", "common", "recording", "naming", "signals", "coordination"},
     "diagnosis": {"names", "common", "recording", "naming", "coordination", "local"},
@@ -26,7 +25,6 @@ ALLOWED_IMPORTS = {
     "native": {"names", "common", "recording"},
     "export": {
         "names",
-        "otel_names",
         "common",
         "recording",
         "naming",
@@ -159,17 +157,13 @@ ALLOWED_USERS = {
         "tools/demo/outputs.py",
         "signals/metrics.py",
         "export/http_endpoint.py",
-        "export/family_fields.py",
         "export/node_metrics.py",
-        "export/pages.py",
         "export/setup.py",
     },
     "opentelemetry.sdk": {
         "tools/demo/rank.py",
-        "export/tracing.py",
+        "export/tracer_provider.py",
         "export/otlp.py",
-        "export/late_spans.py",
-        "signals/otel_metrics.py",
     },
     "structlog": {"signals/events.py"},
     "rich": {
@@ -311,21 +305,21 @@ class TestModules:
         assert {path: size for path, size in sizes.items() if size > 800} == {}
 
     def test_names_are_spelled_once(self) -> None:
-        """Only two modules have the names of metrics, attributes and events."""
-        from tracedstore import names, otel_names
+        """Only one module has the names of metrics, attributes and events."""
+        from tracedstore import names
 
         known = {metric.name for metric in names.METRICS}
         known |= {*names.ATTRIBUTES, *names.EVENT_NAMES}
-        known |= {one.name for one in otel_names.INSTRUMENTS.values()}
+        known |= {metric.otel for metric in names.METRICS if metric.otel}
         known |= {
             name
-            for name in otel_names.ATTRIBUTES.values()
+            for name in names.LABEL_ATTRIBUTES.values()
             if name.startswith(names.SCOPE)  # the others are OpenTelemetry's
         }
         offenders = [
             f"{path_of(module)}:{node.lineno} {node.value}"
             for module in MODULES
-            if module.name not in ("names.py", "otel_names.py")
+            if module.name != "names.py"
             for node in ast.walk(ast.parse(module.read_text()))
             if isinstance(node, ast.Constant) and node.value in known
         ]
@@ -340,7 +334,7 @@ class TestPublicSurface:
         """__all__ is sorted and complete, and every name is documented."""
         modules = {"auto", "common", "coordination", "diagnosis"}
         modules |= {"elastic", "etcd", "export", "local", "names", "naming", "native"}
-        modules |= {"otel_names", "recording", "rendezvous", "signals", "store"}
+        modules |= {"recording", "rendezvous", "signals", "store"}
         modules |= {"testing", "tools"}
         public = {name for name in vars(tracedstore) if not name.startswith("_")}
 

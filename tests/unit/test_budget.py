@@ -1,6 +1,6 @@
 """The span budget: a rate limit with a burst."""
 
-from tracedstore.recording.budget import Budget, Unlimited, nothing
+from tracedstore.recording.recorder import Budget, Unlimited
 
 _SECOND = 1_000_000_000
 
@@ -45,6 +45,6 @@ class TestBudget:
         assert _admitted(budget, [_SECOND] * 1000) == 200
 
     def test_nothing_and_unlimited(self) -> None:
-        """nothing() admits no call and Unlimited every call."""
-        assert _admitted(nothing(), [0, _SECOND, 10**18]) == 0
+        """A budget without a rate admits no call and Unlimited every call."""
+        assert _admitted(Budget(), [0, _SECOND, 10**18]) == 0
         assert _admitted(Unlimited(), [0] * 1000) == 1000

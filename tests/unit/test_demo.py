@@ -272,7 +272,7 @@ class TestParentDeath:
     def test_orphan(self) -> None:
         """A child whose parent has ended already exits."""
         script = (
-            "from tracedstore.common.parent_death import die_with_parent\n"
+            "from tracedstore.tools.attach.child_process import die_with_parent\n"
             "die_with_parent(0)\n"
             "print(1)\n"
         )

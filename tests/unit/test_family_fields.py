@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from support.hostile_json import JSON
-from tracedstore.export.family_fields import MAX_SAMPLES, from_fields, to_fields
+from tracedstore.export.node_metrics import MAX_SAMPLES, from_fields, to_fields
 
 SAMPLE: list[Any] = ["_total", {"a": "b"}, 1.0, None, [{"trace_id": "x"}, 1.0, 2.0]]
 FAMILY: list[Any] = ["a", "counter", "help", "", [SAMPLE]]

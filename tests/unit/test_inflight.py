@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 
 import tracedstore
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.telemetry import Telemetry
 from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.signals.inflight import StallReporter
 from tracedstore.testing import FakeClock, FlakyStore
 
 
-class EventLog(NullTelemetry):
+class EventLog(Telemetry):
     """Keeps the events that are emitted."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class TestStallReporter:
         """The failure is counted, and the call is not affected."""
         emitted = threading.Event()
 
-        class BrokenLog(NullTelemetry):
+        class BrokenLog(Telemetry):
             def emit(self, event: str, **fields: Any) -> None:
                 emitted.set()
                 raise OSError("disk full")

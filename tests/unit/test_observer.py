@@ -6,9 +6,8 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
-from tracedstore.recording.observer import Failures
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.telemetry import NULL_TELEMETRY, NullTelemetry
+from tracedstore.recording.telemetry import NULL_TELEMETRY, Failures, Telemetry
 from tracedstore.testing import OperationLog
 
 
@@ -67,7 +66,7 @@ class TestObservers:
             assert raising.observed == expected
 
 
-class Reporting(NullTelemetry):
+class Reporting(Telemetry):
     """Keeps the failures that are reported."""
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class Reporting(NullTelemetry):
         self.reports.append(observer)
 
 
-class Broken(NullTelemetry):
+class Broken(Telemetry):
     """Cannot report."""
 
     def report_failure(self, observer: str, error: BaseException) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tracedstore
 from tracedstore.coordination.missing_report import StalledBarrier
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.export import pages
+from tracedstore.export.http_endpoint import facts_page
 from tracedstore.export.http_server import Server
 from tracedstore.local import facts
 from tracedstore.local.facts import ProcessFacts
@@ -88,7 +88,7 @@ class TestStatus:
         monkeypatch.setenv("TRACEDSTORE_RUN_ID", "run-7")
         tracedstore.configure(log_format="off")
         RECORDER.cold.begin("a barrier", STALLED)
-        server = Server({"/": pages.facts_page}, "127.0.0.1", 0)
+        server = Server({"/": facts_page}, "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}"
             with urllib.request.urlopen(url, timeout=10) as response:
@@ -116,7 +116,7 @@ class TestStatus:
 
         monkeypatch.setattr(facts, "in_flight", broken)
         tracedstore.configure(log_format="off")
-        server = Server({"/": pages.facts_page}, "127.0.0.1", 0)
+        server = Server({"/": facts_page}, "127.0.0.1", 0)
         try:
             with pytest.raises(urllib.error.HTTPError, match="500"):
                 urllib.request.urlopen(f"http://127.0.0.1:{server.port}", timeout=10)

@@ -11,13 +11,12 @@ import pytest
 
 from tracedstore.common.threads import DaemonThread
 from tracedstore.recording import queue_worker
-from tracedstore.recording.observer import Failures
 from tracedstore.recording.queue_worker import QueueWorker
-from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.telemetry import Failures, Telemetry
 from tracedstore.signals.events import _write_line
 
 
-class Quiet(NullTelemetry):
+class Quiet(Telemetry):
     """Reports no failures."""
 
     def report_failure(self, observer: str, error: BaseException) -> None:

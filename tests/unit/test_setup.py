@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from tracedstore import ConfigurationError
-from tracedstore.export.pages import facts_page
+from tracedstore.export.http_endpoint import facts_page
 from tracedstore.export.setup import set_identity
 
 # The package that is tested, also if another checkout is installed.

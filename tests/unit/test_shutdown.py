@@ -5,11 +5,10 @@ import threading
 import pytest
 
 from tracedstore.common.threads import DaemonThread
-from tracedstore.export import shutdown
-from tracedstore.export.shutdown import export_with_timeout
-from tracedstore.recording.observer import Failures
+from tracedstore.export import otel_export
+from tracedstore.export.otel_export import export_with_timeout
 from tracedstore.recording.queue_worker import QueueWorker
-from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.telemetry import Failures, Telemetry
 
 
 class TestNoThreadCanBeStarted:
@@ -18,9 +17,9 @@ class TestNoThreadCanBeStarted:
     @pytest.fixture
     def spare(self, monkeypatch: pytest.MonkeyPatch) -> QueueWorker:
         """A spare thread that was started before."""
-        spare = QueueWorker("tracedstore-spare", "spans", Failures(NullTelemetry()))
+        spare = QueueWorker("tracedstore-spare", "spans", Failures(Telemetry()))
         assert spare.start()
-        monkeypatch.setattr(shutdown, "SPARE_THREAD", spare)
+        monkeypatch.setattr(otel_export, "SPARE_THREAD", spare)
 
         def fail(_thread: threading.Thread) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")

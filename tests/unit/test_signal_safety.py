@@ -24,9 +24,8 @@ from tracedstore.common.signal_safety import (
     raised_by_handler,
 )
 from tracedstore.export import setup
-from tracedstore.recording.observer import Failures
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.telemetry import NULL_TELEMETRY
+from tracedstore.recording.telemetry import NULL_TELEMETRY, Failures
 from tracedstore.testing import OperationLog
 
 _VARIABLE: ContextVar[str] = ContextVar("variable", default="")
@@ -275,7 +274,7 @@ class TestGarbage:
         log = OperationLog()
         tracedstore.configure(observers=[log], slow_after=0, log_format="json")
         store = tracedstore.wrap(HashStore())
-        telemetry = setup._telemetry
+        telemetry = setup._process.telemetry
         assert telemetry is not None
 
         class Last:

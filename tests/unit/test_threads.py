@@ -133,7 +133,7 @@ def test_stopped_process_loses_no_time() -> None:
     """A process that is stopped while a thread works gets most of its time after it."""
     script = """
 import os, signal, subprocess, time
-from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.threads import run_with_timeout
 
 def work():
     # Continues this process after the second that it has.

@@ -8,8 +8,8 @@ from weakref import ref
 
 import pytest
 
-from tracedstore.common import timeouts
-from tracedstore.common.timeouts import (
+from tracedstore.common import threads
+from tracedstore.common.threads import (
     end_pauses,
     join_bounded_threads,
     pause,
@@ -151,5 +151,5 @@ def test_pause_ends_with_the_process() -> None:
         thread.join(60)
         assert ended == [False]
     finally:
-        timeouts.reset()
+        threads.reset()
     assert pause(0.001)

@@ -8,14 +8,13 @@ from weakref import ref
 
 import pytest
 
-from tracedstore.recording.observer import Failures
-from tracedstore.recording.telemetry import NullTelemetry
+from tracedstore.recording.telemetry import Failures, Telemetry
 from tracedstore.recording.watcher import Watch, Watcher
 
 THREAD = "tracedstore-watcher"
 
 
-class SilentTelemetry(NullTelemetry):
+class SilentTelemetry(Telemetry):
     """Does not report failures."""
 
     def report_failure(self, observer: str, error: BaseException) -> None:

@@ -45,7 +45,7 @@ from tracedstore.common.errors import (
 from tracedstore.common.identity import is_from_torch, restart_count, run_id_of
 from tracedstore.common.keys import key_text
 from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
-from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
+from tracedstore.common.threads import run_with_timeout, start_bounded_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination.arrivals import (
     BarrierKeys,

@@ -30,7 +30,7 @@ from tracedstore.common.codec import (
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.signal_safety import calling_thread
-from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.threads import run_with_timeout
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination.store_access import (
     list_keys,
@@ -67,7 +67,7 @@ class RankInfo:
         started: When it registered, in seconds since the epoch.
         attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
         start_ticks: When its process started, in ticks since the boot of its host.
-        namespace: Its pid namespace (`core.procfs.own_namespace`). With the pid and
+        namespace: Its pid namespace (`common.procfs.own_namespace`). With the pid and
             the start time it identifies the process.
     """
 
@@ -85,9 +85,9 @@ class RankInfo:
     namespace: Text | None = None
 
 
-# What this process has registered, by the handle of a store (`core.counters.handle_of`)
-# and rank. Weak, because the address of a store that was freed may be used for another
-# one.
+# What this process has registered, by the handle of a store
+# (`recording.counters.handle_of`) and rank. Weak, because the address of a store that
+# was freed may be used for another one.
 _registered: WeakTable[dict[int, RankInfo]] = WeakTable()
 # The thread that registered each of them: ranks may be threads of one process.
 _threads: WeakTable[dict[int, int]] = WeakTable()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tracedstore.common.identity import bottom_of, is_prefix_store
 from tracedstore.common.keys import key_text
 from tracedstore.common.weak_table import WeakTable
-from tracedstore.recording.observer import missing_from_torch
+from tracedstore.recording.telemetry import missing_from_torch
 
 T = TypeVar("T")
 

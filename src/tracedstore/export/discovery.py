@@ -13,7 +13,7 @@ from weakref import WeakSet
 from tracedstore import names
 from tracedstore.common.errors import TracedStoreError
 from tracedstore.common.identity import number
-from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.threads import run_with_timeout
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.store_access import close_connection, side_connection
 from tracedstore.diagnosis.ask.responder import connect_to_workers

@@ -6,8 +6,10 @@ no way to give a histogram that is counted already to a MeterProvider. The SDK i
 imported only where it is used.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import trace
@@ -16,12 +18,16 @@ from opentelemetry.trace import TracerProvider
 
 from tracedstore import names
 from tracedstore.common.identity import process_identity
+from tracedstore.common.threads import (
+    DaemonThread,
+    countdown,
+    start_bounded_thread,
+)
 from tracedstore.export.settings import Settings
-from tracedstore.export.shutdown import SPARE_THREAD, export_with_timeout
 from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.snapshot import MetricSource
-from tracedstore.signals.log_records import LogRecords, application_provider
+from tracedstore.recording.snapshot import Snapshots
+from tracedstore.signals.events import LogRecords, application_provider
 from tracedstore.signals.spans import process_attributes
 
 if TYPE_CHECKING:
@@ -30,6 +36,13 @@ if TYPE_CHECKING:
 # Apart from the writer of the log: a provider that blocks must not block that.
 RECORD_WRITER: Final = QueueWorker(
     "tracedstore-otel_logs-writer", names.OTEL_LOGS, RECORDER.failures, stuck_after=10.0
+)
+
+
+# It is started early: CPython 3.12 starts no thread while the process ends, when the
+# last spans, metrics and log records are exported.
+SPARE_THREAD: Final = QueueWorker(
+    "tracedstore-spare", names.OTEL_METRICS, RECORDER.failures, counts_drops=True
 )
 
 
@@ -71,7 +84,7 @@ class Push:
         # Whether `_logger_provider` may create one.
         self._owns_logger = False
         self.records = LogRecords(
-            RECORD_WRITER.submit, self._exports_events, self._logger_provider
+            RECORD_WRITER, self._exports_events, self._logger_provider
         )
         if settings.disabled:
             return
@@ -91,15 +104,15 @@ class Push:
             self._logger_provider()
         # Last, because it sets the global provider: nothing raises after it.
         if settings.tracing and given.tracer is None:
-            from tracedstore.export.tracing import set_up_provider  # noqa: PLC0415
+            from tracedstore.export.tracer_provider import set_up_provider  # noqa: PLC0415
 
             attributes = process_attributes(process_identity())
             self.own_tracer = set_up_provider(attributes) or self.own_tracer
 
-    def start(self, source: MetricSource) -> None:
+    def start(self, snapshots: Snapshots) -> None:
         """Begin to send metrics; a forked child, which has no thread, begins again."""
         if self.own_metrics is not None:
-            self.own_metrics.start(source)
+            self.own_metrics.start(snapshots)
         own = (self.own_tracer, self.own_metrics, self.own_logger)
         if own != (None, None, None):
             SPARE_THREAD.start()
@@ -178,3 +191,45 @@ def _force_flush(provider: Any, timeout: float) -> None:
     force_flush = getattr(provider, "force_flush", None)
     if force_flush is not None:
         force_flush(int(timeout * 1000))
+
+
+def export_with_timeout(
+    timeout: float, exports: Mapping[str, Callable[[], object]]
+) -> None:
+    """Run exports, each in a thread; return after the timeout whatever they do.
+
+    If no thread can be started, the spare one runs them one after the other, unless it
+    is still in an earlier one.
+
+    Args:
+        timeout: Seconds for all of them.
+        exports: The exports, by the part of the telemetry that a failure is counted
+            for.
+    """
+    left = countdown(timeout)
+    threads: list[DaemonThread] = []
+    unstarted: list[Callable[[], object]] = []
+    for part, export in exports.items():
+        guarded = partial(RECORDER.failures.guarded, part, export)
+        try:
+            threads.append(start_bounded_thread(guarded))
+        except RuntimeError:
+            unstarted.append(guarded)
+    if unstarted and SPARE_THREAD.is_idle:
+        SPARE_THREAD.submit(partial(_run_all, unstarted), wait=left())
+    for thread in threads:
+        thread.join(left())
+
+
+def _run_all(exports: Iterable[Callable[[], object]]) -> None:
+    for export in exports:
+        export()
+
+
+def exporter_name(signal: str) -> str:
+    """Return the OTLP exporter that the environment chooses for a signal."""
+    protocol = os.environ.get(
+        f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL",
+        os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
+    )
+    return "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"

@@ -3,41 +3,84 @@
 Log records only of jobs without a LoggerProvider of their own. The OTLP exporters of
 the SDK read the ``OTEL_*`` variables. Nothing is set globally: what the application
 does with OpenTelemetry is not affected.
+
+The OpenTelemetry API has no instrument for a histogram that is counted already, and a
+call must not pay for one of its own. So the data that the SDK would aggregate is built
+here, from the same snapshots as the Prometheus families (`signals.metrics`).
 """
 
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
+from operator import lt, sub
 from typing import Any, Final
 
 from opentelemetry import context
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
+    Gauge,
+    HistogramDataPoint,
     Metric,
     MetricExporter,
     MetricExportResult,
     MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
 )
+from opentelemetry.sdk.metrics.export import Histogram as HistogramData
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from tracedstore import names
+from tracedstore._version import __version__
 from tracedstore.common.errors import ConfigurationError, TracedStoreError
-from tracedstore.common.identity import process_identity
+from tracedstore.common.identity import process_identity, system_of
 from tracedstore.common.threads import DaemonThread
+from tracedstore.export.otel_export import exporter_name
 from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.snapshot import MetricSource
-from tracedstore.signals.otel_metrics import MetricStream, Temporality, in_scope
+from tracedstore.recording.snapshot import Histogram, Snapshots, Values
 from tracedstore.signals.spans import process_attributes
 
 _DEFAULT_INTERVAL_MS = 60_000
 _DEFAULT_TIMEOUT_MS = 30_000
 _TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+_SCOPE = InstrumentationScope(names.SCOPE, __version__, names.SCHEMA_URL)
 _DELTA = AggregationTemporality.DELTA
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Temporality:
+    """Whether a collector wants what was counted since the last export, or all."""
+
+    counters: AggregationTemporality = _CUMULATIVE
+    histograms: AggregationTemporality = _CUMULATIVE
+
+
+# The metric, and the values of its labels.
+_Key = tuple[names.Metric, tuple[str, ...]]
+# A number; or nanoseconds and the counts of all buckets.
+_Counts = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """What was last reported of one series, and since when it counts."""
+
+    counts: _Counts
+    bounds: tuple[int, ...]
+    start_ns: int
+
+
 # By OpenTelemetry's specification. `lowmemory` leaves counters that are read when they
 # are collected cumulative.
 _TEMPORALITIES: Final = {
@@ -46,17 +89,150 @@ _TEMPORALITIES: Final = {
     "lowmemory": Temporality(histograms=_DELTA),
 }
 
+
+class MetricStream:
+    """The metrics as a collector gets them: it keeps what that has been given.
+
+    Counts that are lower than before have started anew.
+    """
+
+    def __init__(self, temporality: Temporality) -> None:
+        self._temporality = temporality
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was reported, as a forked child must."""
+        self.lock = threading.Lock()  # a fork may have copied it locked
+        self._began_ns = self._read_ns = 0
+        self._reported: dict[_Key, _Reported] = {}
+        self._pending: tuple[int, dict[_Key, _Reported]] = (0, {})
+
+    def read(self, snapshots: Snapshots) -> list[Metric]:
+        """Return the metrics; the caller holds the lock, and calls `commit` then."""
+        recorder = snapshots.recorder
+        if self._began_ns != recorder.began_ns:
+            self._began_ns = self._read_ns = recorder.began_ns
+            self._reported = {}
+        now = max(recorder.clock.wall(), self._read_ns + 1)
+        self._pending = (now, dict(self._reported))
+        values = (*snapshots.take(), snapshots.failures())
+        read = map(self._metric, values)
+        return [metric for metric in read if metric.data.data_points]
+
+    def commit(self) -> None:
+        """Note that the collector has got what was last read."""
+        self._read_ns, self._reported = self._pending
+
+    def _metric(self, values: Values) -> Metric:
+        metric = values.metric
+        data: HistogramData | Sum | Gauge
+        if metric.type == "histogram":
+            data = HistogramData(
+                self._histograms(metric, values.histograms),
+                self._temporality.histograms,
+            )
+        elif metric.type == "counter":
+            data = Sum(
+                self._sums(values), self._temporality.counters, is_monotonic=True
+            )
+        else:
+            now, _ = self._pending
+            data = Gauge(
+                [
+                    NumberDataPoint(_attributes(metric, labels), 0, now, number)
+                    for labels, number in values.numbers
+                ]
+            )
+        return Metric(metric.otel, metric.otel_help or metric.help, metric.unit, data)
+
+    def _sums(self, values: Values) -> list[NumberDataPoint]:
+        points = []
+        for labels, number in values.numbers:
+            key = (values.metric, labels)
+            counted = self._count(key, (number,), (), self._temporality.counters)
+            if counted is not None:
+                start, (since_start,) = counted
+                points.append(
+                    NumberDataPoint(
+                        _attributes(*key), start, self._pending[0], since_start
+                    )
+                )
+        return points
+
+    def _histograms(
+        self, metric: names.Metric, histograms: Iterable[Histogram]
+    ) -> list[HistogramDataPoint]:
+        points = []
+        for one in histograms:
+            key = (metric, one.labels)
+            counts = (one.nanoseconds, *one.counts)
+            counted = self._count(key, counts, one.bounds, self._temporality.histograms)
+            if counted is None:
+                continue
+            start, (nanoseconds, *buckets) = counted
+            points.append(
+                HistogramDataPoint(
+                    attributes=_attributes(*key),
+                    start_time_unix_nano=start,
+                    time_unix_nano=self._pending[0],
+                    count=int(sum(buckets)),
+                    sum=nanoseconds / 1e9,
+                    bucket_counts=[int(count) for count in buckets],
+                    explicit_bounds=[bound / 1e9 for bound in one.bounds],
+                    # Not counted; OTLP leaves them out.
+                    min=None,  # type: ignore[arg-type]
+                    max=None,  # type: ignore[arg-type]
+                    exemplars=self._exemplars(one),
+                )
+            )
+        return points
+
+    def _count(
+        self,
+        key: _Key,
+        counts: _Counts,
+        bounds: tuple[int, ...],
+        temporality: AggregationTemporality,
+    ) -> tuple[int, _Counts] | None:
+        """Return since when to report what; None if a delta has nothing to report."""
+        last = self._reported.get(key)
+        begins = last is None
+        if last is None:
+            last = _Reported((), bounds, self._began_ns)
+        same = last.bounds == bounds
+        # A series that begins has no counts here to compare with.
+        restarted = same and any(map(lt, counts, last.counts))
+        start = self._read_ns if restarted else last.start_ns
+        _, pending = self._pending
+        pending[key] = _Reported(counts, bounds, start)
+        if temporality is _CUMULATIVE:
+            return start, counts
+        if begins or restarted:
+            return self._read_ns, counts
+        if not same:
+            # After `configure(metrics=...)`: what lies between is not known by these
+            # bounds, and must not be counted twice.
+            return None
+        delta = tuple(map(sub, counts, last.counts))
+        return (self._read_ns, delta) if any(delta) else None
+
+    def _exemplars(self, histogram: Histogram) -> list[Exemplar]:
+        """Return the exemplars since the last collection."""
+        return [
+            Exemplar(
+                filtered_attributes={},
+                value=one.seconds,
+                time_unix_nano=int(one.ended * 1e9),
+                span_id=int(one.span_id, 16),
+                trace_id=int(one.trace_id, 16),
+            )
+            for one in histogram.exemplars
+            if one is not None and one.ended * 1e9 >= self._read_ns
+        ]
+
+
 # What the collector was given: it stays after a `shutdown`, as the counts do.
 _streams: dict[Temporality, MetricStream] = {}
-
-
-def exporter_name(signal: str) -> str:
-    """Return the OTLP exporter that the environment chooses for a signal."""
-    protocol = os.environ.get(
-        f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL",
-        os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
-    )
-    return "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
 
 
 def _new_exporter(signal: str, setting: str) -> Any:
@@ -88,13 +264,13 @@ class PeriodicExport:
         temporality = _temporality()
         self._stream = _streams.setdefault(temporality, MetricStream(temporality))
         self._connection: _Connection | None = _Connection()
-        self._source: MetricSource | None = None
+        self._snapshots: Snapshots | None = None
         self._thread: DaemonThread | None = None
         self._ended = threading.Event()
 
-    def start(self, source: MetricSource) -> None:
-        """Export from now on; a second call only replaces the source."""
-        self._source = source
+    def start(self, snapshots: Snapshots) -> None:
+        """Export from now on; a second call only replaces what is exported."""
+        self._snapshots = snapshots
         if self._thread is not None:
             return
         thread = DaemonThread(self._run, name="tracedstore-otlp")
@@ -108,10 +284,10 @@ class PeriodicExport:
             TracedStoreError: The metrics could not be delivered.
         """
         with self._stream.lock:
-            if self._source is None:
+            if self._snapshots is None:
                 return
             self._connection = self._connection or _Connection()
-            read = self._stream.read(self._source)
+            read = self._stream.read(self._snapshots)
             result = self._connection.export(read, self._timeout)
             if result is not MetricExportResult.SUCCESS:
                 raise TracedStoreError(
@@ -166,7 +342,8 @@ class _Connection:
         # The rank may have become known by now.
         attributes = process_attributes(process_identity())
         resource = self._resource.merge(Resource(attributes))
-        data = MetricsData([in_scope(resource, metrics)])
+        scope = ScopeMetrics(_SCOPE, metrics, names.SCHEMA_URL)
+        data = MetricsData([ResourceMetrics(resource, [scope], resource.schema_url)])
         # Instrumentations of HTTP clients must not trace the exporter.
         token = context.attach(context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
@@ -211,3 +388,14 @@ def _temporality() -> Temporality:
             f" {', '.join(_TEMPORALITIES)}"
         )
     return temporality
+
+
+def _attributes(metric: names.Metric, labels: tuple[str, ...]) -> Mapping[str, str]:
+    attributes = {
+        names.LABEL_ATTRIBUTES[label]: value
+        for label, value in zip(metric.labels, labels, strict=True)
+        if value
+    }
+    if names.STORE_KIND in attributes:
+        attributes[names.DB_SYSTEM] = system_of(attributes[names.STORE_KIND])
+    return attributes

@@ -8,12 +8,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final
 
 from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.validation import MAX_PORT
 
 PREFIX: Final = "TRACEDSTORE_"
+_MAX_PASSWORD_BYTES: Final = 4096
 
 
 def _choice(*accepted: str) -> Callable[[Any], str]:
@@ -237,3 +239,30 @@ class Settings:
                     f"{name} is {shown}; accepted is {accepted}"
                 ) from None
         return cls(**values)
+
+
+def read_password(path: str | os.PathLike[str]) -> str:
+    """Return the password in the first line of a file.
+
+    A command line or a log does not show it there.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or has something else.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_PASSWORD_BYTES + 1)
+        password = data.decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from None
+    except ValueError:
+        raise _unusable(path, "it is no text in UTF-8") from None
+    if not password or "\n" in password or len(data) > _MAX_PASSWORD_BYTES:
+        raise _unusable(path, "it must have one line, the password")
+    return password
+
+
+def _unusable(path: str | os.PathLike[str], reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the password file {os.fspath(path)!r} cannot be used: {reason}"
+    )

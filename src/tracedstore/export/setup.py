@@ -1,22 +1,28 @@
-"""Sets up, replaces and ends the telemetry of a process."""
+"""The composition root: sets up, replaces and ends the telemetry of a process.
+
+All parts meet here, and only here. What has threads or counts of its own is also reset
+here in a forked child, and ended here when the process ends.
+"""
 
 import atexit
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
+import torch.distributed as dist
 from opentelemetry._logs import LoggerProvider
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
-from tracedstore.common import timeouts
-from tracedstore.common.clock import SYSTEM_CLOCK, Clock
+from tracedstore.common import threads
 from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
@@ -24,29 +30,40 @@ from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connecting, connection_attempt
 from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export import discovery
-from tracedstore.export import shutdown as ending
-from tracedstore.export.http_endpoint import Endpoint
+from tracedstore.export.http_endpoint import HttpEndpoint
 from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
 from tracedstore.export.settings import Settings
-from tracedstore.export.stall_watch import StallWatch
+from tracedstore.local.facts import KEY_WRITERS, LAST_CALL
 from tracedstore.local.sockets import LOCAL_SOCKET
-from tracedstore.recording.budget import budget_of
-from tracedstore.recording.observer import Observer
+from tracedstore.recording import store_proxy
+from tracedstore.recording.counters import Call, thread_names
 from tracedstore.recording.queue_worker import QueueWorker
-from tracedstore.recording.recorder import RECORDER
-from tracedstore.recording.snapshot import MetricSource, Snapshots
-from tracedstore.recording.telemetry import NULL_TELEMETRY, TELEMETRY, SharedParent
-from tracedstore.recording.watcher import WATCHER
+from tracedstore.recording.recorder import (
+    RECORDER,
+    SYSTEM_CLOCK,
+    Clock,
+    Observer,
+    budget_of,
+)
+from tracedstore.recording.snapshot import Exemplars, Snapshots
+from tracedstore.recording.telemetry import (
+    NULL_TELEMETRY,
+    TELEMETRY,
+    SharedParent,
+    Telemetry,
+)
+from tracedstore.recording.watcher import WATCHER, Watch
 from tracedstore.signals import inflight
 from tracedstore.signals.events import Events
 from tracedstore.signals.metrics import MetricsCollector
 from tracedstore.signals.spans import Spans
 
-if TYPE_CHECKING:
-    from tracedstore.recording.counters import Call
-
-
+# Seconds between two looks while a store does not respond.
+_HANG_INTERVAL = 1.0
+# Seconds between two attempts to start threads.
+_START_INTERVAL = 10.0
 # Seconds for the deferred work that is left when the process ends.
 _DEFERRED_AT_EXIT = 1.0
 
@@ -73,8 +90,81 @@ _deferred = QueueWorker(
 )
 
 
-class ConfiguredTelemetry:
-    """The telemetry of a process, as configured; a `core.telemetry.Telemetry`."""
+class StallWatch:
+    """The stall reports and the diagnosis of a process.
+
+    Args:
+        telemetry: What they are emitted through.
+        stall_after: Seconds after which a call is stalled; 0 for never.
+        answers: This process answers questions about what it does.
+
+    Attributes:
+        observers: What has to observe notable calls, so that questions can be answered.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry, stall_after: float, *, answers: bool
+    ) -> None:
+        self._after = stall_after
+        self._diagnosis = Diagnosis(RECORDER, stall_after, answers=answers)
+        self._reporter = inflight.StallReporter(
+            RECORDER, telemetry, stall_after, self._diagnosis.covers
+        )
+        self._watch: Watch | None = None
+        # When to look next whether the threads run, by ``time.monotonic``.
+        self._start_at = 0.0
+        self._lock = threading.RLock()
+        self.observers: tuple[Observer, ...] = (
+            (KEY_WRITERS, LAST_CALL) if answers else ()
+        )
+
+    def start(self) -> None:
+        """Watch from now on, unless that is so.
+
+        A thread that could not be started is started by a later call.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if not self._after or now < self._start_at:
+                return
+            if self._watch is None:
+                self._watch = Watch(names.INFLIGHT, self._report, self._after)
+            self._start_at = now + _START_INTERVAL
+        if self._watch not in WATCHER.watches:
+            RECORDER.failures.guarded(names.INFLIGHT, WATCHER.add, self._watch)
+        if not self._diagnosis.is_running:
+            RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.start)
+
+    def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
+        """Return event fields on whom a call waited for."""
+        return self._diagnosis.explain(call, error)
+
+    def stop(self, timeout: float) -> None:
+        """Watch no more, and end the threads within the timeout."""
+        self._diagnosis.stop(timeout)
+        if self._watch is not None:
+            WATCHER.remove(self._watch)
+            WATCHER.stop_if_idle(timeout)
+
+    def reset(self) -> None:
+        """Forget the parent's calls and threads, as a forked child must."""
+        self._lock = threading.RLock()
+        self._watch = None
+        self._start_at = 0.0
+        self._reporter.reset()
+        self._diagnosis.reset()
+        KEY_WRITERS.reset()
+        LAST_CALL.reset()
+
+    def _report(self) -> float:
+        RECORDER.resume_recording()
+        hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_store)
+        delay = self._reporter.report()
+        return min(delay, _HANG_INTERVAL) if hangs else delay
+
+
+class ConfiguredTelemetry(Telemetry):
+    """The telemetry of a process, as configured."""
 
     def __init__(
         self,
@@ -87,7 +177,7 @@ class ConfiguredTelemetry:
     ) -> None:
         identity = process_identity()
         # Raises before the telemetry that was set up before is stopped.
-        self._endpoint = Endpoint(settings, registry, identity)
+        self._endpoint = HttpEndpoint(settings, registry, identity)
         self.push = Push(settings, providers, previous)
         self._registry = registry
         self._spans = Spans(
@@ -97,21 +187,21 @@ class ConfiguredTelemetry:
             count_suppressed=settings.spans == "budget",
             on_provider=_flush_with_provider,
         )
+        self._exemplars = Exemplars(RECORDER.series)
         snapshots = partial(
             Snapshots,
             RECORDER,
+            self._exemplars,
             full=settings.metrics == "full",
             suppressed_by_caller=lambda: self._spans.suppressed_by_caller,
             events_dropped=lambda: _event_writer.dropped + RECORD_WRITER.dropped,
         )
-        self._metrics = MetricsCollector(RECORDER, snapshots())
-        self._source = MetricSource(
-            RECORDER, snapshots(one_histogram=True), self._metrics.exemplar
-        )
+        self._metrics = MetricsCollector(snapshots())
+        self._pushed = snapshots(one_histogram=True)
         self._events = Events(
             RECORDER,
             identity,
-            _event_writer.submit,
+            _event_writer,
             log_format="off" if settings.disabled else settings.log_format,
             records=self.push.records,
         )
@@ -120,22 +210,22 @@ class ConfiguredTelemetry:
         )
         self._observers: tuple[Observer, ...] = (
             *([self._spans] if settings.spans != "off" else []),
-            self._metrics,
+            self._exemplars,
             self._events,
             *self._stall_watch.observers,
             *more_observers,
         )
-        self.defer = _deferred.submit
-        self.emits_debug_events = self._events.emits_debug_events
-        self.tracing_enabled = self._spans.enabled
-        if settings.spans == "off":
-            self.tracing_enabled = NULL_TELEMETRY.tracing_enabled
+        # The functions themselves: every barrier asks, and a call more costs.
+        self.defer = _deferred.submit  # type: ignore[method-assign]
+        self.emits_debug_events = self._events.emits_debug_events  # type: ignore[method-assign]
+        if settings.spans != "off":
+            self.tracing_enabled = self._spans.enabled  # type: ignore[method-assign]
         self._clock = clock
         self._settings = settings
         # Seconds that the telemetry may delay the end of the process.
         self.exit_timeout = settings.exit_timeout
 
-    # What the package emits through, as `core.telemetry.TELEMETRY`.
+    # What the package emits through, as `recording.telemetry.TELEMETRY`.
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Write an event through structlog."""
@@ -165,7 +255,7 @@ class ConfiguredTelemetry:
 
     def flush(self, timeout: float) -> None:
         """Make and export spans; return after the timeout at the latest."""
-        left = timeouts.countdown(timeout)
+        left = threads.countdown(timeout)
         _deferred.flush(left())
         self.push.flush_spans(left())
 
@@ -179,7 +269,7 @@ class ConfiguredTelemetry:
         self._guarded_push()
 
     def explain_wait(
-        self, call: "Call", error: BaseException | None
+        self, call: Call, error: BaseException | None
     ) -> Mapping[str, Any]:
         """Return event fields on whom a call waited for."""
         return self._stall_watch.explain(call, error)
@@ -210,7 +300,7 @@ class ConfiguredTelemetry:
         try:
             self._metrics.register(self._registry)
         except Exception as error:
-            RECORDER.failures.add(self._metrics.name, error)
+            RECORDER.failures.add(names.METRICS_OBSERVER, error)
         RECORDER.rests_until = None
         RECORDER.on = not settings.disabled
         self._guarded_push()
@@ -220,7 +310,7 @@ class ConfiguredTelemetry:
         )
 
     def _guarded_push(self) -> None:
-        RECORDER.failures.guarded(names.OTEL_METRICS, self.push.start, self._source)
+        RECORDER.failures.guarded(names.OTEL_METRICS, self.push.start, self._pushed)
 
     def stop(self, timeout: float) -> None:
         """Record and emit no more. Counts stay."""
@@ -242,7 +332,7 @@ class ConfiguredTelemetry:
     def reset(self) -> None:
         """Drop what is the parent's, as a forked child must: counts, calls, threads."""
         self._spans.reset()
-        self._metrics.reset()
+        self._exemplars.reset()
         self._events.reset()
         self._stall_watch.reset()
         self.push.reset()
@@ -251,19 +341,42 @@ class ConfiguredTelemetry:
 
 # The providers whose flush makes the spans that are late.
 _flushed: WeakTable[bool] = WeakTable()
+# Seconds; only where a thread of a process group is in a Store call at exit. Such a
+# call ends by its store's timeout, which is this long by torch's default.
+_MAX_WAIT_AT_EXIT = 1800.0
+# Seconds that C++ gets after such a call to release Python objects, an exception
+# mostly, or to make its next call.
+_SETTLE_AT_EXIT = 0.5
 # Seconds for calls of other threads to end when the process ends.
 _IN_FLIGHT = 0.1
 _UNSEEN_CALLS = 0.005
-_telemetry: ConfiguredTelemetry | None = None
-_lock = threading.RLock()
-_hooks_set = False
+
+
+class _Process:
+    """What is set up in this process.
+
+    Attributes:
+        telemetry: The telemetry, None if there is none.
+        lock: Held while the telemetry is replaced.
+    """
+
+    def __init__(self) -> None:
+        self.telemetry: ConfiguredTelemetry | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Replace the lock in a forked child: a thread of the parent may hold it."""
+        self.lock = threading.RLock()
+
+
+_process = _Process()
 
 
 def _flush_with_provider(provider: TracerProvider) -> None:
     """Make the spans that are late whenever a provider of the SDK is flushed."""
     if hasattr(provider, "add_span_processor") and provider not in _flushed:
         # The SDK is imported only where it is used.
-        from tracedstore.export.late_spans import LateSpans  # noqa: PLC0415
+        from tracedstore.export.tracer_provider import LateSpans  # noqa: PLC0415
 
         _flushed.set(provider, True)
         provider.add_span_processor(LateSpans(_deferred.flush, provider))
@@ -313,22 +426,21 @@ def _replace_telemetry(
     clock: Clock,
     observers: Iterable[Observer],
 ) -> None:
-    global _telemetry  # noqa: PLW0603 - one telemetry a process
-    with _lock:
+    with _process.lock:
         replacement = ConfiguredTelemetry(
             settings,
             registry,
             providers,
             clock,
             observers,
-            None if _telemetry is None else _telemetry.push,
+            None if _process.telemetry is None else _process.telemetry.push,
         )
-        if _telemetry is not None:
+        if _process.telemetry is not None:
             # To the provider that they belong to.
             _deferred.flush(1.0)
-            _telemetry.stop(timeout=1.0)
-            _telemetry.push.end_unused(1.0, replacement.push)
-        _telemetry = replacement
+            _process.telemetry.stop(timeout=1.0)
+            _process.telemetry.push.end_unused(1.0, replacement.push)
+        _process.telemetry = replacement
         _set_hooks()
         replacement.start()
 
@@ -339,13 +451,13 @@ def ensure_configured() -> None:
     Raises:
         ConfigurationError: A ``TRACEDSTORE_*`` variable has an unusable value.
     """
-    if _telemetry is None:
+    if _process.telemetry is None:
         off_main_thread(_configure_once)
 
 
 def _configure_once() -> None:
-    with _lock:
-        if _telemetry is None:
+    with _process.lock:
+        if _process.telemetry is None:
             configure()
 
 
@@ -360,7 +472,7 @@ def try_to_configure(observer: str) -> bool:
         and the job runs as without this package.
     """
     RECORDER.failures.guarded(observer, ensure_configured)
-    return _telemetry is not None and RECORDER.on
+    return _process.telemetry is not None and RECORDER.on
 
 
 def set_identity(rank: int, world_size: int) -> None:
@@ -369,10 +481,10 @@ def set_identity(rank: int, world_size: int) -> None:
 
 
 def _set_identity(rank: int, world_size: int) -> None:
-    with _lock:
+    with _process.lock:
         set_group_identity(rank, world_size)
-        if _telemetry is not None:
-            _telemetry.update_identity()
+        if _process.telemetry is not None:
+            _process.telemetry.update_identity()
 
 
 def shutdown(timeout: float = 5.0) -> None:
@@ -384,13 +496,12 @@ def shutdown(timeout: float = 5.0) -> None:
     Args:
         timeout: Seconds after which to return, flushed or not.
     """
-    off_main_thread(_shut_down, timeouts.countdown(timeout))
+    off_main_thread(_shut_down, threads.countdown(timeout))
 
 
 def _shut_down(left: Callable[[], float]) -> None:
-    global _telemetry
-    with _lock:
-        ended, _telemetry = _telemetry, None
+    with _process.lock:
+        ended, _process.telemetry = _process.telemetry, None
         if ended is None:
             return
         _deferred.stop(left())
@@ -405,31 +516,33 @@ def in_flight() -> list[inflight.InFlight]:
     return inflight.in_flight(RECORDER)
 
 
+@cache
 def _set_hooks() -> None:
-    global _hooks_set  # noqa: PLW0603 - a fork hook cannot be removed
-    if not _hooks_set:
-        os.register_at_fork(after_in_child=_after_fork)
-        atexit.register(_at_exit)
-        _hooks_set = True
+    """Set the hooks, once: a fork hook cannot be removed."""
+    os.register_at_fork(after_in_child=_after_fork)
+    atexit.register(_at_exit)
 
 
 def _at_exit() -> None:
     """End what runs, within ``exit_timeout``, and then wait for torch's own calls."""
-    if _telemetry is not None:
-        left = timeouts.countdown(_telemetry.exit_timeout)
-        timeouts.end_pauses()
+    telemetry = _process.telemetry
+    if telemetry is not None:
+        left = threads.countdown(telemetry.exit_timeout)
+        threads.end_pauses()
         WATCHER.stop(left())
         _deferred.stop(left())
         LOCAL_SOCKET.stop(left())
-        _telemetry.stop(left())
+        telemetry.stop(left())
         # The application ends its own providers.
-        _telemetry.push.end(left(), own_only=True)
+        telemetry.push.end(left(), own_only=True)
         _event_writer.stop(left())
-        timeouts.end_bounded_threads()
+        threads.end_bounded_threads()
         store_access.end_connections()
-        timeouts.join_bounded_threads(left())
+        threads.join_bounded_threads(left())
         _hold_other_threads(left())
-    ending.wait_for_native_calls(5.0 if _telemetry is None else _telemetry.exit_timeout)
+    _wait_for_native_calls(
+        5.0 if _process.telemetry is None else _process.telemetry.exit_timeout
+    )
 
 
 def _hold_other_threads(timeout: float) -> None:
@@ -450,10 +563,46 @@ def _hold_other_threads(timeout: float) -> None:
         time.sleep(0.001)
 
 
+def _wait_for_native_calls(timeout: float) -> None:
+    """Wait until no thread that Python did not start is in a call of the Python base.
+
+    Such a call returns through Python. If that happens while the interpreter
+    finalizes, CPython before 3.14 ends the thread in a way that makes C++ abort.
+    torch waits for the threads of a process group when that is freed, with a bare
+    store too, so their calls are waited for until they end. Other threads are not
+    waited for with a bare store, so the wait for theirs is bounded.
+
+    Args:
+        timeout: Seconds to wait where there is no process group.
+    """
+    limit = _MAX_WAIT_AT_EXIT if dist.is_initialized() else timeout
+    deadline = time.monotonic() + limit
+    last_seen = None
+    while (now := time.monotonic()) < deadline:
+        if _in_native_call():
+            last_seen = now
+        elif last_seen is None or now - last_seen > _SETTLE_AT_EXIT:
+            return
+        time.sleep(0.01)
+
+
+def _in_native_call() -> bool:
+    """Return whether a thread that Python did not start is in a Store call.
+
+    It has Python frames only during a call, whether the call is recorded or not.
+    """
+    known = thread_names()
+    return any(
+        frame.f_code.co_filename == store_proxy.__file__
+        for thread_id, innermost in sys._current_frames().items()  # noqa: SLF001
+        if thread_id not in known
+        for frame, _ in traceback.walk_stack(innermost)
+    )
+
+
 def _after_fork() -> None:
-    global _lock  # noqa: PLW0603 - another thread of the parent may hold it
-    _lock = threading.RLock()
-    timeouts.reset()
+    _process.reset()
+    threads.reset()
     _deferred.reset()
     _event_writer.reset()
     WATCHER.reset()
@@ -463,7 +612,7 @@ def _after_fork() -> None:
     connecting.reset()
     connection_attempt.reset()
     discovery.reset()
-    if _telemetry is not None:
-        _telemetry.reset()
+    if _process.telemetry is not None:
+        _process.telemetry.reset()
     # Also after `shutdown`: the child may configure again.
     RECORDER.reset()

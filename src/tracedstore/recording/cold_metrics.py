@@ -1,9 +1,9 @@
 """The metrics of what is rare next to Store calls: one table of counts and gauges.
 
 Barriers, rendezvous, requests to etcd and stalls are counted here, whatever they are.
-Each metric is declared once, in `TABLE`; `core.snapshot` exports all of them in the
-same way. The counters of Store calls (`core.counters`) are apart, because a call must
-cost nothing but an addition.
+Each metric is declared once, in `TABLE`; `recording.snapshot` exports all of them in
+the same way. The counters of Store calls (`recording.counters`) are apart, because a
+call must cost nothing but an addition.
 
 Recording takes no lock: a signal handler may interrupt it and record something itself.
 What was recorded is counted when the metrics are read, or when much of it waits.
@@ -89,7 +89,7 @@ TABLE: Final = (
 _LAST: Final = {one.metric.name: one.last for one in TABLE}
 
 
-class Reading(NamedTuple):
+class ColdValues(NamedTuple):
     """The values of a metric: numbers, or the counts of histograms, by label values."""
 
     cold: ColdMetric
@@ -97,7 +97,7 @@ class Reading(NamedTuple):
     histograms: Mapping[Labels, SeriesCounts]
 
 
-class State(Protocol):
+class LastingState(Protocol):
     """Something that lasts, and has gauges while it does: a stalled barrier.
 
     Attributes:
@@ -112,7 +112,7 @@ class State(Protocol):
         """Return the values of the gauges."""
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound=LastingState)
 
 
 def _lasts() -> bool:
@@ -135,7 +135,7 @@ class ColdMetrics:
             name: {} for name in _LAST
         }
         # By what they are states of; each with a function that tells whether it lasts.
-        self._states: dict[object, tuple[State, Callable[[], bool]]] = {}
+        self._states: dict[object, tuple[LastingState, Callable[[], bool]]] = {}
         # The keys of Store calls have other families, so that a program with many of
         # them leaves room for its barriers.
         self._barriers = KeyFamilies()
@@ -157,7 +157,7 @@ class ColdMetrics:
         return value
 
     def begin(
-        self, owner: object, state: State, lasts: Callable[[], bool] = _lasts
+        self, owner: object, state: LastingState, lasts: Callable[[], bool] = _lasts
     ) -> bool:
         """Export the gauges of a state, or replace it; return whether it lasts.
 
@@ -184,7 +184,7 @@ class ColdMetrics:
         """Return the states of a kind that last, in the order in which they began."""
         return [state for state in self._lasting() if isinstance(state, kind)]
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[ColdValues]:
         """Return the values of each metric of the table."""
         gauges: dict[str, dict[Labels, float]] = {one.metric.name: {} for one in TABLE}
         for state in {state.group: state for state in self._lasting()}.values():
@@ -193,7 +193,7 @@ class ColdMetrics:
         with self._lock:
             self._count()
             return [
-                Reading(
+                ColdValues(
                     one,
                     self._numbers[one.metric.name] | gauges[one.metric.name],
                     {
@@ -204,7 +204,7 @@ class ColdMetrics:
                 for one in TABLE
             ]
 
-    def _lasting(self) -> list[State]:
+    def _lasting(self) -> list[LastingState]:
         with self._lock:
             self._forget_ended()
             return [state for state, _ in self._states.values()]

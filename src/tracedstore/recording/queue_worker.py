@@ -17,12 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from tracedstore.common.errors import TracedStoreError
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.threads import DaemonThread
-from tracedstore.recording.observer import Failures
+from tracedstore.recording.telemetry import Failures
 
 # Maximum number of pieces of work that wait. What is beyond is dropped.
 _MAX_QUEUED = 1024
@@ -31,13 +30,6 @@ _MAX_QUEUED = 1024
 _LINGER = 10.0
 
 Work = Callable[[], object]
-
-
-class Submit(Protocol):
-    """Queues work; see `QueueWorker.submit`."""
-
-    def __call__(self, work: Work, *, wait: float = 0.0) -> None:
-        """Queue it."""
 
 
 class _Awaited:

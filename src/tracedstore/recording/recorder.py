@@ -7,17 +7,16 @@ which the observers get. Whether it does is decided here, once (`Recorder._reaso
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tracedstore import names
-from tracedstore.common.clock import SYSTEM_CLOCK, Clock
 from tracedstore.common.errors import error_message, error_type, is_ordinary_answer
 from tracedstore.common.keys import KeyFamilies, shown
 from tracedstore.common.signal_safety import off_main_thread, raised_by_handler
-from tracedstore.recording.budget import Budget, nothing
 from tracedstore.recording.cold_metrics import ColdMetrics
 from tracedstore.recording.counters import (
     BOUNDS,
@@ -35,9 +34,140 @@ from tracedstore.recording.counters import (
     StoreState,
     ThreadCounters,
 )
-from tracedstore.recording.observer import REST, Failures, Observers
 from tracedstore.recording.operation import Attempts, Operation, Reason
-from tracedstore.recording.telemetry import TELEMETRY, Telemetry
+from tracedstore.recording.telemetry import REST, TELEMETRY, Failures, Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A monotonic clock and the time of day, replaceable in tests.
+
+    Attributes:
+        ticks: A monotonic time in nanoseconds; durations are differences of it.
+        wall: The time of day in nanoseconds since the epoch. It may jump, so it only
+            dates what ``ticks`` measured.
+    """
+
+    ticks: Callable[[], int] = time.perf_counter_ns
+    wall: Callable[[], int] = time.time_ns
+
+    def wall_of(self, ticks: int) -> int:
+        """Return the time of day of an earlier reading of ``ticks``."""
+        return self.wall() - (self.ticks() - ticks)
+
+
+SYSTEM_CLOCK = Clock()
+
+
+# Integers like ticks: the fast path compares them.
+ALWAYS = -(2**63)
+NEVER = 2**63
+
+
+class Budget:
+    """A token bucket that costs a call one comparison. Without a rate it is empty.
+
+    This is the generic cell rate algorithm. It does not count tokens; it keeps the
+    time from which the next call is admitted, so the fast path only compares
+    ``opens_at`` with the time that it has read anyway.
+
+    Attributes:
+        opens_at: Ticks from which a call is admitted.
+        counting: Calls that are not admitted are counted; off while there is no
+            tracer provider.
+    """
+
+    __slots__ = ("_due", "_interval", "_tolerance", "counting", "opens_at")
+
+    def __init__(self, rate: float = 0, burst: int = 1) -> None:
+        self._interval = int(1e9 / rate) if rate > 0 else NEVER
+        # The call being tested is one of the burst.
+        self._tolerance = (burst - 1) * self._interval
+        self._due = ALWAYS
+        self.opens_at = ALWAYS if rate > 0 else NEVER
+        self.counting = False
+
+    def spend(self, now: int) -> None:
+        """Take one call off the budget. A race admits one call too many, no more."""
+        self._due = max(self._due, now) + self._interval
+        self.opens_at = self._due - self._tolerance
+
+    def pause(self, until: int) -> None:
+        """Admit nothing before a time, and count nothing until then."""
+        self.opens_at = until
+        self.counting = False
+
+
+class Unlimited(Budget):
+    """Admits every call."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(rate=1, burst=1)
+
+    def spend(self, now: int) -> None:
+        """Do nothing."""
+
+
+def budget_of(spans: str, rate: float, burst: int) -> Budget:
+    """Return the budget for a setting of ``spans``."""
+    if spans == "all":
+        return Unlimited()
+    if spans == "budget":
+        return Budget(rate, burst)
+    return Budget()
+
+
+class Observer(Protocol):
+    """Observes finished calls, with the context variables of their callers.
+
+    Calls of the main thread are observed in a helper thread, the others in the thread
+    that made them. The caller waits.
+    """
+
+    name: str
+
+    def observe(self, operation: Operation) -> None:
+        """Observe one call; must be quick and must not call the store."""
+
+
+class Observers:
+    """The observers of a process, in order."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._observers: tuple[Observer, ...] = ()
+        # Until when an observer that raised gets nothing, by its identity.
+        self._resting: dict[int, float] = {}
+
+    def set(self, observers: Iterable[Observer]) -> None:
+        """Replace all observers."""
+        self._observers = tuple(observers)
+        self._resting = {}
+
+    def notify(self, operation: Operation) -> None:
+        """Let every observer observe a call, but for those that raised lately."""
+        for observer in self._observers:
+            rests_until = self._resting.get(id(observer))
+            if rests_until is not None and time.monotonic() < rests_until:
+                continue
+            try:
+                observer.observe(operation)
+            except Exception as error:
+                self._resting[id(observer)] = time.monotonic() + REST
+                self._failures.add(_part_of(observer), error)
+
+
+def _part_of(observer: Observer) -> str:
+    """Return the part of the telemetry that failures of an observer are counted for."""
+    is_ours = type(observer).__module__.startswith(f"{__package__.partition('.')[0]}.")
+    # An observer of the application may have the name of one of our parts, which must
+    # not rest because of it.
+    if observer.name in names.OBSERVERS and not is_ours:
+        return f"{names.APPLICATION_PREFIX}{observer.name}"
+    return observer.name
+
 
 # What the native base has a copy of.
 _RULES = frozenset({"on", "budget", "slow_ns", "contended_after"})
@@ -106,7 +236,7 @@ class Recorder:
         self.slow_ns = 10_000_000
         self.overdue_ns = 30e9
         self.contended_after = 5
-        self.budget: Budget = nothing()
+        self.budget: Budget = Budget()
         self.counters = CountersByThread(telemetry)
         self.series = SeriesTable()
         self.families = KeyFamilies()
@@ -196,34 +326,23 @@ class Recorder:
         swapped = method.swapped(args, result) if method.swapped else None
         reasons = self._reasons(call, now, swapped=swapped, attempts=attempts)
         if reasons:
+            # What is computed from the arguments may be the code of a user's class.
             off_main_thread(
-                self._notify_result,
-                *(counters.thread_id, call, now, reasons, result, swapped, attempts),
+                lambda: self._notify_returned(
+                    counters.thread_id,
+                    call,
+                    now,
+                    reasons,
+                    value_bytes=method.size(args, result) if method.size else 0,
+                    swapped=swapped,
+                    attempts=attempts,
+                    attributes=(
+                        method.attributes(args, result) if method.attributes else None
+                    ),
+                )
             )
         elif self.budget.counting:
             counters.over_budget += 1
-
-    def _notify_result(
-        self,
-        thread_id: int,
-        call: Call,
-        now: int,
-        reasons: Reason,
-        result: Any,
-        swapped: bool | None,
-        attempts: Attempts | None,
-    ) -> None:
-        method, _, args, _, _ = call
-        self._notify_returned(
-            thread_id,
-            call,
-            now,
-            reasons,
-            value_bytes=method.size(args, result) if method.size else 0,
-            swapped=swapped,
-            attempts=attempts,
-            attributes=method.attributes(args, result) if method.attributes else None,
-        )
 
     def returned_natively(
         self,
@@ -280,8 +399,8 @@ class Recorder:
         """
         try:
             method, state, _, started, _ = call
-            now = self.ticks() if now is None else now
-            duration = now - started
+            ended = self.ticks() if now is None else now
+            duration = ended - started
             # The text of an exception is the code of its class.
             name = off_main_thread(error_type, error)
             series = self.series.of(state.identity.kind, method, name)
@@ -292,36 +411,23 @@ class Recorder:
             # What a signal handler raises is no failure of the store.
             if is_ordinary_answer(name) or raised_by_handler(error):
                 return
+            # A user's own store may quote values in its texts.
+            quotes = not state.identity.from_torch
             off_main_thread(
-                self._notify_failed,
-                *(counters.thread_id, call, now, error, name, attempts, explain),
+                lambda: self._notify(
+                    counters.thread_id,
+                    call,
+                    ended,
+                    self._reasons(call, ended, failed=True, attempts=attempts),
+                    error=error,
+                    error_message="" if quotes else error_message(error),
+                    error_type=name,
+                    attempts=attempts,
+                    explained=self._explain(call, error) if explain else None,
+                )
             )
         except Exception as recording_error:
             self.stop_recording(recording_error)
-
-    def _notify_failed(
-        self,
-        thread_id: int,
-        call: Call,
-        now: int,
-        error: BaseException,
-        name: str,
-        attempts: Attempts | None,
-        explain: bool,
-    ) -> None:
-        _, state, _, _, _ = call
-        self._notify(
-            thread_id,
-            call,
-            now,
-            self._reasons(call, now, failed=True, attempts=attempts),
-            error=error,
-            # A user's own store may quote values in its texts.
-            error_message=error_message(error) if state.identity.from_torch else "",
-            error_type=name,
-            attempts=attempts,
-            explained=self._explain(call, error) if explain else None,
-        )
 
     def _explain(
         self, call: Call, error: BaseException | None
@@ -425,5 +531,5 @@ def _count_attempts(counts: SeriesCounts, probe: Probe) -> Attempts:
 
 
 # What every store of this process records into. It has no effect by itself: no thread,
-# no registration, no clock read until the first call of a wrapped store.
+# and no registration until the first call of a wrapped store.
 RECORDER: Final = Recorder(TELEMETRY)

@@ -5,11 +5,12 @@ bounds, a blocking call in the histogram of waits only, and a zero only where an
 needs one (docs/metrics.md). `full` has every series from the start.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,9 @@ from tracedstore.recording.counters import (
     WAIT_BOUNDS,
     Series,
     SeriesCounts,
+    SeriesTable,
 )
+from tracedstore.recording.operation import Operation
 from tracedstore.recording.recorder import Recorder
 
 Sums = Mapping[Series, SeriesCounts]
@@ -46,14 +49,15 @@ class Histogram:
         bounds: The upper bounds of its buckets, in nanoseconds.
         counts: Calls in each bucket, not cumulative; the last one is beyond all bounds.
         nanoseconds: The sum of the durations.
-        series: The label set of Store calls, for exemplars.
+        exemplars: A traced call of each bucket, None for one without. Empty for a
+            histogram that has none.
     """
 
     labels: tuple[str, ...]
     bounds: tuple[int, ...]
     counts: tuple[int, ...]
     nanoseconds: int
-    series: Series | None = None
+    exemplars: "tuple[CallExemplar | None, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +69,91 @@ class Values:
     histograms: Collection[Histogram] = ()
 
 
+class CallExemplar(NamedTuple):
+    """A traced call, as the example of a bucket.
+
+    Attributes:
+        trace_id: The trace, as text.
+        span_id: Its span.
+        seconds: Its duration.
+        ended: When it ended, in seconds since the epoch.
+    """
+
+    trace_id: str
+    span_id: str
+    seconds: float
+    ended: float
+
+
+class Exemplars:
+    """Observes calls, and keeps the last traced one of each bucket of `BOUNDS`."""
+
+    name = names.METRICS_OBSERVER
+
+    def __init__(self, series: SeriesTable) -> None:
+        self._series = series
+        self.reset()
+
+    def observe(self, operation: Operation) -> None:
+        """Keep the trace of a call as the exemplar of its bucket."""
+        if not operation.trace_id:
+            return
+        series = self._series.of(
+            operation.store.kind, operation.method, operation.error_type
+        )
+        bucket = bisect_left(BOUNDS, operation.duration_ns)
+        self._found[series, bucket] = CallExemplar(
+            operation.trace_id,
+            operation.span_id,
+            operation.seconds,
+            (operation.started_ns + operation.duration_ns) / 1e9,
+        )
+
+    def reset(self) -> None:
+        """Drop the parent's exemplars, as a forked child must."""
+        self._found: dict[tuple[Series, int], CallExemplar] = {}
+
+    def of(
+        self, series: Series, bounds: tuple[int, ...]
+    ) -> tuple[CallExemplar | None, ...]:
+        """Return the exemplar of each bucket of a histogram, the slowest call's."""
+        if not self._found:
+            return ()
+        return tuple(self._slowest(series, one) for one in _buckets_of(bounds))
+
+    def _slowest(self, series: Series, buckets: range) -> CallExemplar | None:
+        found = (self._found.get((series, bucket)) for bucket in reversed(buckets))
+        return next((one for one in found if one is not None), None)
+
+
 class Snapshots:
     """Takes snapshots of what a process has counted.
 
     Args:
         recorder: What the process counts into.
+        exemplars: The examples of its calls.
         full: Every series, from zero.
         one_histogram: All calls are in the histogram of operations, with the bounds of
             both, and none is in that of waits.
         suppressed_by_caller: Returns how many spans callers suppressed.
         events_dropped: Returns how many events were dropped.
+
+    Attributes:
+        recorder: What the process counts into.
     """
 
     def __init__(
         self,
         recorder: Recorder,
+        exemplars: Exemplars,
         *,
         full: bool,
         one_histogram: bool = False,
         suppressed_by_caller: Callable[[], int] = lambda: 0,
         events_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
+        self._exemplars = exemplars
         self._full = full
         self._one_histogram = one_histogram
         self._suppressed_by_caller = suppressed_by_caller
@@ -94,7 +161,7 @@ class Snapshots:
 
     def take(self) -> Iterator[Values]:
         """Return the values of every metric but the telemetry's failures."""
-        recorder = self._recorder
+        recorder = self.recorder
         sums = recorder.counters.sums()
         known = recorder.series.all()
         every = [one for one in known if self._full or any(sums[one][BUCKETS:])]
@@ -118,7 +185,7 @@ class Snapshots:
 
     def failures(self) -> Values:
         """Return the failures of the telemetry itself."""
-        counts = self._recorder.failures.counts()
+        counts = self.recorder.failures.counts()
         observers = dict.fromkeys((*names.OBSERVERS, *counts))
         numbers = [((observer,), counts.get(observer, 0)) for observer in observers]
         return Values(names.TELEMETRY_FAILURES, self._counted(numbers))
@@ -146,7 +213,7 @@ class Snapshots:
                     bounds,
                     _coarser(sums[one][BUCKETS:], bounds),
                     sums[one][NANOSECONDS],
-                    one,
+                    self._exemplars.of(one, bounds),
                 )
                 for one in series
             ]
@@ -157,7 +224,7 @@ class Snapshots:
         return FULL_WAIT_BOUNDS if self._full else WAIT_BOUNDS
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Values]:
-        calls = self._recorder.counters.calls()
+        calls = self.recorder.counters.calls()
         series = [call.state.series[call.method.index] for call in calls]
         labels_of = [(each.store, each.method.name) for each in series]
         counts = Counter(labels_of)
@@ -166,14 +233,14 @@ class Snapshots:
         yield Values(names.IN_FLIGHT, [(label, counts[label]) for label in labels])
         # Calls are sorted, oldest first: reversed, the oldest is written last and kept.
         starts = {
-            label: self._recorder.clock.wall_of(call.started) / 1e9
+            label: self.recorder.clock.wall_of(call.started) / 1e9
             for label, call in zip(reversed(labels_of), reversed(calls), strict=True)
         }
         yield Values(names.OLDEST_START, starts.items())
 
     def _cold(self) -> Iterator[Values]:
         bounds = self._wait_bounds
-        for cold, numbers, histograms in self._recorder.cold.read():
+        for cold, numbers, histograms in self.recorder.cold.read():
             found = numbers.items()
             yield Values(
                 cold.metric,
@@ -191,41 +258,8 @@ class Snapshots:
             )
 
 
-class Exemplar(Protocol):
-    """A call of a bucket, as prometheus_client has it: trace, duration and time."""
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """``trace_id`` and ``span_id``."""
-
-    @property
-    def value(self) -> float:
-        """The duration in seconds."""
-
-    @property
-    def timestamp(self) -> Any:
-        """When the call ended, in seconds since the epoch."""
-
-
-# Returns the exemplar of some buckets of `BOUNDS` of a series.
-ExemplarOf = Callable[[Series | None, range], Exemplar | None]
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSource:
-    """What an exporter that takes its own snapshots reads."""
-
-    recorder: Recorder
-    snapshots: Snapshots
-    exemplar: ExemplarOf
-
-    def values(self) -> list[Values]:
-        """Return the values of all metrics."""
-        return [*self.snapshots.take(), self.snapshots.failures()]
-
-
 @cache
-def buckets_of(bounds: tuple[int, ...]) -> tuple[range, ...]:
+def _buckets_of(bounds: tuple[int, ...]) -> tuple[range, ...]:
     """Return which buckets of `BOUNDS` each bucket of a coarser histogram has."""
     ends = [*(BOUNDS.index(bound) for bound in bounds), len(BOUNDS)]
     starts = [0, *(end + 1 for end in ends[:-1])]
@@ -233,7 +267,7 @@ def buckets_of(bounds: tuple[int, ...]) -> tuple[range, ...]:
 
 
 def _coarser(counts: list[int], bounds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sum(counts[bucket] for bucket in one) for one in buckets_of(bounds))
+    return tuple(sum(counts[bucket] for bucket in one) for one in _buckets_of(bounds))
 
 
 def _errors(known: Iterable[Series], sums: Sums) -> Values:

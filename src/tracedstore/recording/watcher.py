@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from tracedstore.common.threads import DaemonThread
-from tracedstore.recording.observer import Failures
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import Failures
 
 # The thread does not wait, or there is none: whatever is added has to wake it.
 _NOT_WAITING = float("inf")

@@ -14,7 +14,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 
-from tracedstore.common.password_file import read_password
 from tracedstore.etcd import EtcdError, EtcdLeaseError, EtcdV3Store, Tls
 from tracedstore.etcd.gateway import (
     Gateway,
@@ -29,6 +28,7 @@ from tracedstore.etcd.gateway import (
     text,
 )
 from tracedstore.etcd.namespace import rendezvous_key
+from tracedstore.export.settings import read_password
 
 # Seconds, as torch's etcd-v2 backend has them.
 _STATE_TTL = 7200

@@ -28,11 +28,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from tracedstore import elastic, names
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.common.timeouts import start_bounded_thread
+from tracedstore.common.threads import start_bounded_thread
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection.addresses import describe_own
-from tracedstore.export import node_endpoint
+from tracedstore.export import node_metrics
 from tracedstore.export.setup import ensure_configured, try_to_configure
 from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
@@ -485,7 +485,7 @@ _replaced: tuple[Any, Any, Any] | None = None
 def replace_start_of_workers() -> None:
     """Let agents of this process answer for the workers that they start.
 
-    They also serve the metrics of these workers (`export.node_endpoint`). A torch
+    They also serve the metrics of these workers (`export.node_metrics`). A torch
     without the method is not patched: then the agents do neither.
     """
     global _replaced  # noqa: PLW0603 - torch is patched once per process
@@ -499,7 +499,7 @@ def replace_start_of_workers() -> None:
     @functools.wraps(original)
     def start_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
         on = try_to_configure(names.DIAGNOSIS)
-        with node_endpoint.announced() if on else nullcontext():
+        with node_metrics.announced() if on else nullcontext():
             started = original(self, *args, **kwargs)
         if on:
             processes = getattr(self, "_pcontext", None)

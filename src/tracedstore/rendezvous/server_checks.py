@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from tracedstore.common import validation
 from tracedstore.common.codec import printable_text
-from tracedstore.common.timeouts import pause
+from tracedstore.common.threads import pause
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.coordination.store_access import (
     absent_keys,

@@ -1,4 +1,4 @@
-"""Structured events, as structlog writes them.
+"""Structured events: lines as structlog writes them, and OpenTelemetry log records.
 
 An application that configured structlog gets the events through its configuration.
 Without one, events go to standard error: standard output is the job's.
@@ -12,26 +12,43 @@ leave the child a lock of the import that nobody releases.
 An event is rendered in the thread that emits it, with its context variables, and
 written by the event writer: a log that blocks must not block the job. The processors of
 an application's own configuration run in the writer, in a copy of the caller's context.
+
+A log record has the line of the log as its body, so that queries for the log and
+``tracedstore report`` read it too, and the fields of the event as attributes. It is
+made in the thread that emits the event, and given to the LoggerProvider by a writer
+thread of its own: a provider may export synchronously.
 """
 
 import contextvars
+import inspect
 import json
 import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from opentelemetry import trace
+from opentelemetry._logs import LoggerProvider, SeverityNumber, get_logger_provider
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names
-from tracedstore.common.errors import error_location, error_message, error_type
+from tracedstore._version import __version__
+from tracedstore.common.errors import (
+    TracedStoreError,
+    error_location,
+    error_message,
+    error_type,
+)
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.recording.operation import Operation, Reason
-from tracedstore.recording.queue_worker import Submit
+from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import Recorder
 from tracedstore.recording.telemetry import NULL_TELEMETRY
 
@@ -41,31 +58,20 @@ _REPEAT_AFTER_NS = 10_000_000_000
 # job that fails everywhere reaches this.
 _MAX_KINDS = 1024
 
-LEVELS: Final = {
-    names.OPERATION_SLOW: "warning",
-    names.OPERATION_FAILED: "warning",
-    names.OPERATION_STALLED: "warning",
-    names.CAS_CONTENDED: "warning",
-    names.BARRIER_WAITING: "warning",
-    names.BARRIER_COMPLETED: "debug",
-    names.BARRIER_TIMEOUT: "error",
-    names.BARRIER_FAILED: "error",
-    names.BARRIER_STALE_KEY: "warning",
-    names.RENDEZVOUS_CONFLICT: "warning",
-    names.RENDEZVOUS_WAITING: "warning",
-    names.RENDEZVOUS_TIMEOUT: "error",
-    names.RENDEZVOUS_FAILED: "error",
-    names.JOB_STALLED: "warning",
-    names.JOB_RESUMED: "info",
-    names.STORE_STALE: "warning",
-    names.TELEMETRY_DISABLED: "error",
-    names.TELEMETRY_SERVING: "info",
-}
 
 # Levels of events that are written before the call that caused them returns.
 _WRITTEN_AT_ONCE = frozenset({"warning", "error", "critical"})
 # Seconds that such a call waits at most.
 _WAIT_TIMEOUT = 0.2
+
+_SEVERITIES: Final = {
+    "debug": SeverityNumber.DEBUG,
+    "info": SeverityNumber.INFO,
+    "warning": SeverityNumber.WARN,
+    "error": SeverityNumber.ERROR,
+}
+# Fields that a record has as such.
+_OF_TRACE: Final = ("trace_id", "span_id")
 
 # What makes two events repeats of each other.
 Kind = tuple[str, ...]
@@ -73,18 +79,6 @@ Kind = tuple[str, ...]
 
 # Makes what renders a line for a terminal: structlog's ConsoleRenderer.
 Console = Callable[..., Callable[[Any, str, dict[str, Any]], str]]
-
-
-class Records(Protocol):
-    """Emits events elsewhere as well; see `LogRecords`."""
-
-    def enabled(self) -> bool:
-        """Return whether it wants them now."""
-
-    def emit(
-        self, level: str, event: str, fields: Mapping[str, Any], line: str
-    ) -> None:
-        """Emit an event, given its fields and its line of JSON."""
 
 
 class Events:
@@ -96,14 +90,14 @@ class Events:
         self,
         recorder: Recorder,
         identity: ProcessIdentity,
-        submit: Submit,
+        writer: QueueWorker,
         *,
         log_format: str = "auto",
-        records: Records | None = None,
+        records: "LogRecords | None" = None,
     ) -> None:
         self._records = records
         self._recorder = recorder
-        self._submit = submit
+        self._writer = writer
         self._identity = identity
         self._log_format = log_format
         # When a kind was last emitted, and how many were suppressed since.
@@ -142,7 +136,7 @@ class Events:
 
     def emit(self, event: str, *, level: str | None = None, **fields: Any) -> None:
         """Emit one event. After a write that failed, events rest for a minute."""
-        level = level or LEVELS[event]
+        level = level or names.EVENT_LEVELS[event]
         if self._log_format == "off" or self._recorder.failures.rests(self.name):
             return
         if level == "debug" and not self.emits_debug_events():
@@ -153,7 +147,7 @@ class Events:
         fields = fields | self._identity.fields() | fields
         if self._records is not None and self._records.enabled():
             self._records.emit(level, event, fields, _json(_line(level, event, fields)))
-        self._submit(
+        self._writer.submit(
             self._application_write(level, event, fields)
             if self.emits_debug_events()
             else self._default_write(level, event, fields),
@@ -326,3 +320,89 @@ def _current_trace() -> dict[str, str]:
         "trace_id": trace.format_trace_id(current.trace_id),
         "span_id": trace.format_span_id(current.span_id),
     }
+
+
+def application_provider() -> LoggerProvider | None:
+    """Return the LoggerProvider that the application has set."""
+    provider = get_logger_provider()
+    # The API has no public name for the provider that stands in for one.
+    return None if "Proxy" in type(provider).__name__ else provider
+
+
+class LogRecords:
+    """Emits events as log records.
+
+    Args:
+        writer: Writes the records.
+        enabled: Returns whether records are wanted now.
+        provider: Returns the LoggerProvider. The writer calls it, for it may create
+            one.
+    """
+
+    def __init__(
+        self,
+        writer: QueueWorker,
+        enabled: Callable[[], bool],
+        provider: Callable[[], LoggerProvider | None],
+    ) -> None:
+        self._writer = writer
+        self.enabled = enabled
+        self._provider = provider
+
+    def emit(
+        self, level: str, event: str, fields: Mapping[str, Any], line: str
+    ) -> None:
+        """Queue the record of an event."""
+        record = {
+            "timestamp": time.time_ns(),
+            "context": _context(fields),
+            "severity_number": _SEVERITIES[level],
+            "severity_text": level.upper(),
+            "body": line,
+            "attributes": {
+                name: _attribute(value)
+                for name, value in fields.items()
+                if value is not None and name not in _OF_TRACE
+            },
+            "event_name": event,
+        }
+        self._writer.submit(partial(self._write, record))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        provider = self._provider()
+        if provider is None:
+            return
+        logger = provider.get_logger(
+            names.SCOPE, __version__, schema_url=names.SCHEMA_URL
+        )
+        if "event_name" not in inspect.signature(logger.emit).parameters:
+            raise TracedStoreError(
+                "events are not exported: the installed OpenTelemetry SDK has no events"
+                " in its logs; install opentelemetry-sdk 1.39 or newer, or set"
+                " TRACEDSTORE_EVENTS_EXPORTER to log"
+            )
+        logger.emit(**record)
+
+
+def _context(fields: Mapping[str, Any]) -> Context:
+    """Return a context with the span of an event, without one if it has none."""
+    if not all(fields.get(name) for name in _OF_TRACE):
+        return Context()
+    span = SpanContext(
+        trace_id=int(fields["trace_id"], 16),
+        span_id=int(fields["span_id"], 16),
+        is_remote=False,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED),
+    )
+    return trace.set_span_in_context(NonRecordingSpan(span), Context())
+
+
+def _attribute(value: Any) -> AttributeValue:
+    """Return a field as an attribute: a list of mixed types becomes JSON."""
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Sequence):
+        types = {type(one) for one in value}
+        if len(types) <= 1 and types <= {str, bool, int, float}:
+            return list(value)
+    return json.dumps(value, default=str)

@@ -23,7 +23,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from tracedstore import names, otel_names
+from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.identity import ProcessIdentity, StoreIdentity
 from tracedstore.common.keys import OTHER_FAMILIES
@@ -173,7 +173,7 @@ class Spans:
         self._recorder.failures.guarded(self.name, self._on_provider, provider)
         self._provider = provider
         self._tracer = provider.get_tracer(
-            names.SCOPE, __version__, schema_url=otel_names.SCHEMA_URL
+            names.SCOPE, __version__, schema_url=names.SCHEMA_URL
         )
 
     def _attributes(

@@ -25,7 +25,7 @@ from tracedstore.common import codec, ranges, validation
 from tracedstore.common.codec import Kind, Seconds, UpTo, Words
 from tracedstore.common.identity import process_identity
 from tracedstore.common.keys import key_text
-from tracedstore.common.timeouts import pause, run_with_timeout
+from tracedstore.common.threads import pause, run_with_timeout
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.coordination.store_access import etcd_contents, find_absent, read_items
 from tracedstore.local.facts import (

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from tracedstore import names
-from tracedstore.common import timeouts
+from tracedstore.common import threads
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.threads import DaemonThread
 from tracedstore.coordination.rank_registry import read_entries
@@ -217,7 +217,7 @@ class AgentResponder:
             name="tracedstore-agent-answers",
         )
         thread.start()
-        timeouts.track(thread)
+        threads.track(thread)
         if not self._hook_set:
             # After the telemetry's own hook, so it runs before that one.
             atexit.register(self.stop)

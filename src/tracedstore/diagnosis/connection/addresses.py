@@ -20,7 +20,7 @@ from tracedstore.common import procfs
 from tracedstore.common.keys import key_text
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.text import host_port
-from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.threads import run_with_timeout
 from tracedstore.common.validation import MAX_PORT
 from tracedstore.naming.decoders import quoted
 

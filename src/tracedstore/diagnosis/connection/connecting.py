@@ -18,7 +18,7 @@ from functools import partial
 from tracedstore import names
 from tracedstore.common import causes
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
+from tracedstore.common.threads import run_with_timeout, start_bounded_thread
 from tracedstore.diagnosis.connection import connection_attempt, file_store
 from tracedstore.diagnosis.connection.addresses import ConnectTarget
 from tracedstore.diagnosis.connection.serving import ServerSide

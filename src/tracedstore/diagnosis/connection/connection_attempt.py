@@ -26,7 +26,7 @@ from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
 from tracedstore.common.errors import error_message, error_type
 from tracedstore.common.keys import shown
 from tracedstore.common.procfs import IPAddress
-from tracedstore.common.timeouts import run_with_timeout
+from tracedstore.common.threads import run_with_timeout
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
     ConnectTarget,

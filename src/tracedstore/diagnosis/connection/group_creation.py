@@ -27,7 +27,7 @@ from tracedstore.common.errors import error_message
 from tracedstore.common.identity import bottom_of, process_identity
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
-from tracedstore.common.timeouts import run_with_timeout, start_bounded_thread
+from tracedstore.common.threads import run_with_timeout, start_bounded_thread
 from tracedstore.coordination.store_access import (
     bare_store,
     find_absent,

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from tracedstore.common import ranges
 from tracedstore.common.causes import REMEDIES, worst
 from tracedstore.common.identity import host_name, restart_count
-from tracedstore.common.timeouts import pause
+from tracedstore.common.threads import pause
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask.questions import ask_ranks
 from tracedstore.diagnosis.connection.addresses import ConnectTarget, check_loopback

@@ -5,6 +5,7 @@ waits there for a stopped server, no other thread runs, and Ctrl-C has no effect
 dead name server and a hung file system block in the same way.
 """
 
+import ctypes
 import gc
 import os
 import signal
@@ -21,6 +22,9 @@ T = TypeVar("T")
 Heartbeat = Callable[[], None]
 # Seconds after its timeout that a child ends itself, in case its parent is dead.
 _ORPHAN_DELAY = 1.0
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# Loaded before any fork. On a system without prctl, nothing ends with its parent.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 class ChildTimeoutError(TimeoutError):
@@ -134,3 +138,19 @@ def _describe_exit(code: int) -> str:
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; survives exec.
+
+    Call it in a child immediately after the fork. The kernel watches the thread that
+    forked, so fork from the one that lives longest.
+
+    Args:
+        parent: The parent's process id.
+    """
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # The parent ended before the call.
+        os._exit(1)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 
 from tracedstore.common.errors import CommandError, ConfigurationError
-from tracedstore.common.password_file import read_password
-from tracedstore.export.settings import PREFIX, parse_token
+from tracedstore.export.settings import PREFIX, parse_token, read_password
 from tracedstore.tools.attach.address import ACCEPTED, Address, EtcdAccess
 from tracedstore.tools.attach.token_policy import TokenPolicy
 

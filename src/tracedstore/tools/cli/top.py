@@ -26,9 +26,9 @@ import sys
 from pathlib import Path
 
 from tracedstore.common.errors import CommandError, ConfigurationError
-from tracedstore.common.parent_death import die_with_parent
 from tracedstore.common.validation import MAX_PORT
 from tracedstore.export.settings import Settings
+from tracedstore.tools.attach.child_process import die_with_parent
 from tracedstore.tools.attach.token_policy import is_loopback
 from tracedstore.tools.cli.options import (
     TOKEN_VARIABLE,

@@ -17,8 +17,8 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from tracedstore.common.errors import CommandError
-from tracedstore.common.parent_death import die_with_parent
 from tracedstore.tools.attach.address import Address
+from tracedstore.tools.attach.child_process import die_with_parent
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.top.live import LiveApp
 from tracedstore.tools.top.reader_process import JobReader

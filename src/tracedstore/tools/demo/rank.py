@@ -20,12 +20,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 from tracedstore.common.errors import CommandError
-from tracedstore.common.parent_death import die_with_parent
 from tracedstore.common.ranges import fold
 from tracedstore.coordination.barrier import BarrierTimeout
 from tracedstore.elastic import barrier
 from tracedstore.export.setup import configure
 from tracedstore.store import wrap
+from tracedstore.tools.attach.child_process import die_with_parent
 from tracedstore.tools.demo.store_servers import connect_store
 
 RUN_ID = "demo"

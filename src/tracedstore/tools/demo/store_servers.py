@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tracedstore.common.errors import CommandError
-from tracedstore.common.parent_death import die_with_parent
+from tracedstore.tools.attach.child_process import die_with_parent
 
 _NAMESPACE = "tracedstore-demo"
 # Seconds for etcd to answer.

@@ -1,7 +1,14 @@
-"""Sets up an OpenTelemetry TracerProvider for jobs that have none."""
+"""The TracerProvider: one for jobs that have none, and late spans for any.
+
+Only processes that have a TracerProvider import this module, because it imports the
+tracing of OpenTelemetry's SDK.
+"""
 
 import os
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
+from weakref import ref
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -13,9 +20,13 @@ from opentelemetry.sdk.trace.export import (
 )
 from opentelemetry.util.types import AttributeValue
 
+from tracedstore import names
 from tracedstore.common.errors import ConfigurationError
-from tracedstore.export.otlp import exporter_name
+from tracedstore.export.otel_export import exporter_name
+from tracedstore.recording.recorder import RECORDER
 
+# Seconds for making late spans.
+_TIMEOUT = 1.0
 _EXPORTERS = "opentelemetry_traces_exporter"
 
 
@@ -60,3 +71,41 @@ def _processor(name: str) -> SpanProcessor:
         " installed; install it (OTLP: pip install 'tracedstore[otlp]'), or set"
         " OTEL_TRACES_EXPORTER to console or none"
     )
+
+
+class LateSpans(SpanProcessor):
+    """A span processor that does nothing with spans, and makes late ones at a flush.
+
+    The spans of completed barriers are made a moment after the call. An application
+    that flushes its provider means them too. Nothing of its provider is replaced for
+    that: a provider has a list of span processors, and this is one more.
+
+    Args:
+        flush: Makes the spans, within a number of seconds.
+        provider: The provider that it is added to. Not kept alive.
+    """
+
+    def __init__(self, flush: Callable[[float], object], provider: Any) -> None:
+        self._make = flush
+        self._provider = ref(provider)
+        self._flushes = False
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Make the late spans, and flush the provider again if it was flushed before.
+
+        A provider flushes its processors in the order in which they were added. The
+        application's come first, mostly, and have got the late spans only now.
+        """
+        provider = self._provider()
+        if self._flushes or provider is None:
+            return True
+        RECORDER.failures.guarded(names.SPANS, self._make, _TIMEOUT)
+        self._flushes = True
+        try:
+            return bool(provider.force_flush(timeout_millis))
+        finally:
+            self._flushes = False
+
+    def shutdown(self) -> None:
+        """Make the late spans, for processors that are shut down after this one."""
+        RECORDER.failures.guarded(names.SPANS, self._make, _TIMEOUT)
