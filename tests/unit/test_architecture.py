@@ -304,6 +304,18 @@ class TestModules:
 
         assert {path: size for path, size in sizes.items() if size > 800} == {}
 
+    def test_names_are_given_once(self) -> None:
+        """No two classes have one name, and no two modules but ``__init__.py``."""
+        places: dict[str, list[str]] = {}
+        for module in MODULES:
+            if module.name != "__init__.py":
+                places.setdefault(module.name, []).append(path_of(module))
+            for node in ast.parse(module.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(path_of(module))
+
+        assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
     def test_names_are_spelled_once(self) -> None:
         """Only one module has the names of metrics, attributes and events."""
         from tracedstore import names
