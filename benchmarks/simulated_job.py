@@ -19,8 +19,9 @@ from tracedstore.coordination.barrier import BarrierCall
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.ask.questions import polling_interval_of_rank
 from tracedstore.diagnosis.judgement.inquiry import find_causes
-from tracedstore.diagnosis.observe import incarnations, process_groups
-from tracedstore.diagnosis.session import Session
+from tracedstore.diagnosis.observe import incarnations
+from tracedstore.diagnosis.store_diagnosis import StoreDiagnosis
+from tracedstore.recording.recorder import RECORDER
 
 RANKS_PER_NODE = 8
 IDLE_SECONDS = 60.0
@@ -64,7 +65,7 @@ def _start(store: dist.Store, ranks: int) -> None:
     for rank in range(ranks):
         incarnations.check_earlier(store, rank, ranks)
         rank_registry.register(store, rank, ranks)
-        process_groups.write_stamp(store, "0", rank)
+        incarnations.write_stamp(store, "0", rank)
 
 
 def _idle(store: dist.Store, ranks: int) -> None:
@@ -72,8 +73,8 @@ def _idle(store: dist.Store, ranks: int) -> None:
     pollers = []
     for rank in range(0, ranks, RANKS_PER_NODE):
         member = Member(rank=rank, world_size=ranks, host_of=lambda _rank: "")
-        poller = Session(store, member, answers=True)
-        poller._interval = polling_interval_of_rank(  # noqa: SLF001 - this host is one
+        poller = StoreDiagnosis(store, member, RECORDER, STALL_AFTER, answers=True)
+        poller._poll_interval = polling_interval_of_rank(  # noqa: SLF001 - this host is one
             ranks, 0, RANKS_PER_NODE, has_agent=False
         )
         pollers.append(poller)

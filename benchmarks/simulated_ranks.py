@@ -18,11 +18,11 @@ from log_lines import LogLines
 from tracedstore import names
 from tracedstore.common.identity import ProcessIdentity, identify
 from tracedstore.coordination.rank_registry import Member
-from tracedstore.diagnosis import service, session
+from tracedstore.diagnosis import service, store_diagnosis
 from tracedstore.diagnosis.judgement import inquiry
-from tracedstore.diagnosis.observe import blocked_waits as waits
+from tracedstore.diagnosis.observe import blocked_calls
 from tracedstore.diagnosis.service import Diagnosis
-from tracedstore.diagnosis.session import Session, Sessions
+from tracedstore.diagnosis.store_diagnosis import StoreDiagnoses, StoreDiagnosis
 from tracedstore.recording.counters import ActiveCall, StoreState
 from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER, Clock
@@ -60,7 +60,7 @@ CLOCK = SimulatedClock()
 
 def simulate_time() -> None:
     """Let the diagnosis of this process measure the time of the simulated job."""
-    for module in (service, inquiry, waits, session):
+    for module in (service, inquiry, store_diagnosis):
         module.time = CLOCK  # type: ignore[attr-defined]
 
 
@@ -141,16 +141,15 @@ def as_rank(rank: int, world_size: int, lines: LogLines) -> None:
     _current.events = _events(rank, world_size, lines)
 
 
-class _OneSession(Sessions):
-    def __init__(self, session: Session) -> None:
-        super().__init__(answers=False)
-        self._only = session
+class _OneStore(StoreDiagnoses):
+    def __init__(self, only: StoreDiagnosis) -> None:
+        self._only = only
 
-    def of(self, _call: ActiveCall) -> Session:
+    def of(self, _call: ActiveCall) -> StoreDiagnosis:
         return self._only
 
-    def poll(self) -> None:
-        self._only.poll()
+    def registered(self) -> list[StoreDiagnosis]:
+        return [self._only]
 
 
 class SimulatedRank:
@@ -191,8 +190,9 @@ class SimulatedRank:
         recorder: Any = _OneCall(self._active)
         self._diagnosis = Diagnosis(recorder, stall_after, answers=False)
         member = Member(rank=rank, world_size=world_size, host_of=lambda _rank: "")
-        own = Session(self.store, member, answers=False)
-        self._diagnosis._sessions = _OneSession(own)  # noqa: SLF001 - drives it
+        own = StoreDiagnosis(self.store, member, recorder, stall_after, answers=False)
+        self._own = own
+        self._diagnosis._stores = _OneStore(own)  # noqa: SLF001 - drives it
         self._events = _events(rank, world_size, lines)
         self._reporter = StallReporter(
             recorder, _CurrentRank(), stall_after, self._diagnosis.covers
@@ -203,14 +203,14 @@ class SimulatedRank:
         """Take the step that is due; return the seconds that it would take alone."""
         _current.events = self._events
         began = time.thread_time()
-        self._diagnosis._try_step()  # noqa: SLF001 - drives it
+        self._diagnosis.visit_stores()
         if CLOCK.monotonic() >= self._report_at:
             self._report_at = CLOCK.monotonic() + self._reporter.report()
         seconds = time.thread_time() - began
         if self.wait is not None and self.wait.elected and not self.looked:
             self.looked = True
             # No process answers.
-            seconds += waits._ANSWER_TIMEOUT  # noqa: SLF001 - see above
+            seconds += blocked_calls._ANSWER_TIMEOUT  # noqa: SLF001 - see above
         return seconds
 
     @property
@@ -222,12 +222,12 @@ class SimulatedRank:
         """Check the verdict, as a call does that has just timed out."""
         _current.events = self._events
         self._diagnosis._requests.append((self._active, threading.Event()))  # noqa: SLF001 - drives it
-        self._diagnosis._try_step()  # noqa: SLF001 - drives it
+        self._diagnosis.visit_stores()
 
     def end(self) -> None:
         """The call returns."""
         _current.events = self._events
-        self._diagnosis._end(self.wait)  # noqa: SLF001 - drives it
+        self._own.end(self.wait)
 
 
 def _longest_step(ranks: Sequence[SimulatedRank]) -> float:

@@ -16,7 +16,7 @@ from log_lines import LogLines
 from simulated_ranks import SimulatedRank, simulate_time, take_turns
 
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import torch_keys
 
 WORLDS = (4, 64, 16_384)
 STALL_AFTER = 5.0
@@ -106,7 +106,7 @@ def stalled_ranks(
     absent = tuple(sorted({world_size // 3, world_size // 2, world_size - 1}))[-3:]
     absent = absent if world_size > len(absent) + 1 else absent[-1:]
     waiting = [rank for rank in range(world_size) if rank not in absent]
-    process_groups.record_members("0", (), world_size)
+    torch_keys.record_members("0", (), world_size)
     for rank in waiting:
         rank_registry.register_early(store, rank, world_size)
         store.set(_KEY.format(rank), "an address")

@@ -28,8 +28,7 @@ from tracedstore.coordination.store_access import etcd_contents
 from tracedstore.diagnosis.ask.questions import Question
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
-from tracedstore.diagnosis.observe.incarnations import Replacement
-from tracedstore.diagnosis.observe.process_groups import Stamp
+from tracedstore.diagnosis.observe.incarnations import Replacement, Stamp
 from tracedstore.diagnosis.observe.torch_keys import ROWS, meaning
 from tracedstore.export.discovery import listed
 from tracedstore.local.facts import Frame, ProcessFacts, WrittenFamily

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from tracedstore.common.identity import identify
 from tracedstore.coordination.rank_registry import Member
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.observe.blocked_calls import describe_call
 from tracedstore.recording.counters import ActiveCall, StoreState
 from tracedstore.recording.recorder import RECORDER
@@ -34,9 +34,9 @@ class CheckedStore(HashStore):
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
     """All ranks are members of the default group."""
-    process_groups.record_members("0", (), WORLD_SIZE)
+    torch_keys.record_members("0", (), WORLD_SIZE)
     yield
-    process_groups.reset()
+    torch_keys.forget_groups()
 
 
 def waiting() -> tuple[CheckedStore, ActiveCall]:

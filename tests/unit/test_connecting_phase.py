@@ -8,9 +8,9 @@ from torch.distributed import DistNetworkError
 
 import tracedstore
 from support.etcd import free_port
-from tracedstore.diagnosis.connection import connecting
 from tracedstore.diagnosis.connection.addresses import ConnectTarget
 from tracedstore.diagnosis.connection.connecting import ConnectingPhase
+from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.judgement.stall_reports import claim
 
 Events = Callable[[], list[dict[str, Any]]]
@@ -23,7 +23,7 @@ def target() -> Iterator[ConnectTarget]:
     yield ConnectTarget(
         host="127.0.0.1", port_text=str(free_port()), rank=1, world_size=3
     )
-    connecting.reset()
+    stall_reports.reset()
 
 
 def fail(phase: ConnectingPhase) -> DistNetworkError:

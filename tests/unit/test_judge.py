@@ -6,8 +6,7 @@ import time
 import pytest
 
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.judge import find_suspects, judge
-from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.judgement.verdict import Verdict, find_suspects, judge
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
 from tracedstore.local.facts import Frame, ProcessFacts
 

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from integration.harness import in_background, wait_until
 from support.etcd import free_port
 from tracedstore.coordination import rank_registry
-from tracedstore.diagnosis.connection import connection_attempt, serving
+from tracedstore.diagnosis.connection import connecting, connection_attempt
 from tracedstore.diagnosis.connection.addresses import ConnectTarget
 
 WORLD_SIZE = 4
@@ -55,10 +55,10 @@ def test_rank_that_joins_while_others_are_asked(
         clients.append(join(target, 3))
         return {}
 
-    monkeypatch.setattr(serving, "ask_ranks", ask)
+    monkeypatch.setattr(connecting, "ask_ranks", ask)
     reached = connection_attempt.connect_once(target, {})
 
-    verdict = serving.ServerSide(target, 0.0).verdict(reached, 5.0)
+    verdict = connecting.ServerSide(target, 0.0).verdict(reached, 5.0)
 
     assert verdict is not None
     assert (verdict.cause, verdict.awaited_ranks) == ("not_started", (2,))
@@ -69,12 +69,12 @@ def test_rank_that_joins_before_it_registers(
     target: ConnectTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client without an entry may be any rank: none of them is named."""
-    monkeypatch.setattr(serving, "_REGISTRATION_DELAYS", (0.01,))
+    monkeypatch.setattr(connecting, "_REGISTRATION_DELAYS", (0.01,))
     # After the clients were counted for the first time.
     reached = connection_attempt.connect_once(target, {})
     client = TCPStore("127.0.0.1", target.port, WORLD_SIZE, False, TIMEOUT)
 
-    verdict = serving.ServerSide(target, 0.0).verdict(reached, 5.0)
+    verdict = connecting.ServerSide(target, 0.0).verdict(reached, 5.0)
 
     assert client.port == target.port
     assert verdict is not None

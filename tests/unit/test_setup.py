@@ -279,7 +279,7 @@ in_child(check)
             self.SCRIPT
             + """
 from tracedstore.diagnosis.judgement import stall_reports
-from tracedstore.diagnosis.connection import connecting, connection_attempt
+from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.local.host_ranks import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
@@ -287,8 +287,8 @@ tracedstore.configure(log_format="off")
 store = HashStore()
 AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
 AGENT_WORKERS.environ = {"RANK": "0"}
-connecting._kept["what"] = stall_reports.claim("what")
-claimed = connecting._kept["what"].fileno()
+stall_reports._kept["what"] = stall_reports.claim("what")
+claimed = stall_reports._kept["what"].fileno()
 connection_attempt._probed["host", 1] = 0.0, ""
 discovery._being_read.add(store)
 
@@ -301,7 +301,7 @@ def check():
         closed,
         AGENT_WORKERS.workers,
         dict(AGENT_WORKERS.environ),
-        connecting._kept,
+        stall_reports._kept,
         connection_attempt._probed,
         len(discovery._being_read),
     )

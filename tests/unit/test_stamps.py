@@ -8,7 +8,7 @@ from hypothesis import given
 from torch.distributed import HashStore
 
 from support.hostile_json import values
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import incarnations
 
 STAMP = {"rank": 1, "attempt": 0, "host": "node1", "pid": 7, "time": 1.0}
 
@@ -18,13 +18,13 @@ def store() -> HashStore:
     """A store in which ranks 0 and 1 created group 0 in attempt 0."""
     store = HashStore()
     for rank in (0, 1):
-        process_groups.write_stamp(store, "0", rank)
+        incarnations.write_stamp(store, "0", rank)
     return store
 
 
 def test_same_attempt_is_not_stale(store: HashStore) -> None:
     """Nor are ranks without a stamp."""
-    assert process_groups.find_stale(store, "0", (0, 1, 2)) is None
+    assert incarnations.find_stale(store, "0", (0, 1, 2)) is None
 
 
 def test_rank_of_an_earlier_attempt_is_named(
@@ -32,9 +32,9 @@ def test_rank_of_an_earlier_attempt_is_named(
 ) -> None:
     """Rank 0 has created the group again, rank 1 has not."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    process_groups.write_stamp(store, "0", 0)
+    incarnations.write_stamp(store, "0", 0)
 
-    verdict = process_groups.find_stale(store, "0", (0, 1))
+    verdict = incarnations.find_stale(store, "0", (0, 1))
 
     assert verdict is not None
     assert (verdict.cause, verdict.awaited_ranks) == ("stale", (1,))
@@ -48,7 +48,7 @@ def test_groups_have_their_own_stamps(
 ) -> None:
     """No rank has created group 1."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert process_groups.find_stale(store, "1", (0, 1)) is None
+    assert incarnations.find_stale(store, "1", (0, 1)) is None
 
 
 @given(values(STAMP))
@@ -58,7 +58,7 @@ def test_hostile_stamp(value: bytes) -> None:
     store.set("tracedstore/STAMPS/0/1", value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-        verdict = process_groups.find_stale(store, "0", (0, 1))
+        verdict = incarnations.find_stale(store, "0", (0, 1))
     if verdict is not None:
         assert verdict.describe().isprintable()
         assert json.dumps(verdict.event_fields())
@@ -69,7 +69,7 @@ def test_stamp_of_another_rank(
 ) -> None:
     """A rank that is no member of the group is not named."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    process_groups.write_stamp(store, "0", 0)
+    incarnations.write_stamp(store, "0", 0)
     store.set("tracedstore/STAMPS/0/1", json.dumps(STAMP | {"rank": 999}))
 
-    assert process_groups.find_stale(store, "0", (0, 1)) is None
+    assert incarnations.find_stale(store, "0", (0, 1)) is None

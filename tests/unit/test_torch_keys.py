@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.observe.torch_keys import (
     DEVICES,
     ROWS,
@@ -308,39 +308,39 @@ class TestGroups:
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:
-        process_groups.reset()
+        torch_keys.forget_groups()
 
     def test_members(self) -> None:
         """The default group has all ranks; a later group replaces one of its name."""
-        process_groups.record_members("0", [], 3)
-        process_groups.record_members("1", [4, 2], 2)
+        torch_keys.record_members("0", [], 3)
+        torch_keys.record_members("1", [4, 2], 2)
 
-        assert process_groups.members("0") == (0, 1, 2)
-        assert process_groups.members("1") == (4, 2)
-        process_groups.record_members("1", [5], 1)
-        assert process_groups.members("1") == (5,)
-        assert process_groups.members("2") is None
+        assert torch_keys.members_of("0") == (0, 1, 2)
+        assert torch_keys.members_of("1") == (4, 2)
+        torch_keys.record_members("1", [5], 1)
+        assert torch_keys.members_of("1") == (5,)
+        assert torch_keys.members_of("2") is None
 
     def test_unknown_ranks(self) -> None:
         """MPI passes no ranks and no size; that is not recorded."""
-        process_groups.record_members("0", [], -1)
+        torch_keys.record_members("0", [], -1)
 
-        assert process_groups.members("0") is None
+        assert torch_keys.members_of("0") is None
 
     def test_bounded(self) -> None:
         """Only the latest groups are kept."""
-        for number in range(process_groups.MAX_GROUPS + 2):
-            process_groups.record_members(str(number), [number], 1)
-            process_groups.record_members("0", [0], 1)
+        for number in range(torch_keys.MAX_GROUPS + 2):
+            torch_keys.record_members(str(number), [number], 1)
+            torch_keys.record_members("0", [0], 1)
 
-        assert process_groups.members("0") == (0,)
-        assert process_groups.members("1") is None
-        assert process_groups.members("2") is None
-        assert process_groups.members(str(process_groups.MAX_GROUPS + 1)) is not None
+        assert torch_keys.members_of("0") == (0,)
+        assert torch_keys.members_of("1") is None
+        assert torch_keys.members_of("2") is None
+        assert torch_keys.members_of(str(torch_keys.MAX_GROUPS + 1)) is not None
 
     def test_reset(self) -> None:
         """A forked child has no groups."""
-        process_groups.record_members("0", [], 3)
-        process_groups.reset()
+        torch_keys.record_members("0", [], 3)
+        torch_keys.forget_groups()
 
-        assert process_groups.members("0") is None
+        assert torch_keys.members_of("0") is None

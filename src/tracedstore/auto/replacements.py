@@ -31,7 +31,7 @@ from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.connection import addresses, connecting, group_creation
-from tracedstore.diagnosis.observe import incarnations, process_groups
+from tracedstore.diagnosis.observe import incarnations, torch_keys
 from tracedstore.export.setup import ensure_configured, set_identity
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.store import TracedStore, is_native, release, wrap
@@ -245,7 +245,7 @@ def _record_members(arguments: dict[str, Any]) -> None:
 
     A process outside the group records it too: it takes part in the barrier after it.
     """
-    process_groups.record_members(
+    torch_keys.record_members(
         str(arguments["group_name"]),
         arguments["global_ranks_in_group"],
         arguments["group_size"],

@@ -149,6 +149,11 @@ def track(thread: DaemonThread) -> None:
     _threads.add(thread)
 
 
+def forget(thread: DaemonThread) -> None:
+    """Join a thread at exit no more, because it ends."""
+    _threads.discard(thread)
+
+
 def start_bounded_thread(work: Callable[[], None]) -> DaemonThread:
     """Start a thread for work that its caller waits for with a timeout.
 

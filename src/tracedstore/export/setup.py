@@ -28,8 +28,9 @@ from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
-from tracedstore.diagnosis.connection import connecting, connection_attempt
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.connection import connection_attempt
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export import discovery
 from tracedstore.export.http_endpoint import HttpEndpoint
@@ -158,7 +159,7 @@ class StallWatch:
 
     def _report(self) -> float:
         RECORDER.resume_recording()
-        hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_store)
+        hangs = RECORDER.failures.guarded(names.DIAGNOSIS, self._diagnosis.check_stores)
         delay = self._reporter.report()
         return min(delay, _HANG_INTERVAL) if hangs else delay
 
@@ -607,9 +608,9 @@ def _after_fork() -> None:
     _event_writer.reset()
     WATCHER.reset()
     rank_registry.reset()
-    process_groups.reset()
+    torch_keys.forget_groups()
     AGENT_RESPONDER.reset()
-    connecting.reset()
+    stall_reports.reset()
     connection_attempt.reset()
     discovery.reset()
     if _process.telemetry is not None:

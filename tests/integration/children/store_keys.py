@@ -22,7 +22,7 @@ from support.versions import (
     WITHOUT_COLLECTIVES,
     has_split_group,
 )
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.testing import OperationLog
 
 MINUTE = timedelta(seconds=60)
@@ -75,7 +75,7 @@ def create_groups(how: str, address: str, rank: int, world_size: int) -> dict[st
     # A process outside a group gets a number or None instead.
     own = [one.group_name for one in created if isinstance(one, dist.ProcessGroup)]
     names = {"0", "1", "2", *own}
-    return {"groups": {name: process_groups.members(name) for name in names}}
+    return {"groups": {name: torch_keys.members_of(name) for name in names}}
 
 
 def use_barriers(_how: str, address: str, rank: int, world_size: int) -> dict[str, Any]:

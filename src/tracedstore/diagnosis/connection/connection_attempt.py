@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from tracedstore.common import causes, procfs
 from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
@@ -49,6 +49,26 @@ _JOINED_KEY = b"init/"
 # ADD (4) of 0 to it; the response is the sum.
 _JOINED_REQUEST = struct.pack(f"=BQ{len(_JOINED_KEY)}sq", 4, 5, _JOINED_KEY, 0)
 _JOINED_RESPONSE = struct.Struct("=q")
+# Seconds for one connection, and for the server's answer to one request.
+_STEP_TIMEOUT = 1.5
+_MAX_ADDRESSES_TRIED = 2
+
+PHASE: Final = "connecting to the store"
+ANSWERED: Final = "answered"
+# The server closed or reset the connection: it may be the TCPStore of a torch with
+# another protocol, unless torch fails as well.
+HUNG_UP: Final = "hung_up"
+# Who holds the port matters then.
+_NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
+# Seconds for connecting once, name lookup included, and for which the result is used:
+# a job that tries again must not wait for it each time.
+_PROBE_TIMEOUT: Final = 1.0
+_PROBE_VALID: Final = 10.0
+_MAX_PROBED: Final = 64
+_NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
+
+# When a server was probed, by ``time.monotonic``, and with which result.
+_probed: dict[tuple[str, int], tuple[float, str]] = {}
 
 
 def probe_tcpstore(connection: socket.socket) -> bool | None:
@@ -92,19 +112,6 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             break
         received += more
     return received
-
-
-# Seconds for one connection, and for the server's answer to one request.
-_STEP_TIMEOUT = 1.5
-_MAX_ADDRESSES_TRIED = 2
-
-PHASE: Final = "connecting to the store"
-ANSWERED: Final = "answered"
-# The server closed or reset the connection: it may be the TCPStore of a torch with
-# another protocol, unless torch fails as well.
-HUNG_UP: Final = "hung_up"
-# Who holds the port matters then.
-_NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +210,9 @@ def verdict_on(
     A server that answers has not failed: this rank is slow, or its turn has not come.
     """
     if attempt.defect is not None:
-        return from_defect(target, attempt.defect, waited_seconds)
+        return from_defect(target, attempt.defect)
     if attempt.answered:
-        return _agents_absent(target, attempt, waited_seconds)
+        return _agents_absent(target, attempt)
     shown = ", ".join(map(str, attempt.addresses[:_MAX_ADDRESSES_TRIED]))
     failure = causes.failure_of(attempt.result)
     sentence = failure.finding.format(
@@ -232,55 +239,46 @@ def verdict_on(
     elif refused and not target.agents:
         doing = f"does not listen at {target.server}"
         awaited = (AwaitedRank(rank=0, cause=cause, doing=doing),)
+    return _verdict(
+        target, cause, awaited, known=known, evidence=tuple(evidence), remedy=remedy
+    )
+
+
+def _verdict(
+    target: ConnectTarget,
+    cause: Cause,
+    awaited: tuple[AwaitedRank, ...] = (),
+    **fields: Any,
+) -> Verdict:
     return Verdict(
         phase=PHASE,
         cause=cause,
         awaited=awaited,
         awaited_ranks=tuple(one.rank for one in awaited),
-        known=known,
         waiting_ranks=() if target.rank is None else (target.rank,),
-        waited_seconds=waited_seconds,
-        evidence=tuple(evidence),
-        remedy=remedy,
         agents=target.agents,
         time=time.time(),
+        **fields,
     )
 
 
-def _agents_absent(
-    target: ConnectTarget, attempt: ConnectionAttempt, waited_seconds: float
-) -> Verdict | None:
+def _agents_absent(target: ConnectTarget, attempt: ConnectionAttempt) -> Verdict | None:
     """Count the agents that have not joined; only their number is known."""
     size, joined = target.world_size or 0, attempt.joined
     if not (target.agents and target.serving and joined is not None and joined < size):
         return None
-    return Verdict(
-        phase=PHASE,
-        cause="unknown",
+    return _verdict(
+        target,
+        "unknown",
         known=f"{joined} of {size} agents have connected to {target.server}",
-        waiting_ranks=() if target.rank is None else (target.rank,),
-        waited_seconds=waited_seconds,
         evidence=("agents of a static rendezvous do not register",),
         remedy="check that torchrun was started on every node, with this endpoint",
-        agents=True,
-        time=time.time(),
     )
 
 
-def from_defect(
-    target: ConnectTarget, defect: AddressDefect, waited_seconds: float = 0.0
-) -> Verdict:
+def from_defect(target: ConnectTarget, defect: AddressDefect) -> Verdict:
     """Return the verdict on an address that cannot work."""
-    return Verdict(
-        phase=PHASE,
-        cause="address",
-        known=defect.finding,
-        waiting_ranks=() if target.rank is None else (target.rank,),
-        waited_seconds=waited_seconds,
-        remedy=defect.remedy,
-        agents=target.agents,
-        time=time.time(),
-    )
+    return _verdict(target, "address", known=defect.finding, remedy=defect.remedy)
 
 
 def port_in_use(target: ConnectTarget) -> Verdict:
@@ -304,29 +302,14 @@ def port_in_use(target: ConnectTarget) -> Verdict:
         awaited = (
             AwaitedRank(rank=rank, host=here, pid=found.pid, cause=cause, doing=doing),
         )
-    return Verdict(
-        phase=PHASE,
-        cause=cause,
-        awaited=awaited,
-        awaited_ranks=tuple(one.rank for one in awaited),
+    return _verdict(
+        target,
+        cause,
+        awaited,
         known=f"rank {rank} cannot serve the store: port {target.port} is in use",
-        waiting_ranks=() if target.rank is None else (target.rank,),
         evidence=tuple(evidence),
         remedy=remedy,
-        agents=target.agents,
-        time=time.time(),
     )
-
-
-# Seconds for connecting once, name lookup included, and for which the result is used:
-# a job that tries again must not wait for it each time.
-_PROBE_TIMEOUT: Final = 1.0
-_PROBE_VALID: Final = 10.0
-_MAX_PROBED: Final = 64
-_NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
-
-# When a server was probed, by ``time.monotonic``, and with which result.
-_probed: dict[tuple[str, int], tuple[float, str]] = {}
 
 
 def reset() -> None:

@@ -10,8 +10,10 @@ Any client can write the key, so the value is checked.
 
 import ipaddress
 import math
+import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,11 +22,10 @@ from functools import partial
 from typing import Any
 
 from tracedstore import names
-from tracedstore.common import ranges
+from tracedstore.common import election, ranges
 from tracedstore.common.codec import printable_text
-from tracedstore.common.election import first_of
 from tracedstore.common.errors import error_message
-from tracedstore.common.identity import bottom_of, process_identity
+from tracedstore.common.identity import bottom_of, process_identity, restart_count
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.threads import run_with_timeout, start_bounded_thread
@@ -35,9 +36,9 @@ from tracedstore.coordination.store_access import (
 )
 from tracedstore.diagnosis.connection import file_store
 from tracedstore.diagnosis.judgement import stall_reports
-from tracedstore.diagnosis.judgement.stall_reports import Claim, claim
+from tracedstore.diagnosis.judgement.stall_reports import LOOKERS
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe import incarnations, process_groups
+from tracedstore.diagnosis.observe import incarnations
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
 
@@ -178,7 +179,9 @@ class GroupCreation:
         size: The number of its ranks.
         rank: The rank of this process in the group.
         ranks: Its global ranks in order, empty for the default group.
-        claimed: The claim of this process to report two jobs in one store.
+        verdict: Why it does not end, if that is known.
+        elected: This process reports that; None before it is known.
+        thread_id: The thread that creates it.
     """
 
     store: Any
@@ -187,56 +190,61 @@ class GroupCreation:
     rank: int
     ranks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-    claimed: Claim | None = None
+    elected: bool | None = None
+    thread_id: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def stamp(self) -> None:
         """Stamp the keys that this rank is about to write."""
         with RECORDER.unrecorded():
-            process_groups.write_stamp(
-                bottom_of(self.store), self.name, self._own_rank()
-            )
+            incarnations.write_stamp(bottom_of(self.store), self.name, self._own_rank())
 
-    def look(self) -> None:
+    def look_and_report(self) -> None:
+        """Look for stale keys and bad addresses; emit `job.stalled` if there are some.
+
+        While the thread that creates the group is in a Store call, that call's own
+        diagnosis reports.
+        """
+        # The store's failures are not failures of the telemetry.
+        with suppress(RuntimeError, OSError):
+            self._look()
+            if self.verdict is not None and not self._is_in_store_call():
+                self._report(self.verdict)
+
+    def _look(self) -> None:
+        self._look_for_stale_keys()
+        if self.verdict is None:
+            self._look_for_bad_addresses()
+
+    def _look_for_bad_addresses(self) -> None:
         """Check the addresses that gloo's ranks have published."""
         with RECORDER.unrecorded(), side_connection(self.store) as connection:
-            prefix = key_prefix(self.name)
-            found = read_addresses(connection, prefix, self.size)
+            found = read_addresses(connection, key_prefix(self.name), self.size)
         verdict = check_published(
             found, f"connecting gloo's ranks of group {self.name}", self._members()
         )
         if verdict is not None:
             self._set_verdict(verdict)
 
-    def look_and_report(self) -> None:
-        """Look for stale keys and bad addresses; emit `job.stalled` if there are some.
+    def _is_in_store_call(self) -> bool:
+        return any(
+            active.thread_id == self.thread_id and active.method.blocks
+            for active in RECORDER.counters.calls()
+        )
 
-        The first rank of the group reports, and the first one with a bad address. Of
-        ranks with stale keys none may run, so the first of the others reports.
+    def _report(self, verdict: Verdict) -> None:
+        """Report the verdict, if this process is the first of its job that does.
+
+        Jobs that share a store report for themselves. Of ranks with stale keys none may
+        run, so the first of all that find them reports.
         """
-        # The store's failures are not failures of the telemetry.
-        with suppress(RuntimeError, OSError):
-            self._look_for_stale_keys()
-            if self.verdict is None:
-                self.look()
-        verdict = self.verdict
-        if verdict is None:
-            return
-        members = self.ranks or range(self.size)
-        reporters = {
-            *first_of(members, reporters=1),
-            *first_of(verdict.awaited_ranks, reporters=1),
-        }
-        if verdict.cause == "too_many":
-            # The first rank may be the other job's: one process of a host reports.
+        if self.elected is None:
             run_id = process_identity().run_id
-            self.claimed = self.claimed or claim(f"{run_id}/{self.name}/too_many")
-            reporters = {self._own_rank()} if self.claimed is not None else set()
-        elif verdict.cause == "stale":
-            reporters = set(
-                first_of(members, without=verdict.awaited_ranks, reporters=1)
-            )
-        if self._own_rank() in reporters:
+            launch = f"{run_id}/{restart_count(os.environ)}/{self.name}"
+            with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
+                position = election.take_position(store, f"{LOOKERS}/{launch}")
+            self.elected = election.is_elected(position, reporters=1)
+        if self.elected:
             stall_reports.report(self, verdict)
 
     def _set_verdict(self, verdict: Verdict) -> None:
@@ -253,24 +261,23 @@ class GroupCreation:
     def _own_rank(self) -> int:
         return self._members().get(self.rank, self.rank)
 
-    def _look_after_failure(self) -> None:
+    def _look_after_failure(self, error: Exception) -> None:
         """Look for keys of an earlier attempt, and for addresses that cannot work."""
         with suppress(RuntimeError, OSError):
-            run_with_timeout(_READ_TIMEOUT, self._look_for_stale_keys)
-            if self.verdict is None:
-                run_with_timeout(_READ_TIMEOUT, self.look)
-        if self.verdict is not None:
-            stall_reports.report(self, self.verdict)
+            run_with_timeout(_READ_TIMEOUT, self._look)
+            # A Store call that failed has been reported by its own diagnosis.
+            if self.verdict is not None and not getattr(error, "__notes__", ()):
+                run_with_timeout(_READ_TIMEOUT, partial(self._report, self.verdict))
 
     def _look_for_stale_keys(self) -> None:
         with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
             members = self.ranks or tuple(range(self.size))
-            verdict = process_groups.find_stale(store, self.name, members)
+            verdict = incarnations.find_stale(store, self.name, members)
             jobs = incarnations.jobs_in(
                 incarnations.read_replacements(store), process_identity().run_id
             )
         if jobs:
-            phase = process_groups.phase_of(self.name)
+            phase = incarnations.phase_of(self.name)
             verdict = incarnations.shared_store(
                 verdict or Verdict(phase=phase, cause="unknown", time=time.time()), jobs
             )
@@ -280,7 +287,7 @@ class GroupCreation:
     def add_note(self, error: Exception) -> None:
         """Add to an exception what torch's text does not contain."""
         if self.verdict is None and "connect" in error_message(error).lower():
-            self._look_after_failure()
+            self._look_after_failure(error)
         if self.verdict is not None:
             note = f"tracedstore: {self.verdict.describe()}"
             # The Store call that failed may have come to the same verdict.
@@ -304,6 +311,7 @@ def watched(creation: GroupCreation) -> Iterator[None]:
         # The other watches must not wait for it.
         start_bounded_thread(partial(_guarded, creation.look_and_report))
 
+    creation.thread_id = threading.get_ident()
     if creation.rank >= 0:
         _guarded(creation.stamp)
     watch = Watch(names.DIAGNOSIS, report, after)

@@ -19,15 +19,17 @@ from tracedstore.coordination.missing_report import Finding
 from tracedstore.coordination.rank_registry import Member, RankInfo
 from tracedstore.coordination.store_access import read_key
 from tracedstore.diagnosis.ask.questions import ask_ranks
-from tracedstore.diagnosis.judgement.judge import (
+from tracedstore.diagnosis.judgement.verdict import (
+    MAX_AWAITED,
+    Suspects,
+    Verdict,
     describe_rank,
     describe_wait,
     find_suspects,
     judge,
     still_waits,
 )
-from tracedstore.diagnosis.judgement.verdict import MAX_AWAITED, Verdict
-from tracedstore.diagnosis.observe import incarnations, process_groups
+from tracedstore.diagnosis.observe import incarnations, torch_keys
 from tracedstore.diagnosis.observe.blocked_calls import find_awaited, learned_writers
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
 from tracedstore.diagnosis.observe.torch_keys import meaning
@@ -47,6 +49,7 @@ def inquire(
     answer_timeout: float,
     *,
     call_connection: Any,
+    own: BlockedRecord | None = None,
     describe: Callable[[], BlockedRecord | None],
     records_until: float,
 ) -> Verdict | None:
@@ -59,12 +62,13 @@ def inquire(
         member: The rank of this process.
         answer_timeout: Seconds for the processes of awaited ranks to answer.
         call_connection: A connection to the store of the blocked call of this rank.
+        own: The record of that call as of now, if the caller has just described it.
         describe: Returns the record of that call as of now; None if nothing keeps it.
         records_until: Until when suspects in a Store call may publish their records,
             since the epoch. A suspect that has not by then is in another store.
     """
     started = time.time()
-    own = describe()
+    own = own or describe()
     if own is None:
         return None
     excess = find_excess(call_connection, connection, own, member)
@@ -72,8 +76,9 @@ def inquire(
         return excess
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
-    suspected = find_suspects(blocked, world_size).all_ranks
-    asked = [*suspected, *_doubtful(blocked, own.rank, suspected, world_size)]
+    suspects = find_suspects(blocked, world_size)
+    suspected = suspects.all_ranks
+    asked = [*suspected, *_doubtful(blocked, own.rank, suspects)]
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
         answers = _ask(connection, registered, asked, member, blocked, answer_timeout)
@@ -127,12 +132,9 @@ def still_holds(
     if own.awaits is not None and set(verdict.awaited_ranks).issubset(own.awaits):
         return True  # without the records of all ranks
     blocked = _blocked(connection, own, member.world_size)
+    suspects = find_suspects(blocked, member.world_size)
     # A rank whose call has failed may be awaited, or what it waited for.
-    awaited = {
-        rank
-        for records in (blocked, _without_failed(blocked))
-        for rank in find_suspects(records, member.world_size).all_ranks
-    }
+    awaited = {*suspects.all_ranks, *suspects.failed}
     if verdict.cause in ("diverged", "circular", "gone"):
         awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
     return awaited.issuperset(verdict.awaited_ranks)
@@ -146,10 +148,7 @@ def _is_blocked(answer: ProcessFacts | None) -> bool:
 
 
 def _doubtful(
-    blocked: Mapping[int, BlockedRecord],
-    own: int,
-    suspected: Sequence[int],
-    world_size: int,
+    blocked: Mapping[int, BlockedRecord], own: int, suspects: Suspects
 ) -> list[int]:
     """Return blocked ranks that others wait for, or all if no other rank can act.
 
@@ -157,15 +156,9 @@ def _doubtful(
     call that has failed.
     """
     awaited = {rank for record in blocked.values() for rank in record.awaits or ()}
-    awaited.update(find_suspects(_without_failed(blocked), world_size).all_ranks)
-    doubtful = blocked.keys() if not suspected else awaited & blocked.keys()
+    awaited |= suspects.failed
+    doubtful = awaited & blocked.keys() if suspects.all_ranks else blocked.keys()
     return sorted(doubtful - {own})[:MAX_AWAITED]
-
-
-def _without_failed(
-    blocked: Mapping[int, BlockedRecord],
-) -> dict[int, BlockedRecord]:
-    return {rank: one for rank, one in blocked.items() if one.failed is None}
 
 
 def _blocked(
@@ -316,7 +309,7 @@ def find_excess(
     known = meaning(own.keys[0]) if own.keys else None
     if known is None or known.counter is None:
         return None
-    if known.group_name and process_groups.members(known.group_name) is None:
+    if known.group_name and torch_keys.members_of(known.group_name) is None:
         return None
     size = member.world_size if own.members is None else len(own.members)
     count = _read_count(connection, known.counter)

@@ -1,4 +1,18 @@
-"""Reports stalls: the only way out of `job.stalled`."""
+"""Reports stalls: the only way out of `job.stalled`.
+
+Many processes find the same stall. One of them reports it:
+
+- Where they share a store that responds, they count themselves in it, and the first one
+  reports (`common.election.take_position`, under `LOOKERS`).
+- Where they do not, because the store cannot be reached, one process of each host
+  reports: the one that has a claim. A claim is a lock on one byte of a file in the
+  private directory of this user, where no other user can take it. The kernel releases
+  it when the process ends, however it ends.
+
+A thread that waits has one reporter as well. While it is in a Store call, that is the
+diagnosis of this store; while a store's constructor runs, or a process group is created
+without a Store call in flight, it is the one of `connection`.
+"""
 
 import errno
 import fcntl
@@ -16,6 +30,12 @@ from tracedstore.recording.cold_metrics import Labels
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import TELEMETRY
 
+# The key of the latest verdict, for the other ranks and for ``tracedstore status``.
+VERDICT: Final = "tracedstore/VERDICT"
+# Counts the processes that look for a verdict, under the name of what they look at.
+LOOKERS: Final = "tracedstore/DIAGNOSING"
+
+_MAX_RANKS_NAMED = 64
 _FILE: Final = "claims"
 # struct flock: type, whence, start, length and pid.
 _LOCK: Final = struct.Struct("@hhqqi4x")
@@ -46,6 +66,10 @@ class Claim:
             close(descriptor)
 
     __del__ = close
+
+
+# The claims that this process keeps, by what is reported.
+_kept: dict[str, Claim] = {}
 
 
 def claim(what: str) -> Claim | None:
@@ -81,10 +105,30 @@ def _lock(what: str) -> Claim:
     return held
 
 
-# The key of the latest verdict, for the other ranks and for ``tracedstore status``.
-VERDICT: Final = "tracedstore/VERDICT"
+def has_claim(what: str) -> bool:
+    """Return whether this process has claimed it before."""
+    return what in _kept
 
-_MAX_RANKS_NAMED = 64
+
+def keep_claim(what: str) -> bool:
+    """Return whether this process reports something for its host, from now on."""
+    if what not in _kept and (claimed := claim(what)) is not None:
+        _kept[what] = claimed
+    return what in _kept
+
+
+def release_claim(what: str) -> None:
+    """Let another process of this host report it."""
+    claimed = _kept.pop(what, None)
+    if claimed is not None:
+        claimed.close()
+
+
+def reset() -> None:
+    """Drop the claims, as a forked child must: the parent has them."""
+    while _kept:
+        # Nothing is released: the parent's file stays open.
+        _kept.popitem()[1].close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

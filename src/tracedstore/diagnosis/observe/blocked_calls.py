@@ -5,9 +5,11 @@ follow from the keys themselves, if every rank writes one with its rank in it, o
 what ranks wrote to keys of the same family.
 """
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final
 
 from tracedstore.common.identity import ProcessIdentity, restart_count
@@ -17,12 +19,20 @@ from tracedstore.coordination.arrivals import BarrierKeys, read_arrivals
 from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.coordination.store_access import absent_keys
-from tracedstore.diagnosis.observe import process_groups
+from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
 from tracedstore.local.facts import KEY_WRITERS, WrittenFamily
 from tracedstore.recording.counters import ActiveCall
+from tracedstore.recording.recorder import Recorder
 
+# The share of `stall_after` after which a call is examined, so that the verdict is
+# known when it is due.
+_SHARE_OF_STALL = 0.8
+# The share of its own timeout after which it is examined, if that is sooner.
+_SHARE_OF_TIMEOUT = 0.4
+# Seconds for processes to answer: at most, and as a share of the call's timeout.
+_ANSWER_TIMEOUT, _ANSWER_SHARE = 3.0, 0.15
 # Maximum number of keys of a call that are checked.
 _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
@@ -100,7 +110,7 @@ def _phase(operation: str, absent: Sequence[str]) -> str:
 def _members(known: KeyMeaning, member: Member) -> tuple[int, ...] | None:
     """Return the ranks that take part; None if they are unknown."""
     if known.group_name:
-        return process_groups.members(known.group_name)
+        return torch_keys.members_of(known.group_name)
     return tuple(range(member.world_size))
 
 
@@ -149,6 +159,48 @@ def _wrote(keys: Sequence[str]) -> tuple[WrittenFamily, ...]:
     families = {fold(key) for key in keys}
     written = map(KEY_WRITERS.wrote, sorted(families))
     return tuple(one for one in written if one is not None)
+
+
+def blocked_calls(recorder: Recorder) -> list[ActiveCall]:
+    """Return the calls in flight that may block, without those inside another one."""
+    return [
+        call
+        for call in recorder.counters.calls()
+        if call.method.blocks and call.outer is None
+    ]
+
+
+def waited_seconds(recorder: Recorder, call: ActiveCall) -> float:
+    """Return how long a call has lasted."""
+    return (recorder.ticks() - call.started) / 1e9
+
+
+def examine_after(call: ActiveCall, stall_after: float) -> float:
+    """Return the seconds after which a call is examined."""
+    after = stall_after * _SHARE_OF_STALL
+    timeout = timeout_of(call).total_seconds()
+    # A timeout of zero or less is none.
+    return min(after, timeout * _SHARE_OF_TIMEOUT) if timeout > 0 else after
+
+
+def answer_timeout(call: ActiveCall) -> float:
+    """Return the seconds that processes get to answer while a call waits."""
+    timeout = timeout_of(call).total_seconds()
+    return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
+
+
+def timeout_of(call: ActiveCall) -> timedelta:
+    """Return the timeout of a call: its argument, else that of its store."""
+    given = [value for value in call.args if isinstance(value, timedelta)]
+    return given[-1] if given else call.state.timeout
+
+
+def is_described_completely(record: BlockedRecord | None, member: Member) -> bool:
+    """Return whether a record has all that its call waits for, without `complete`."""
+    if record is None:
+        return False
+    members = member.world_size if record.members is None else len(record.members)
+    return members <= MAX_SIBLINGS
 
 
 def is_barrier(call: ActiveCall) -> bool:

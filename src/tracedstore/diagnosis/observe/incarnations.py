@@ -4,6 +4,9 @@ torchrun reuses its store for the next attempt, and workers have no prefix per a
 Nor has a job a prefix of its own. So a rank may start among the keys of an earlier
 attempt or of another job. A rank that registers compares the registration that it finds
 with itself, and records both processes.
+
+torch writes its own keys a few times when a process group is created. A stamp next to
+them has the attempt, so that a value of an earlier one is not taken for one of this.
 """
 
 import os
@@ -14,13 +17,21 @@ from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.common import codec, procfs, ranges
-from tracedstore.common.codec import printable_text
+from tracedstore.common.causes import REMEDIES
+from tracedstore.common.codec import (
+    Pid,
+    Printable,
+    Rank,
+    Seconds,
+    Small,
+    printable_text,
+)
 from tracedstore.common.election import is_elected, take_position
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.coordination.store_access import read_existing
-from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.recording.telemetry import TELEMETRY
 
 _STALE: Final = "tracedstore/STALE"
@@ -40,6 +51,10 @@ _REMEDY: Final = (
 SHARED_REMEDY: Final = (
     "give each job a store of its own: another port or --rdzv-endpoint, or a key prefix"
 )
+# The key of a rank is this, the name of the group, and the rank.
+_STAMPS: Final = "tracedstore/STAMPS"
+_MAX_STAMP_BYTES = 4096
+_MAX_MEMBERS_READ = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,3 +303,81 @@ def _describe_launches(
         places += [f"and {more} more hosts"] if more > 0 else []
         texts.append(f"{launch}: {'; '.join(places)}"[:_MAX_TEXT])
     return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """A rank that creates a group.
+
+    Attributes:
+        rank: The rank.
+        attempt: The attempt of torchrun that it belongs to.
+        host: Its host.
+        pid: Its process id.
+        time: When it began, in seconds since the epoch.
+    """
+
+    rank: Rank
+    attempt: Small
+    host: Printable
+    pid: Pid
+    time: Seconds
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "Stamp | None":
+        """Decode a stamp; None if the value is malformed or too large."""
+        return codec.decode(cls, value, _MAX_STAMP_BYTES)
+
+
+def write_stamp(store: Any, group: str, rank: int) -> None:
+    """Stamp the keys that a rank is about to write for a group."""
+    stamp = Stamp(
+        rank=rank,
+        attempt=restart_count(os.environ),
+        host=ProcessIdentity().host,
+        pid=os.getpid(),
+        time=time.time(),
+    )
+    store.set(f"{_STAMPS}/{group}/{rank}", codec.encode(stamp))
+
+
+def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None:
+    """Return a verdict if members of a group have stamps of an earlier attempt only."""
+    attempt = restart_count(os.environ)
+    keys = [f"{_STAMPS}/{group}/{rank}" for rank in members[:_MAX_MEMBERS_READ]]
+    values = read_existing(store, keys)
+    stamps = list(map(Stamp.from_bytes, values))
+    # Any client can write a stamp of another rank under the key of a member.
+    of_members = frozenset(members)
+    stale = [
+        stamp
+        for stamp in stamps
+        if stamp is not None and stamp.attempt < attempt and stamp.rank in of_members
+    ]
+    if not stale:
+        return None
+    return Verdict(
+        phase=phase_of(group),
+        cause="stale",
+        awaited=tuple(
+            AwaitedRank(
+                rank=stamp.rank,
+                host=stamp.host,
+                pid=stamp.pid,
+                cause="stale",
+                doing=f"its keys are of attempt {stamp.attempt}, written"
+                f" {max(0.0, time.time() - stamp.time):.0f} s ago",
+            )
+            for stamp in stale
+        ),
+        awaited_ranks=tuple(stamp.rank for stamp in stale),
+        evidence=(f"this is attempt {attempt}",),
+        remedy=REMEDIES["stale"],
+        time=time.time(),
+    )
+
+
+def phase_of(group: str) -> str:
+    """Return what a rank that creates a group executes."""
+    default = group in ("0", "default_pg")
+    return "init_process_group" if default else f"new_group {group}"

@@ -1,7 +1,8 @@
 """What a store key of torch is for, and which ranks write it.
 
 A key is as a TracedStore sees it: relative to that store, with the prefixes of
-PrefixStores above it.
+PrefixStores above it. Keys of a process group contain group ranks. `members_of` has the
+global ranks of the groups that this process creates.
 
 `ROWS` has torch's keys as data: one row per pattern of keys that torch waits for. The
 keys are those of torch 2.13; an integration test compares the rows with the keys that
@@ -17,6 +18,8 @@ torch's checkpoints (``rank<rank>``). Others are never waited for: counters, UCC
 
 import os
 import re
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -478,3 +481,44 @@ def _escaped(text: str) -> str:
 def _ranks_per_root() -> int:
     value = os.environ.get("TORCH_NCCL_RANKS_PER_ROOT", "")
     return int(value) if re.fullmatch("[0-9]{1,9}", value) else _RANKS_PER_ROOT
+
+
+# The latest groups are kept: a job creates a few dozen, each with a new name.
+MAX_GROUPS: Final = 1024
+
+_members: dict[str, tuple[int, ...]] = {}
+_lock = threading.RLock()
+
+
+def record_members(name: str, global_ranks: Sequence[int], world_size: int) -> None:
+    """Record the members of a group, before torch creates it, which may block.
+
+    Args:
+        name: The name that torch has for the group.
+        global_ranks: The global rank of each group rank; empty for the default group,
+            which has all ranks.
+        world_size: The number of members.
+
+    A later group with the same name replaces the earlier one: torch reuses names after
+    ``destroy_process_group``.
+    """
+    ranks = tuple(global_ranks) or tuple(range(world_size))
+    if not ranks:
+        return  # MPI assigns the ranks later
+    with _lock:
+        _members.pop(name, None)
+        _members[name] = ranks
+        if len(_members) > MAX_GROUPS:
+            del _members[next(iter(_members))]
+
+
+def members_of(name: str) -> tuple[int, ...] | None:
+    """Return the global rank of each group rank; None if the group is unknown."""
+    return _members.get(name)
+
+
+def forget_groups() -> None:
+    """Forget all groups, as a forked child must."""
+    global _lock  # noqa: PLW0603 - another thread of the parent may hold it
+    _lock = threading.RLock()
+    _members.clear()

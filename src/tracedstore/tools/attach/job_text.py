@@ -5,7 +5,7 @@ from typing import Any
 
 from tracedstore.common.ranges import fold, ranks_text
 from tracedstore.common.text import duration, plural, shorten
-from tracedstore.diagnosis.judgement.judge import describe_rank
+from tracedstore.diagnosis.judgement.verdict import describe_rank
 from tracedstore.local.facts import Frame, ProcessFacts
 from tracedstore.naming.decoders import by_host
 from tracedstore.tools.attach.job_reading import Answers

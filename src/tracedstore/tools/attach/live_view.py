@@ -8,8 +8,7 @@ from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import plural, shorten
 from tracedstore.coordination.arrivals import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.judge import describe_rank
-from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.judgement.verdict import Verdict, describe_rank
 from tracedstore.export.discovery import invalid_entries
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.job_reading import Answers, JobReading
