@@ -296,7 +296,10 @@ def _close(store: Any) -> None:
 
 
 def _url() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Not `socket.create_server`, which catches an OSError of a handler, such as a
+    # TimeoutError, and raises another one in its place.
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
