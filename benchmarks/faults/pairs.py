@@ -7,9 +7,12 @@ restarts, and the time from the fault to the end of the job.
 """
 
 import argparse
+import compileall
+import ctypes
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -23,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tracedstore
 from faults.results import Result, markdown
 from tracedstore.auto.command import environment
 
@@ -86,6 +90,7 @@ class End:
         restarts: The number of attempts after the first.
         seconds: From the fault to the end of the last agent.
         total: From the start of the job to its end.
+        cpu: Seconds of processor time of all its processes.
         marks: What the workers wrote.
     """
 
@@ -93,6 +98,7 @@ class End:
     restarts: int
     seconds: float
     total: float
+    cpu: float
     marks: list[dict[str, Any]]
 
     @property
@@ -139,13 +145,15 @@ def run_job(job: Job, mode: str) -> End:
         }
         if mode == "traced":
             env = environment(env)
+        cpu = _cpu_of_children()
         began = time.monotonic()
         agents = _start_agents(job, env, folder)
         try:
             codes = _wait(agents, began + _MAX_JOB)
             ended = time.monotonic()
         finally:
-            _kill_job(str(marks))
+            _end_job(str(marks))
+        cpu = _cpu_of_children() - cpu
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
     fault_at = min((m["at"] for m in lines if m["kind"] == "fault"), default=began)
     attempts = {mark["attempt"] for mark in lines if mark["kind"] == "group"}
@@ -154,6 +162,7 @@ def run_job(job: Job, mode: str) -> End:
         max(len(attempts) - 1, 0),
         round(ended - fault_at, 3),
         round(ended - began, 3),
+        round(cpu, 3),
         lines,
     )
 
@@ -210,6 +219,30 @@ def _kill_job(marks: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+def _adopt_orphans() -> None:
+    """Become the parent of the workers of an agent that is killed.
+
+    Their processor time counts only when this process waits for them.
+    """
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def _end_job(marks: str) -> None:
+    """Kill what is left of a job, and wait for all of it."""
+    with suppress(ChildProcessError):
+        while True:
+            _kill_job(marks)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.02)
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def judge(job: Job, ends: dict[str, list[End]]) -> Result:
     """Return the result of a pair."""
     bare, traced = ends["bare"], ends["traced"]
@@ -249,6 +282,10 @@ def _without_marks(end: End) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, done: dict[int, Result]) -> Iterator[Result]:
     """Run the pairs that have no result yet, and yield their results."""
+    _adopt_orphans()
+    # As an installation does. Otherwise every process of a traced job compiles it, if
+    # the environment forbids to write the result (PYTHONDONTWRITEBYTECODE).
+    compileall.compile_dir(Path(tracedstore.__file__).parent, quiet=1)
     for number in range(options.pairs):
         if number not in done:
             job = make_job(options.seed, number)
@@ -261,6 +298,7 @@ def table(results: list[Result]) -> str:
         [
             *("fault", "pairs", "hung", "unlike", "different ends"),
             *("bare p50", "traced p50", "difference p10", "p50", "p90"),
+            *("bare CPU p50", "traced CPU p50", "difference p50"),
         ]
     ]
     faults = sorted({_fault_of(result) for result in results})
@@ -269,6 +307,7 @@ def table(results: list[Result]) -> str:
         bare = [r["bare"][0]["seconds"] for r in chosen]
         traced = [r["traced"][0]["seconds"] for r in chosen]
         differences = sorted(t - b for t, b in zip(traced, bare, strict=True))
+        cpu = [(r["bare"][0]["cpu"], r["traced"][0]["cpu"]) for r in chosen]
         rows.append(
             [
                 *(fault, str(len(chosen))),
@@ -281,9 +320,25 @@ def table(results: list[Result]) -> str:
                     f"{differences[int(share * (len(differences) - 1))]:+.1f} s"
                     for share in (0.1, 0.5, 0.9)
                 ),
+                f"{statistics.median(b for b, _ in cpu):.2f} s",
+                f"{statistics.median(t for _, t in cpu):.2f} s",
+                f"{statistics.median(t - b for b, t in cpu):+.2f} s",
             ]
         )
-    return markdown(rows)
+    return markdown(rows) + "".join(map(_difference_in, results))
+
+
+def _difference_in(result: Result) -> str:
+    """Return a line on a pair whose jobs did not end in the same way, else ""."""
+    if not result["unlike"]:
+        return ""
+    ends = {
+        mode: "; ".join(
+            f"codes {end['codes']}, {end['restarts']} restarts" for end in result[mode]
+        )
+        for mode in _MODES
+    }
+    return f"\n{result['text']}: bare {ends['bare']}; traced {ends['traced']}"
 
 
 def _fault_of(result: Result) -> str:
