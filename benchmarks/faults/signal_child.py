@@ -84,6 +84,7 @@ class Child:
         self._runs = 0
         self._settled = 0
         self._caught: Exception | None = None
+        self._ready = False
         self._counts: Counter[str] = Counter()
         self._seen: Counter[int] = Counter()
         self._numbers = count()
@@ -127,6 +128,10 @@ class Child:
     def _catch(self, body: Callable[[], None]) -> None:
         while True:
             try:
+                if not self._ready:
+                    # The first signal may come before this has returned.
+                    self._ready = True
+                    self._channel.send("ready")
                 self._take_caught()
                 while self._settled < self._signals:
                     body()
@@ -182,6 +187,8 @@ class Child:
         _, status = os.waitpid(pid, 0)
         if status:
             self._counts["failed children"] += 1
+            ended = os.waitstatus_to_exitcode(status)
+            self._channel.send("error", text=f"a forked child ended with {ended}")
 
     def _use_store(self) -> None:
         # Not from the shared counter, which the interrupted code may be using.
