@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -292,3 +293,57 @@ class TestGarbage:
         in_background(collect).result(60)
 
         assert [each.method.name for each in log.operations] == ["set"]
+
+
+def test_handler_forks_after_the_helper_thread_is_done() -> None:
+    """A child inherits no lock of a store that a helper thread holds.
+
+    The lock stands for the one that torch's C++ takes in a call of a TCPStore.
+    """
+    lock, begun = threading.Lock(), threading.Event()
+    statuses: list[int] = []
+
+    def fork(_signum: int, _frame: object) -> None:
+        begun.set()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if lock.acquire(timeout=1) else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def call_store() -> None:
+        with lock:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            begun.wait(20)
+            time.sleep(0.3)
+
+    main = threading.main_thread().ident or 0
+    with handling(fork):
+        off_main_thread(call_store)
+
+    assert statuses == [0]
+
+
+def test_fork_of_another_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without telemetry it would not wait for the main thread's calls either."""
+    monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 60.0)
+    monkeypatch.setattr(HELPERS, "thread_ids", {1, *HELPERS.thread_ids})
+
+    def fork() -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        return os.waitpid(pid, 0)[1]
+
+    assert in_background(fork).result(20) == 0
+
+
+def test_fork_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper thread may hang with its store."""
+    monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 0.1)
+    monkeypatch.setattr(HELPERS, "thread_ids", {1, *range(99, 120)})
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+
+    assert os.waitpid(pid, 0)[1] == 0

@@ -22,6 +22,7 @@ Other threads run no handlers, and run their telemetry themselves.
 
 import os
 import threading
+import time
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable
 from contextvars import Context, copy_context
@@ -40,6 +41,8 @@ _CHECK_INTERVAL = 1.0
 # has raised between the two.
 _WORK_TIMEOUT = 60.0
 _PACKAGE: Final = str(Path(__file__).parents[1])
+# Seconds that a fork of the main thread waits for helper threads at most.
+_FORK_TIMEOUT = 5.0
 # Helper threads that wait for work at a time. One is enough, unless handlers use stores
 # or threads of ranks fail together.
 _MAX_IDLE = 4
@@ -89,6 +92,20 @@ class HelperThreads:
         """Forget the parent's threads, as a forked child must."""
         self.idle.clear()
         self.thread_ids.clear()
+
+    def wait_before_fork(self) -> None:
+        """Let no helper thread be in a Store call when a handler forks.
+
+        Without telemetry the main thread makes the calls of a barrier that fails, and
+        runs no handler in them. A child that is forked meanwhile inherits the store
+        with its lock held by a thread that the child has not, and both processes use
+        the connection at once.
+        """
+        if get_ident() != threading.main_thread().ident:
+            return
+        deadline = time.monotonic() + _FORK_TIMEOUT
+        while len(self.thread_ids) > len(self.idle) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run work in a helper thread, and wait for its result.
@@ -187,7 +204,7 @@ class HelperThreads:
 
 
 HELPERS: Final = HelperThreads()
-os.register_at_fork(after_in_child=HELPERS.reset)
+os.register_at_fork(before=HELPERS.wait_before_fork, after_in_child=HELPERS.reset)
 
 
 def off_main_thread(function: Callable[..., T], *args: Any) -> T:
