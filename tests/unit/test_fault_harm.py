@@ -19,7 +19,7 @@ def result(base: str, compared: str = "get", **findings: list[str]) -> dict[str,
 
 def end(*codes: int | None, restarts: int = 1, seconds: float = 5.0) -> pairs.End:
     """Return how a job ended."""
-    return pairs.End(list(codes), restarts, seconds, seconds + 10, [])
+    return pairs.End(list(codes), restarts, seconds, seconds + 10, 8.0, [])
 
 
 JOB = pairs.Job(number=1, fault="kill worker", rank=2, step=3, shared=False)
