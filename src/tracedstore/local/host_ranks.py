@@ -1,4 +1,9 @@
-"""What the processes of this host tell about ranks: their sockets, agents and /proc."""
+"""What is known on this host about ranks: from their sockets, agents and /proc.
+
+An agent of torchrun knows the pids and exit codes of its workers, also of those that
+have not created their store yet. It tells them to processes of its host over its Unix
+socket, and to others through the workers' store (`diagnosis.ask.responder`).
+"""
 
 import os
 from collections.abc import Iterable, Mapping

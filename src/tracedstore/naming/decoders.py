@@ -1,7 +1,13 @@
 """Decoders: functions from a rank to a name, mostly the name of its host.
 
 A decoder is any callable, so a user's function or a dictionary's ``__getitem__`` is
-one too.
+one too. There is one for each launcher, created from the variables that it sets.
+
+A decoder names only what is certain. The factory raises a DecoderError if another
+launcher numbered the ranks, or if a roster puts this process on the wrong host: without
+a name, an operator looks the host up; a wrong name sends the operator to the wrong
+machine. A variable that is missing, malformed or inconsistent with another one is a
+DecoderError: one sentence with the variable, its value and the remedy.
 """
 
 import os
@@ -433,24 +439,6 @@ def _block_decoder(own: range, size: int, host: str, *, numbered: bool) -> Decod
         return f"node {rank // len(own)}"
 
     return node
-
-
-__all__ = [
-    "Decoder",
-    "DecoderError",
-    "auto",
-    "by_host",
-    "by_name",
-    "chain",
-    "default_name",
-    "describe_missing",
-    "hostfile",
-    "kubernetes",
-    "name_of",
-    "openmpi",
-    "slurm",
-    "torchrun",
-]
 
 
 def chain(*decoders: Decoder) -> Decoder:

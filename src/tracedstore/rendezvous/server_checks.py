@@ -1,4 +1,16 @@
-"""Other jobs whose rendezvous is in the same store: their server is shared."""
+"""Checks of the servers that a rendezvous leads to, after a round.
+
+**Another job's rendezvous in the same store.** A second torchrun on a host connects to
+the server of the first one, if both have the same endpoint. Run ids keep their states
+apart, but the server ends with the job that started it, and takes the other one with
+it. The first agent of each traced job adds the key of its state to an index, which the
+agents of later jobs read. They do not list the keys of the store: that costs a reply as
+long as the store is large, and torch holds the GIL until it is there.
+
+**A MASTER_ADDR of an earlier round.** With a shared TCPStore, torch's agents keep the
+address of the first round for as long as they are not rank 0. If the node of rank 0 is
+replaced, they give their workers the address of a server that no longer exists.
+"""
 
 import json
 import time
