@@ -27,7 +27,7 @@ from prometheus_client.exposition import choose_encoder
 from torch.nn.parallel import DistributedDataParallel
 
 import tracedstore
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.export import http_endpoint
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.testing import FlakyStore

@@ -19,10 +19,10 @@ from tracedstore.common.ranges import MAX_RANKS, fold, unfold
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
+    MissingReport,
     encode_arrival,
     last_rank,
 )
-from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.coordination.store_access import etcd_contents
 from tracedstore.diagnosis.ask.questions import Question

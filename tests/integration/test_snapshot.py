@@ -14,10 +14,10 @@ from integration.harness import operation_counts
 from support.stores import file, tcp
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
+    MissingReport,
     read_arrivals,
     record_arrival,
 )
-from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.etcd.request_counts import count_requests_of
 
 MakeEtcd = Callable[[Path], Store]

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, Store
 import tracedstore
 from support.stores import KINDS
 from tracedstore import names
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.diagnosis.judgement.stall_reports import StalledJob
 from tracedstore.recording.counters import FULL_OPERATION_BOUNDS, FULL_WAIT_BOUNDS
 from tracedstore.recording.operation import Method

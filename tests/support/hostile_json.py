@@ -5,8 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tracedstore.coordination.arrivals import last_arrival
-from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.arrivals import MissingReport, last_arrival
 
 ENTRY = {
     "rank": 0,

@@ -22,8 +22,12 @@ from support.events import Events, check
 from support.native import on_both_bases
 from support.stores import KINDS, is_listening, second_client
 from tracedstore import BarrierTimeout
-from tracedstore.coordination.arrivals import BarrierKeys, Ledger, record_arrival
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import (
+    BarrierKeys,
+    Ledger,
+    StalledBarrier,
+    record_arrival,
+)
 from tracedstore.coordination.store_access import close_connection
 from tracedstore.export import setup
 from tracedstore.recording.recorder import RECORDER

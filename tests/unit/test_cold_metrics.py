@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from tracedstore import names
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.diagnosis.judgement.stall_reports import StalledJob
 from tracedstore.recording import cold_metrics
 from tracedstore.recording.cold_metrics import TABLE, ColdMetrics, Labels

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.arrivals import MissingReport
 
 RANKS = st.sets(st.integers(min_value=0, max_value=63)).map(lambda s: tuple(sorted(s)))
 COUNTS = st.integers(min_value=0, max_value=64)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tracedstore
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.export.http_endpoint import facts_page
 from tracedstore.export.http_server import Server

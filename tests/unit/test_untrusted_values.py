@@ -20,10 +20,10 @@ from tracedstore.common import validation
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
+    MissingReport,
     encode_arrival,
     last_rank,
 )
-from tracedstore.coordination.missing_report import MissingReport
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.job_reading import JobReading

@@ -49,17 +49,15 @@ from tracedstore.common.threads import run_with_timeout, start_bounded_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
+    Examine,
     Ledger,
     Meeting,
+    MissingReport,
+    StalledBarrier,
     confirm_arrival,
     has_duplicates,
     last_rank,
     read_arrivals,
-)
-from tracedstore.coordination.missing_report import (
-    Examine,
-    MissingReport,
-    StalledBarrier,
 )
 from tracedstore.coordination.rank_registry import (
     is_registered,

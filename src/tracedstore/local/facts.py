@@ -41,7 +41,7 @@ from tracedstore.common.identity import (
 from tracedstore.common.keys import shown
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.missing_report import StalledBarrier
+from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.naming.decoders import by_host
 from tracedstore.recording.counters import BUCKETS, StoreState, handle_of, thread_names
 from tracedstore.recording.operation import Operation

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tracedstore.common.text import duration, plural, shorten
 
 if TYPE_CHECKING:
-    from tracedstore.coordination.missing_report import MissingReport
+    from tracedstore.coordination.arrivals import MissingReport
 
 # Seconds without a heartbeat after which a node is reported. torch removes a node from
 # the rendezvous that has missed three heartbeats of 5 s, and the state has no trace of

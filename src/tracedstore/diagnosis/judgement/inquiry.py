@@ -15,7 +15,7 @@ from tracedstore.common.causes import REMEDIES
 from tracedstore.common.identity import process_identity, restart_count
 from tracedstore.common.keys import fold
 from tracedstore.coordination import rank_registry
-from tracedstore.coordination.missing_report import Finding
+from tracedstore.coordination.arrivals import Finding
 from tracedstore.coordination.rank_registry import Member, RankInfo
 from tracedstore.coordination.store_access import read_key
 from tracedstore.diagnosis.ask.questions import ask_ranks

@@ -20,7 +20,7 @@ from tracedstore.coordination.arrivals import (
     read_arrivals,
     read_ledger,
 )
-from tracedstore.coordination.missing_report import MissingReport
+from tracedstore.coordination.arrivals import MissingReport
 from tracedstore.coordination.rank_registry import (
     RankInfo,
     latest_world_size,
