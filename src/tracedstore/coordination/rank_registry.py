@@ -239,27 +239,32 @@ def _write(store: Any, info: RankInfo) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """The entries of some ranks.
+class Registry:
+    """Registered ranks of a store.
 
     Attributes:
-        infos: The valid entries, by rank. If a rank has registered twice, the later
-            one.
+        groups: The ranks, by the prefix of their keys. If a rank has registered twice,
+            the later entry.
         invalid_count: The number of entries that are not valid.
         byte_count: The length of the entries that were read.
     """
 
-    infos: dict[int, RankInfo]
+    groups: dict[str, list[RankInfo]]
     invalid_count: int
     byte_count: int = 0
 
+    def ranks(self) -> list[RankInfo]:
+        """Return the ranks of all groups."""
+        return [info for group in self.groups.values() for info in group]
 
-def read_entries(store: Any, ranks: Iterable[int]) -> Entries:
-    """Read the entries of these ranks."""
+
+def read_entries(store: Any, ranks: Iterable[int]) -> Registry:
+    """Read the entries of these ranks, which have no prefix."""
     values = read_existing(store, [_key(rank) for rank in ranks])
     entries = list(map(parse_entry, values))
-    return Entries(
-        infos={info.rank: info for info in entries if info is not None},
+    found = {info.rank: info for info in entries if info is not None}
+    return Registry(
+        groups={"": list(found.values())},
         invalid_count=entries.count(None),
         byte_count=sum(map(len, values)),
     )
@@ -267,7 +272,7 @@ def read_entries(store: Any, ranks: Iterable[int]) -> Entries:
 
 def read_ranks(store: Any, ranks: Iterable[int]) -> dict[int, RankInfo]:
     """Read the valid entries of these ranks; ranks without one are omitted."""
-    return read_entries(store, ranks).infos
+    return {info.rank: info for info in read_entries(store, ranks).ranks()}
 
 
 def registered_ranks(store: Any, world_size: int) -> set[int]:
@@ -277,23 +282,6 @@ def registered_ranks(store: Any, world_size: int) -> set[int]:
     )
     found = (int(number) for number in numbers if len(number) < len(str(MAX_RANKS)))
     return {rank for rank in found if rank < world_size}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registry:
-    """All registered ranks of a store.
-
-    Attributes:
-        groups: The ranks, by the prefix of their keys.
-        invalid_count: The number of entries that are not valid.
-    """
-
-    groups: dict[str, list[RankInfo]]
-    invalid_count: int
-
-    def ranks(self) -> list[RankInfo]:
-        """Return the ranks of all groups."""
-        return [info for group in self.groups.values() for info in group]
 
 
 def read_registry(store: Any) -> Registry:

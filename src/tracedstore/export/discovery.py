@@ -83,13 +83,7 @@ def _read(
 
 def _registered(handle: Any, world_size: int) -> rank_registry.Registry:
     with side_connection(store_of(handle)) as free:
-        return _registry(rank_registry.read_entries(free, range(world_size)))
-
-
-def _registry(entries: rank_registry.Entries) -> rank_registry.Registry:
-    return rank_registry.Registry(
-        groups={"": list(entries.infos.values())}, invalid_count=entries.invalid_count
-    )
+        return rank_registry.read_entries(free, range(world_size))
 
 
 def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Registry:
@@ -98,8 +92,8 @@ def _registered_workers(environ: Mapping[str, str]) -> rank_registry.Registry:
     try:
         size = number(environ.get("WORLD_SIZE")) or 0
         entries = rank_registry.read_entries(store, range(size))
-        if entries.infos:
-            return _registry(entries)
+        if entries.ranks():
+            return entries
         # A program that gives its own PrefixStore to a barrier registers below it. Its
         # entries that are not valid are among those of all prefixes.
         return rank_registry.read_registry(store)

@@ -77,10 +77,10 @@ def create(
     where = _host_and_port(params, default_port)
     # From --rdzv-conf, where torch admits any parameter.
     warn_after = _seconds_of(params, "warn_after", _WARN_AFTER)
-    started = RECORDER.ticks()
+    attempt = partial(_connecting_attempt, params, where, RECORDER.ticks())
     watch = Watch(
         names.RENDEZVOUS,
-        lambda: _report_connecting(params, where, started),
+        lambda: emit_waiting(attempt()) if RECORDER.on else None,
         # Before torch gives up.
         min(warn_after, _seconds_of(params, "read_timeout", _READ_TIMEOUT) / 2),
     )
@@ -90,7 +90,7 @@ def create(
         backend, store = create_backend(params)
     except RendezvousError as error:
         if RECORDER.on:
-            _guarded(_report_unconnected, error, params, where, started)
+            _guarded(_report_unconnected, error, attempt)
         raise
     finally:
         WATCHER.remove(watch)
@@ -111,20 +111,10 @@ def _is_configured() -> bool:
     return True
 
 
-def _report_connecting(
-    params: RendezvousParameters, where: tuple[str, int] | None, started: int
-) -> None:
-    if RECORDER.on:
-        emit_waiting(_connecting_attempt(params, where, started))
-
-
 def _report_unconnected(
-    error: RendezvousError,
-    params: RendezvousParameters,
-    where: tuple[str, int] | None,
-    started: int,
+    error: RendezvousError, attempt: Callable[[], JoinAttempt]
 ) -> None:
-    emit_failure(error, _connecting_attempt(params, where, started))
+    emit_failure(error, attempt())
 
 
 @final
@@ -464,7 +454,7 @@ def _connecting_attempt(
 ) -> JoinAttempt:
     """Return the attempt of an agent that has no backend yet."""
     waited = (RECORDER.ticks() - started) / 1e9
-    hint = RECORDER.failures.guarded(names.RENDEZVOUS, _host_hint, params, where)
+    hint = _guarded(_host_hint, params, where)
     return JoinAttempt(
         backend=params.backend.removeprefix("traced-"),
         run_id=params.run_id,

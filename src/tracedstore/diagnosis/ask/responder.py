@@ -165,7 +165,8 @@ class Responder:
             named &= ranks_of_host(replies, job)
         entries = read_entries(connection, sorted(named))
         self._allowance.spend_bytes(entries.byte_count)
-        answers = known_ranks(replies, entries.infos, named, job, _HOST_TIMEOUT)
+        infos = {info.rank: info for info in entries.ranks()}
+        answers = known_ranks(replies, infos, named, job, _HOST_TIMEOUT)
         # Those that answered by themselves in the meantime know more.
         late = set()
         if not self._allowance.is_spent:
