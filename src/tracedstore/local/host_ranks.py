@@ -93,25 +93,13 @@ class AgentWorkers:
         return [self._answer(worker) for worker in self.workers]
 
     def _answer(self, worker: Worker) -> ProcessFacts:
-        answer = ProcessFacts(
-            rank=worker.rank,
-            host=process_identity().host,
-            pid=worker.pid,
-            state="running",
+        answer = replace(
+            _from_proc(worker.rank, worker.pid, worker.state, ITS_AGENT),
             registered=False,
-            source=ITS_AGENT,
         )
         code = _exit_code(self._processes, worker.local_rank)
-        if code is None:
-            code = procfs.zombie_exit(worker.pid)
         if code is not None:
             return replace(answer, state="gone", detail=procfs.describe_exit(code))
-        state = worker.state
-        if state == "gone":
-            return replace(answer, state="gone")
-        if state in ("stopped", "disk_wait"):
-            detail = procfs.describe_state(worker.pid)
-            return replace(answer, state="stopped", detail=detail)
         return answer
 
 
@@ -279,7 +267,7 @@ def _registered(
         if state != "gone" and reply is not None and reply.answer is not None:
             answers[rank] = replace(reply.answer, rank=rank, registered=True)
             continue
-        answers[rank] = _from_proc(
+        answers[rank] = _unanswered(
             rank, info.pid, state, listens=info.pid in replies, timeout=timeout
         )
     return answers
@@ -312,7 +300,7 @@ def _claimed(
             pid, procfs.start_ticks(pid), procfs.own_namespace()
         )
         if state is not None:
-            answer = _from_proc(rank, pid, state, listens=True, timeout=timeout)
+            answer = _unanswered(rank, pid, state, listens=True, timeout=timeout)
             answers[rank] = replace(answer, registered=False)
     return answers
 
@@ -331,23 +319,33 @@ def _eldest(claimants: list[LocalIdentity]) -> LocalIdentity:
     return min(outermost or claimants, key=lambda found: found.start_ticks or 0)
 
 
-def _from_proc(
+def _unanswered(
     rank: int, pid: int, state: procfs.ProcState, *, listens: bool, timeout: float
 ) -> ProcessFacts:
     """Return what /proc has about a process that did not answer itself."""
-    answer = ProcessFacts(
-        rank=rank, host=process_identity().host, pid=pid, source=FROM_PROC
-    )
-    if state == "gone":
-        code = procfs.zombie_exit(pid)
-        detail = "" if code is None else procfs.describe_exit(code)
-        return replace(answer, state="gone", detail=detail)
-    if state != "running":
-        return replace(answer, state="stopped", detail=procfs.describe_state(pid))
+    answer = _from_proc(rank, pid, state, FROM_PROC)
+    if answer.state != "running":
+        return answer
     if listens and pid != os.getpid():
         return replace(
             answer,
             state="stopped",
             detail=f"{NO_ANSWER} {timeout:g} s: it holds the GIL, or gets no CPU time",
         )
-    return replace(answer, state="running", detail="it does not listen for questions")
+    return replace(answer, detail="it does not listen for questions")
+
+
+def _from_proc(
+    rank: int, pid: int, state: procfs.ProcState | None, source: str
+) -> ProcessFacts:
+    """Return whether a process runs, is stopped or gone, as far as /proc has that."""
+    facts = ProcessFacts(
+        rank=rank, host=process_identity().host, pid=pid, state="running", source=source
+    )
+    code = procfs.zombie_exit(pid)
+    if code is not None or state == "gone":
+        detail = "" if code is None else procfs.describe_exit(code)
+        return replace(facts, state="gone", detail=detail)
+    if state in ("stopped", "disk_wait"):
+        return replace(facts, state="stopped", detail=procfs.describe_state(pid))
+    return facts
