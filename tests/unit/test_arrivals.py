@@ -1,5 +1,6 @@
-"""Reading the arrivals of a barrier."""
+"""Who arrived at a barrier, what is written about it, and the report of the missing."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,13 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
+from torch.distributed.elastic.utils import store as torch_store
 
 import tracedstore
 from support.stores import KINDS
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
+    Ledger,
+    MissingReport,
     confirm_arrival,
     encode_arrival,
+    last_arrival,
+    last_rank,
     read_arrivals,
     record_arrival,
 )
@@ -222,3 +228,164 @@ class TestEtcdKeys:
     def test_other_stores(self) -> None:
         """Other stores are not listed."""
         assert etcd_keys(HashStore()) is None
+
+
+RANKS = st.integers(min_value=0, max_value=2**32 - 1)
+
+
+class TestBarrierKeys:
+    """Traced ranks and plain torch ranks use the same keys."""
+
+    def test_equal_torch(self) -> None:
+        """They are built from torch's constants, which are private."""
+        keys = BarrierKeys("torchelastic/exit")
+
+        assert keys.num_members == "torchelastic/exit" + torch_store._NUM_MEMBERS
+        assert (
+            keys.last_member == "torchelastic/exit" + torch_store._LAST_MEMBER_CHECKIN
+        )
+        assert keys.trace(3) == "torchelastic/exit3" + torch_store._TRACE
+        assert keys.tracing_gate == "torchelastic/exit" + torch_store._TRACING_GATE
+
+
+class TestLastArrival:
+    """The value of the last_member key."""
+
+    @pytest.mark.parametrize("rank", [3, None])
+    def test_round_trip(self, rank: int | None) -> None:
+        """Parsing returns the encoded value."""
+        value = last_arrival(rank)
+
+        assert last_rank(value.encode()) == rank
+        assert value == json.dumps({"rank": rank})
+
+    @pytest.mark.parametrize(
+        "value", [b"<val_ignored>", b"", b"{}", b"[]", b"null", b"\xff"]
+    )
+    def test_other_values(self, value: bytes) -> None:
+        """The value of a plain torch rank has no rank, and is no error."""
+        assert last_rank(value) is None
+
+
+class TestLedger:
+    """Many ranks append entries to the ledger; others read it at any time."""
+
+    @given(st.lists(st.tuples(RANKS, st.floats(allow_nan=False))))
+    def test_round_trip(self, arrivals: list[tuple[int, float]]) -> None:
+        """The ranks are read in the order of arrival."""
+        ledger = b"".join(encode_arrival(*arrival) for arrival in arrivals)
+
+        assert list(Ledger(ledger).ranks()) == [rank for rank, _ in arrivals]
+
+    def test_twelve_bytes_per_rank(self) -> None:
+        """The ledger of 16,384 ranks has 196,608 bytes."""
+        assert len(encode_arrival(0, 0.0)) == 12
+
+    def test_incomplete_entry(self) -> None:
+        """An incomplete entry at the end is ignored."""
+        assert list(Ledger(encode_arrival(3, 1.0) + b"torn").ranks()) == [3]
+
+    @given(st.binary(max_size=200))
+    def test_any_bytes(self, entries: bytes) -> None:
+        """Arbitrary bytes neither raise nor loop without end."""
+        list(Ledger(entries).ranks())
+
+
+NUMBERS = st.sets(st.integers(min_value=0, max_value=63)).map(
+    lambda s: tuple(sorted(s))
+)
+COUNTS = st.integers(min_value=0, max_value=64)
+
+
+def make_report(
+    unseen_ranks: tuple[int, ...] = (),
+    unidentified_count: int = 0,
+    arrived_count: int = 1,
+) -> MissingReport:
+    """Make a report for 64 ranks, eight per host."""
+    report = MissingReport(
+        world_size=64,
+        arrived_count=arrived_count,
+        unseen_ranks=unseen_ranks,
+        unidentified_count=unidentified_count,
+        duplicate_ranks=(),
+        names={},
+    )
+    return report.with_names(lambda rank: f"node{rank // 8}")
+
+
+class TestEncoding:
+    """A report is published in the store by one rank and read by the others."""
+
+    @given(COUNTS, NUMBERS, COUNTS, NUMBERS)
+    def test_round_trip(
+        self,
+        arrived_count: int,
+        unseen_ranks: tuple[int, ...],
+        unidentified_count: int,
+        duplicate_ranks: tuple[int, ...],
+    ) -> None:
+        """Decoding returns the encoded report."""
+        report = MissingReport(
+            world_size=64,
+            arrived_count=arrived_count,
+            unseen_ranks=unseen_ranks,
+            unidentified_count=unidentified_count,
+            duplicate_ranks=duplicate_ranks,
+            names={rank: f"node{rank}" for rank in unseen_ranks},
+        )
+
+        assert MissingReport.from_bytes(report.to_bytes(), 64) == report
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            b"",
+            b"<val_ignored>",
+            b"\xff",
+            b"3",
+            b"{}",
+            b'{"arrived_count": 1, "unseen_ranks": "x"}',
+        ],
+    )
+    def test_other_values(self, value: bytes) -> None:
+        """A value that is not a report is None, not an error."""
+        assert MissingReport.from_bytes(value, 4) is None
+
+
+class TestContent:
+    """What a report states about ranks."""
+
+    @pytest.mark.parametrize(
+        ("report", "text"),
+        [
+            (
+                make_report((3, *range(8, 16))),
+                "missing 9 of 64: node0 (rank 3), node1 (ranks 8-15)",
+            ),
+            (
+                make_report((1, 2, 3), unidentified_count=2),
+                "1 of ranks 1-3 missing, 2 arrivals unidentified",
+            ),
+            (make_report(), "all ranks have arrived"),
+            (
+                MissingReport.unknown(64),
+                "the missing ranks could not be determined",
+            ),
+        ],
+        ids=["missing", "unidentified", "complete", "unknown"],
+    )
+    def test_describe(self, report: MissingReport, text: str) -> None:
+        """Ranks are grouped by host; what is not known is not claimed."""
+        assert report.describe() == text
+
+    @given(NUMBERS, COUNTS)
+    def test_an_arrived_rank_is_never_missing(
+        self, unseen_ranks: tuple[int, ...], unidentified_count: int
+    ) -> None:
+        """With unidentified arrivals, no rank is reported missing."""
+        report = make_report(unseen_ranks, unidentified_count)
+
+        assert report.missing_ranks == (() if unidentified_count else unseen_ranks)
+        assert set(report.arrived_ranks).isdisjoint(report.unseen_ranks)
+        assert report.missing_count == max(0, len(unseen_ranks) - unidentified_count)

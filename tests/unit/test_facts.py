@@ -1,21 +1,29 @@
-"""Tests of local.facts: what is read may be hostile."""
+"""Facts about a process: their encoding, and how this process collects its own."""
 
 import json
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
 
+import tracedstore
 from tracedstore.common import procfs
+from tracedstore.common.identity import set_group_identity
 from tracedstore.coordination import rank_registry
+from tracedstore.local import facts
 from tracedstore.local.facts import (
     MAX_ANSWER_BYTES,
     Frame,
+    KeyWriters,
+    LastCall,
     ProcessFacts,
     WrittenFamily,
 )
+from tracedstore.recording.recorder import RECORDER
 
 FRAME = Frame(file="train/data.py", line=88, function="load_dataset")
 ANSWER = ProcessFacts(
@@ -141,3 +149,157 @@ class TestRegistryEntry:
         written = json.dumps(self.OLD | {field: value}).encode()
 
         assert rank_registry.parse_entry(written) is None
+
+
+def test_own_folders() -> None:
+    """Frames of the whole package are recognised, and the demo's are the job's."""
+    package = Path(tracedstore.__file__).parent
+
+    assert Path(facts._PACKAGE) == package
+    assert Path(facts._DEMO) == package / "tools/demo"
+    assert Path(facts._DEMO).is_dir()
+
+
+OPERATION: Any = None  # it is not read
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+class TestLastCall:
+    """The seconds since the last Store call."""
+
+    def test_without_call(self) -> None:
+        """A process that made no call has no last one."""
+        assert LastCall(RECORDER, Time()).idle_seconds() is None
+
+    def test_observed(self) -> None:
+        """An observed call is exact, also in the first sample."""
+        time = Time()
+        last = LastCall(RECORDER, time)
+        tracedstore.wrap(dist.HashStore()).set("k", "v")
+        last.observe(OPERATION)
+        time.now += 612
+
+        assert last.idle_seconds() == 612
+        time.now += 8
+        assert last.idle_seconds() == 620
+
+    def test_first_sample_without_observation(self) -> None:
+        """Calls before the first sample ended at an unknown time."""
+        time = Time()
+        last = LastCall(RECORDER, time)
+        tracedstore.wrap(dist.HashStore()).set("k", "v")
+
+        assert last.idle_seconds() is None
+        time.now += 5
+        assert last.idle_seconds() == 5
+
+    def test_sampled(self) -> None:
+        """Without an observation the time of the sample counts, a lower bound."""
+        time = Time()
+        last = LastCall(RECORDER, time)
+        store = tracedstore.wrap(dist.HashStore())
+        store.set("k", "v")
+        last.observe(OPERATION)
+        last.sample()
+        time.now += 10
+        store.set("k", "v")
+        time.now += 1
+        last.sample()
+        time.now += 30
+
+        assert last.idle_seconds() == 30
+
+    def test_reset(self) -> None:
+        """A forked child starts without a call."""
+        last = LastCall(RECORDER, Time())
+        tracedstore.wrap(dist.HashStore()).set("k", "v")
+        last.observe(OPERATION)
+        RECORDER.reset()
+        last.reset()
+
+        assert last.idle_seconds() is None
+
+
+@pytest.fixture
+def writers(provider: TracerProvider) -> KeyWriters:
+    """Key writers that observe every call of this process."""
+    writers = KeyWriters()
+    tracedstore.configure(spans="all", observers=[writers], tracer_provider=provider)
+    return writers
+
+
+class TestKeyWriters:
+    """What is learned from writes."""
+
+    def test_family(self, writers: KeyWriters) -> None:
+        """The last key and the number of writes of a family."""
+        store = tracedstore.wrap(dist.HashStore())
+        store.set("epoch/1/go", "")
+        store.set("epoch/2/go", "")
+
+        assert writers.wrote("epoch/*/go") == WrittenFamily(
+            family="epoch/*/go", last_key="epoch/2/go", writes=2
+        )
+        assert writers.wrote("other/*") is None
+
+    def test_rank_in_key(self, writers: KeyWriters) -> None:
+        """A number that always equalled the rank is found; others are not."""
+        set_group_identity(3, 8)
+        store = tracedstore.wrap(dist.HashStore())
+        for step in (3, 4):
+            store.add(f"step/{step}/rank/3", 1)
+        store.add("always/5", 1)
+
+        written = writers.wrote("step/*/rank/*")
+
+        assert written is not None
+        assert written.rank_positions == (1,)
+        assert writers.wrote("always/*").rank_positions == ()  # type: ignore[union-attr]  # it is there
+
+    def test_reads_and_lost_writes(self, writers: KeyWriters) -> None:
+        """Reads, failed calls and lost compare-and-sets are no writes."""
+        bare = dist.HashStore()
+        bare.set("k/1", "v")
+        store = tracedstore.wrap(bare)
+        store.get("k/1")
+        store.check(["k/1"])
+        store.compare_set("k/1", "other", "new")
+
+        assert writers.wrote("k/*") is None
+        store.compare_set("k/1", "v", "new")
+        assert writers.wrote("k/*") is not None
+
+    def test_other_writes(self, writers: KeyWriters) -> None:
+        """Appends, multi_set and queues are writes."""
+        store = tracedstore.wrap(dist.HashStore())
+        store.append("a/1", "x")
+        store.multi_set(["b/1", "c/1"], ["x", "y"])
+        store.queue_push("q/1", "x")
+
+        for family in ("a/*", "b/*", "c/*", "q/*"):
+            assert writers.wrote(family) is not None, family
+
+    def test_own_keys_are_not_learned(self, writers: KeyWriters) -> None:
+        """Keys of this package are not the job's."""
+        tracedstore.wrap(dist.HashStore()).set("tracedstore/RANKS/1", "")
+
+        assert writers.wrote("tracedstore/RANKS/*") is None
+
+    def test_bounded(self, writers: KeyWriters) -> None:
+        """The first 64 families are remembered."""
+        store = tracedstore.wrap(dist.HashStore())
+        for letter in range(100):
+            store.set("f" * (letter + 1), "")
+
+        known = [writers.wrote("f" * (letter + 1)) for letter in range(100)]
+        assert sum(written is not None for written in known) == 64
