@@ -26,6 +26,13 @@ from tracedstore.recording.telemetry import TELEMETRY, missing_from_torch
 # Any, because torch's stubs declare less than half of a Store's methods.
 AnyStore = Any
 
+_lock = threading.Lock()
+# The attributes that were replaced in torch's modules, as module and original; empty
+# while none is.
+_replaced: list[tuple[Any, Any]] = []
+# torch's own barrier, once it was replaced.
+_torch_barrier: Callable[..., None] | None = None
+
 
 @contextmanager
 def store_timeout(store: AnyStore, timeout: float) -> Iterator[None]:
@@ -121,14 +128,6 @@ def barrier(
     ).run()
 
 
-_lock = threading.Lock()
-# The attributes that were replaced in torch's modules, as module and original; empty
-# while none is.
-_replaced: list[tuple[Any, Any]] = []
-# torch's own barrier, once it was replaced.
-_torch_barrier: Callable[..., None] | None = None
-
-
 def replace_torch_barrier() -> None:
     """Replace torch's barrier. A second call has no effect."""
     # Imported here: importing the package must stay cheap.
@@ -142,9 +141,8 @@ def replace_torch_barrier() -> None:
     with _lock:
         if _replaced:
             return
-        if (
-            vars(store)["barrier"] is not barrier_for_torch
-        ):  # unless another patch restored ours
+        # It is ours if another patch restored it.
+        if vars(store)["barrier"] is not barrier_for_torch:
             _torch_barrier = vars(store)["barrier"]
         # `distributed` imports it by name; another torch version may not.
         for module in (store, distributed):

@@ -42,7 +42,7 @@ class DecoderError(TracedStoreError):
     """A decoder cannot be created; the message has the reason and the remedy."""
 
 
-def require(environ: Mapping[str, str], *names: str) -> str:
+def _require(environ: Mapping[str, str], *names: str) -> str:
     """Return the first of these variables that is set and not empty.
 
     Raises:
@@ -56,13 +56,13 @@ def require(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int:
+def _number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int:
     """Read a whole number.
 
     Raises:
         DecoderError: The variable is missing, not a number, or below the minimum.
     """
-    value = environ[require(environ, name)]
+    value = environ[_require(environ, name)]
     if not _NUMBER.fullmatch(value) or int(value) < minimum:
         raise DecoderError(
             f"{name} is {quoted(value)}, not a whole number of at least {minimum};"
@@ -71,7 +71,7 @@ def number(environ: Mapping[str, str], name: str, minimum: int = 0) -> int:
     return int(value)
 
 
-def parse(environ: Mapping[str, str], name: str, parser: Callable[[str], T]) -> T:
+def _parse(environ: Mapping[str, str], name: str, parser: Callable[[str], T]) -> T:
     """Parse a variable; the parser's ValueError becomes a DecoderError."""
     try:
         return parser(environ[name])
@@ -81,7 +81,7 @@ def parse(environ: Mapping[str, str], name: str, parser: Callable[[str], T]) -> 
         ) from None
 
 
-def require_equal(
+def _require_equal(
     environ: Mapping[str, str], name: str, expected: int, source: str
 ) -> None:
     """Raise a DecoderError if a variable is set to another number than expected.
@@ -92,14 +92,14 @@ def require_equal(
         expected: The number that it should have.
         source: The variable that the expected number is derived from.
     """
-    if environ.get(name) and number(environ, name) != expected:
+    if environ.get(name) and _number(environ, name) != expected:
         raise DecoderError(
             f"{name} is {quoted(environ[name])}, but {expected} according to {source},"
             f" so another launcher assigned the ranks; {OWN_DECODER}"
         )
 
 
-def refuse_if_set(environ: Mapping[str, str], name: str, launcher: str) -> None:
+def _refuse_if_set(environ: Mapping[str, str], name: str, launcher: str) -> None:
     """Raise a DecoderError if a variable shows that a launcher assigned the ranks.
 
     Args:
@@ -136,15 +136,15 @@ def slurm(environ: Mapping[str, str] = os.environ) -> Decoder:
     Under ``arbitrary``, the order is in the file that SLURM_HOSTFILE names. Without a
     file that agrees with the step, the distribution is refused.
     """
-    refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
-    refuse_if_set(environ, "OMPI_COMM_WORLD_RANK", "openmpi")
+    _refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
+    _refuse_if_set(environ, "OMPI_COMM_WORLD_RANK", "openmpi")
     # The step's variables belong together: a step may use fewer nodes than its job.
     nodes, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
     if not (environ.get(nodes) and environ.get(tasks)):
-        nodes = require(environ, "SLURM_JOB_NODELIST", "SLURM_NODELIST", nodes)
-        tasks = require(environ, tasks, "SLURM_TASKS_PER_NODE")
-    hosts = parse(environ, nodes, parse_node_list)
-    counts = parse(environ, tasks, parse_task_counts)
+        nodes = _require(environ, "SLURM_JOB_NODELIST", "SLURM_NODELIST", nodes)
+        tasks = _require(environ, tasks, "SLURM_TASKS_PER_NODE")
+    hosts = _parse(environ, nodes, parse_node_list)
+    counts = _parse(environ, tasks, parse_task_counts)
     if len(hosts) != len(counts):
         raise DecoderError(
             f"{tasks} is {quoted(environ[tasks])}, which counts {len(counts)} nodes,"
@@ -157,10 +157,10 @@ def slurm(environ: Mapping[str, str] = os.environ) -> Decoder:
         assigned = _slurm_hosts_in_file(environ, hosts, counts, tasks)
     else:
         assigned = assign_tasks(counts, plane_size or max(counts))
-    require_equal(environ, "WORLD_SIZE", len(assigned), tasks)
+    _require_equal(environ, "WORLD_SIZE", len(assigned), tasks)
     if environ.get("SLURM_PROCID"):
-        own = number(environ, "SLURM_PROCID")
-        require_equal(environ, "RANK", own, "SLURM_PROCID")
+        own = _number(environ, "SLURM_PROCID")
+        _require_equal(environ, "RANK", own, "SLURM_PROCID")
         node = environ.get("SLURMD_NODENAME")
         if node and (own >= len(assigned) or hosts[assigned[own]] != node):
             raise DecoderError(
@@ -206,8 +206,8 @@ def _slurm_plane_size(environ: Mapping[str, str]) -> int | None:
     if kind == "plane":
         # srun sets "plane" and the size in another variable; users write "plane=4".
         if size:
-            return number({f"{name} plane": size}, f"{name} plane", minimum=1)
-        return number(environ, "SLURM_DIST_PLANESIZE", minimum=1)
+            return _number({f"{name} plane": size}, f"{name} plane", minimum=1)
+        return _number(environ, "SLURM_DIST_PLANESIZE", minimum=1)
     if kind == "arbitrary":
         if environ.get(_SLURM_HOST_FILE):
             return None
@@ -231,7 +231,7 @@ def _refuse_uneven_overcommit(environ: Mapping[str, str]) -> None:
     """
     processors = "SLURM_JOB_CPUS_PER_NODE"
     if environ.get("SLURM_OVERCOMMIT") and environ.get(processors):
-        sizes = parse(environ, processors, parse_task_counts)
+        sizes = _parse(environ, processors, parse_task_counts)
         if len(set(sizes)) > 1:
             raise DecoderError(
                 f"SLURM_OVERCOMMIT is set, and {processors} is"
@@ -269,15 +269,15 @@ def torchrun(
     torchrun assigns group ranks at each rendezvous, and passes a worker no host but its
     own. If nodes have different numbers of workers, the other nodes' ranks are unknown.
     """
-    rank = number(environ, "RANK")
-    local_size = number(environ, "LOCAL_WORLD_SIZE", minimum=1)
-    group = number(environ, "GROUP_RANK")
-    groups = number(environ, "GROUP_WORLD_SIZE", minimum=1)
-    size = number(environ, "WORLD_SIZE", minimum=1)
+    rank = _number(environ, "RANK")
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
+    group = _number(environ, "GROUP_RANK")
+    groups = _number(environ, "GROUP_WORLD_SIZE", minimum=1)
+    size = _number(environ, "WORLD_SIZE", minimum=1)
     homogeneous = local_size * groups == size
     first = group * local_size
     if not homogeneous:
-        first = rank - number(environ, "LOCAL_RANK")
+        first = rank - _number(environ, "LOCAL_RANK")
     own = range(first, first + local_size)
     if rank not in own or first < 0 or own.stop > size or group >= groups:
         raise DecoderError(
@@ -295,11 +295,11 @@ def kubernetes(environ: Mapping[str, str] = os.environ) -> Decoder:
     pods in the order of their index, LOCAL_WORLD_SIZE to each (1 if not set).
     torchrun's agents keep that order only with a fixed node rank.
     """
-    refuse_if_set(environ, "OMPI_COMM_WORLD_RANK", "openmpi")
-    index = number(environ, "JOB_COMPLETION_INDEX")
+    _refuse_if_set(environ, "OMPI_COMM_WORLD_RANK", "openmpi")
+    index = _number(environ, "JOB_COMPLETION_INDEX")
     per_pod = 1
     if environ.get("LOCAL_WORLD_SIZE"):
-        per_pod = number(environ, "LOCAL_WORLD_SIZE", minimum=1)
+        per_pod = _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
     # The elastic rendezvous sorts by address, where job-10 is before job-2.
     # PET_NODE_RANK is torchrun's --node-rank, as Kubeflow and others set it.
     fixed = (
@@ -307,16 +307,16 @@ def kubernetes(environ: Mapping[str, str] = os.environ) -> Decoder:
         and environ.get("PET_RDZV_BACKEND", "static") == "static"
     )
     if not fixed:
-        refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
+        _refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
     if environ.get("RANK"):
-        own = number(environ, "RANK") // per_pod
+        own = _number(environ, "RANK") // per_pod
         if own != index:
             raise DecoderError(
                 f"RANK is {quoted(environ['RANK'])}, which is not a rank of pod"
                 f" JOB_COMPLETION_INDEX={index} with {per_pod} per pod; {OWN_DECODER}"
             )
-    size = number(environ, "WORLD_SIZE") if environ.get("WORLD_SIZE") else None
-    name = environ[require(environ, "HOSTNAME")].partition(".")[0]
+    size = _number(environ, "WORLD_SIZE") if environ.get("WORLD_SIZE") else None
+    name = environ[_require(environ, "HOSTNAME")].partition(".")[0]
     job = name.removesuffix(f"-{index}")
     if job in {name, ""}:
         raise DecoderError(
@@ -357,19 +357,19 @@ def openmpi(
     that ranks fill one host after the other. If this process's ranks contradict that,
     only its own rank is named.
     """
-    refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
-    rank = number(environ, "OMPI_COMM_WORLD_RANK")
-    size = number(environ, "OMPI_COMM_WORLD_SIZE", minimum=1)
-    local_rank = number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", minimum=1)
+    _refuse_if_set(environ, "TORCHELASTIC_RUN_ID", "torchrun")
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK")
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", minimum=1)
+    local_rank = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", minimum=1)
     if not (local_rank <= rank < size and local_rank < local_size <= size):
         raise DecoderError(
             f"OMPI_COMM_WORLD_RANK is {rank} of {size} and OMPI_COMM_WORLD_LOCAL_RANK"
             f" is {local_rank} of {local_size}, which is impossible; start with"
             f" mpirun, or {OWN_DECODER}"
         )
-    require_equal(environ, "RANK", rank, "OMPI_COMM_WORLD_RANK")
-    require_equal(environ, "WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
+    _require_equal(environ, "RANK", rank, "OMPI_COMM_WORLD_RANK")
+    _require_equal(environ, "WORLD_SIZE", size, "OMPI_COMM_WORLD_SIZE")
     first = rank - local_rank
     own = range(first, first + local_size)
     homogeneous = size % local_size == 0
@@ -560,7 +560,7 @@ def hosts_never_joined(
         The hosts, in the order of the launcher's list. None of them if the list is not
         that of this job: it has another length, or lacks the host of an agent.
     """
-    hosts = _slurm(environ) or _kubernetes(environ, nodes)
+    hosts = _agents_of_slurm(environ) or _agents_of_kubernetes(environ, nodes)
     seen = [_short(address) for address in present]
     listed = {_short(host): host for host in hosts}
     distinct = len(listed) == len(hosts) == nodes and len(set(seen)) == len(seen)
@@ -569,18 +569,18 @@ def hosts_never_joined(
     return [host for short, host in listed.items() if short not in seen]
 
 
-def _slurm(environ: Mapping[str, str]) -> Sequence[str]:
+def _agents_of_slurm(environ: Mapping[str, str]) -> Sequence[str]:
     """Return the nodes of a step with one task on each, which are torchrun's agents."""
     nodes, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
     try:
-        hosts = parse(environ, nodes, parse_node_list)
-        counts = parse(environ, tasks, parse_task_counts)
+        hosts = _parse(environ, nodes, parse_node_list)
+        counts = _parse(environ, tasks, parse_task_counts)
     except (DecoderError, KeyError):
         return ()
     return hosts if counts == [1] * len(hosts) else ()
 
 
-def _kubernetes(environ: Mapping[str, str], nodes: int) -> Sequence[str]:
+def _agents_of_kubernetes(environ: Mapping[str, str], nodes: int) -> Sequence[str]:
     """Return the pods of an Indexed Job with one agent each."""
     # The variables of workers are not the agent's, and a rank would be a node here.
     pods = {
