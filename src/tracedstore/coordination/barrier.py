@@ -265,15 +265,17 @@ class BarrierCall:
         Raises:
             BarrierTimeout: A rank did not arrive in time.
         """
-        # The span covers the calls. Theirs would be in other traces: the span is made
-        # later, and has no id before.
+        # The store calls of a barrier get no spans. They could not be children of the
+        # barrier's span, which is made after the call and has no id before, so each
+        # would start a trace of its own. The barrier's span covers them.
         covered = self.traced and get_ident() not in RECORDER.without_call_spans
         if covered:
             RECORDER.without_call_spans.add(get_ident())
         store = self._store
         try:
             # Before the arrival: between arrival and wait there must be no delay. The
-            # last rank may serve the store, and exit as soon as it has returned.
+            # last rank may serve the store, and exit as soon as it has returned. A rank
+            # that has arrived and does not wait yet would find the server gone.
             WATCHER.watches.add(self)
             if self.due < WATCHER.looks_at:
                 guarded(WATCHER.wake)
@@ -294,7 +296,9 @@ class BarrierCall:
                 off_main_thread(self._end_failed, error, store)
             raise
         finally:
-            self._store = None  # a thread that warns may keep this call
+            # A thread that warns may keep this call. It must not keep the store: a
+            # store that is kept keeps its server and its port.
+            self._store = None
             if covered:
                 RECORDER.without_call_spans.discard(get_ident())
         duration = RECORDER.ticks() - self.began

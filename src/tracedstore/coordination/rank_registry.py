@@ -92,7 +92,8 @@ _registered: WeakTable[dict[int, RankInfo]] = WeakTable()
 # The thread that registered each of them: ranks may be threads of one process.
 _threads: WeakTable[dict[int, int]] = WeakTable()
 # The store (a weak reference) and the rank that `is_registered` last answered for with
-# yes: every barrier asks, mostly for the same.
+# yes. Every barrier asks, mostly for the same, and this spares it two lookups. At first
+# it is a function that returns no store.
 _last_seen: tuple[Callable[[], Any], int] = (lambda: _last_seen, -1)
 # The URL of this process's metrics, and the agent that serves them.
 _metrics: str | None = None
