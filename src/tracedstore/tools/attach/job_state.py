@@ -16,11 +16,11 @@ from tracedstore.common.text import host_port
 from tracedstore.coordination.arrivals import (
     BarrierKeys,
     Ledger,
+    MissingReport,
     last_rank,
     read_arrivals,
     read_ledger,
 )
-from tracedstore.coordination.arrivals import MissingReport
 from tracedstore.coordination.rank_registry import (
     RankInfo,
     latest_world_size,
