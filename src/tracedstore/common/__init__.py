@@ -1,1 +1,1 @@
-"""What all packages use: clock, errors, identity, threads, /proc, validation."""
+"""What all packages use: errors, identity, threads, signals, /proc, codec, causes."""

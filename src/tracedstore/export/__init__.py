@@ -1,1 +1,1 @@
-"""How telemetry leaves the process: settings, set-up, HTTP endpoint, shutdown."""
+"""How telemetry leaves a process: settings, set-up, HTTP endpoint, OpenTelemetry."""

@@ -1,1 +1,1 @@
-"""The record of one call: the Store proxy, counters, observers, snapshot."""
+"""The record of one call: the Store proxy, counters, recorder, snapshot."""

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from tracedstore import names
 from tracedstore.common.keys import KeyFamilies, key_text
@@ -37,10 +37,6 @@ Result = Literal["completed", "timeout", "failed"]
 Write = Literal["accepted", "conflict", "failed"]
 RequestResult = Literal["ok", "failed", "unknown"]
 Recovery = Literal["retry", "failover", "watch_restart", "log_in"]
-_RESULTS: tuple[Result, ...] = ("completed", "timeout", "failed")
-_WRITES: tuple[Write, ...] = ("accepted", "conflict", "failed")
-_REQUEST_RESULTS: tuple[RequestResult, ...] = ("ok", "failed", "unknown")
-_RECOVERIES: tuple[Recovery, ...] = ("retry", "failover", "watch_restart", "log_in")
 
 Labels = tuple[str, ...]
 # A metric, the values of its labels, and a number: what a counter grows by, a duration
@@ -67,13 +63,13 @@ class ColdMetric:
 
 
 TABLE: Final = (
-    ColdMetric(names.BARRIER_DURATION, _RESULTS, zeros=False),
+    ColdMetric(names.BARRIER_DURATION, get_args(Result), zeros=False),
     ColdMetric(names.BARRIER_LAST_ARRIVALS),
     ColdMetric(names.BARRIER_ARRIVED),
     ColdMetric(names.BARRIER_MISSING),
     ColdMetric(names.BARRIER_RANK_MISSING),
-    ColdMetric(names.RENDEZVOUS_DURATION, _RESULTS, zeros=False),
-    ColdMetric(names.RENDEZVOUS_WRITES, _WRITES),
+    ColdMetric(names.RENDEZVOUS_DURATION, get_args(Result), zeros=False),
+    ColdMetric(names.RENDEZVOUS_WRITES, get_args(Write)),
     ColdMetric(names.RENDEZVOUS_STATE_BYTES),
     ColdMetric(names.RENDEZVOUS_PARTICIPANTS),
     ColdMetric(names.RENDEZVOUS_WAIT_LIST),
@@ -82,8 +78,8 @@ TABLE: Final = (
     ColdMetric(names.RENDEZVOUS_OLDEST_HEARTBEAT),
     ColdMetric(names.JOB_AWAITED),
     ColdMetric(names.JOB_RANK_AWAITED),
-    ColdMetric(names.ETCD_REQUESTS_MADE, _REQUEST_RESULTS, zeros=False),
-    ColdMetric(names.ETCD_RECOVERIES_MADE, _RECOVERIES, zeros=False),
+    ColdMetric(names.ETCD_REQUESTS_MADE, get_args(RequestResult), zeros=False),
+    ColdMetric(names.ETCD_RECOVERIES_MADE, get_args(Recovery), zeros=False),
     ColdMetric(names.ETCD_BYTES),
 )
 _LAST: Final = {one.metric.name: one.last for one in TABLE}
