@@ -121,7 +121,6 @@ Cut = Annotated[
 # What the reader of the field validates.
 Unchecked = Annotated[Any, Kind(lambda value, _: value)]
 HttpUrl = Annotated[str, Kind(lambda value, _: validation.http_url(value))]
-HostAndPort = Annotated[str, Kind(lambda value, _: validation.host_and_port(value))]
 
 
 def decode(

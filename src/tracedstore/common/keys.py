@@ -68,8 +68,7 @@ def replace_number(key: str, position: int, number: int) -> str:
 class KeyFamilies:
     """The key families of a process, at most 64; further ones are ``other``."""
 
-    def __init__(self, limit: int = MAX_FAMILIES) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._known: set[str] = set()
 
     def of(self, key: str) -> str:
@@ -78,7 +77,7 @@ class KeyFamilies:
         if family in self._known:
             return family
         # Two threads may both pass this test: one family too many does no harm.
-        if len(self._known) >= self._limit:
+        if len(self._known) >= MAX_FAMILIES:
             return OTHER_FAMILIES
         self._known.add(family)
         return family

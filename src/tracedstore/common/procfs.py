@@ -37,6 +37,7 @@ _MAX_ENVIRON_BYTES = 1 << 20
 _LISTEN: Final = "0A"
 _MAX_SOCKETS = 200_000
 _MAX_WORDS = 4
+_MAX_ANCESTORS = 32
 _MAX_COMMAND = 120
 
 
@@ -175,10 +176,10 @@ def zombie_exit(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(stat.exit_status)
 
 
-def ancestors(pid: int, limit: int = 32) -> list[int]:
+def ancestors(pid: int) -> list[int]:
     """Return the pids of a process's parents, nearest first."""
     found: list[int] = []
-    while len(found) < limit and (stat := read_stat(pid)) is not None:
+    while len(found) < _MAX_ANCESTORS and (stat := read_stat(pid)) is not None:
         if stat.parent <= 0:
             break
         pid = stat.parent

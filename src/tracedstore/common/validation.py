@@ -58,10 +58,10 @@ def any_text(value: Any) -> str:
     return value
 
 
-def text(value: Any, max_length: int = MAX_TEXT) -> str:
+def text(value: Any) -> str:
     """Return a value that is a text of bounded length, else ValueError."""
-    if type(value) is not str or not 0 < len(value) <= max_length:
-        raise ValueError(f"not a text of 1 to {max_length} characters")
+    if type(value) is not str or not 0 < len(value) <= MAX_TEXT:
+        raise ValueError(f"not a text of 1 to {MAX_TEXT} characters")
     return value
 
 
