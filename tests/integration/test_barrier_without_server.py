@@ -14,7 +14,7 @@ import tracedstore
 from integration.children.fleet import connect
 from integration.conftest import StartChild
 from integration.fleets import Fleet, FleetBarrier
-from integration.harness import Child, in_background, wait_until
+from integration.harness import Child
 from support.etcd import EtcdServer
 from support.events import check
 
@@ -129,28 +129,31 @@ class TestPaused:
     def test_verdict_is_bounded(self, tmp_path: Path) -> None:
         """The barrier ends, though a call would never return, and names no rank.
 
-        It times out if the server is stopped before the wait. If the server is stopped
-        within it, the client reports the failed connection after its retries, as it
-        does without a wrapper.
+        The server is stopped as the rank begins to watch, because torch bounds no other
+        request by the barrier's timeout. The client may report the failed connection
+        after its retries, as it does without a wrapper.
         """
         server = EtcdServer(tmp_path)
         server.start()
+
+        class PausingClient(etcd.Client):
+            """A client whose server is stopped when it watches."""
+
+            def watch(self, key: str, **options: Any) -> Any:
+                """Stop the server, and watch."""
+                server.pause()
+                return super().watch(key, **options)
+
         try:
             # So long would a call without a bound take.
-            client = etcd.Client(host="127.0.0.1", port=server.port, read_timeout=2000)
+            client = PausingClient(
+                host="127.0.0.1", port=server.port, read_timeout=2000
+            )
             store = tracedstore.wrap(EtcdStore(client, "/paused"))
-            other = EtcdStore(server.client(), "/paused")
-
-            def pause() -> None:
-                wait_until(lambda: other.check(["b/num_members"]))
-                server.pause()
-
-            paused = in_background(pause)
             with pytest.raises(
                 (tracedstore.BarrierTimeout, etcd.EtcdConnectionFailed)
             ) as raised:
                 tracedstore.barrier(store, 2, "b", 3, rank=0)
-            paused.result(60)
         finally:
             server.resume()
             server.stop()
