@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/tracedstore"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -169,3 +170,39 @@ class TestExamples:
                 ):
                     base = re.sub(r"_(bucket|count|sum)$", "", name)
                     assert base in known, f"{page}: {name}"
+
+
+def _is_in_package(name: str) -> bool:
+    """Return whether a dotted name begins with a module, and goes on inside of it."""
+    parts = name.removeprefix("tracedstore.").split(".")
+    place = SOURCE
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if parts and (place / f"{parts[0]}.py").is_file():
+        place /= f"{parts.pop(0)}.py"
+    else:
+        place /= "__init__.py"
+    text = place.read_text("utf-8")
+    return all(re.search(rf"\b{part}\b", text) for part in parts)
+
+
+def test_names_of_modules() -> None:
+    """What prose calls a module, or something in one, is there under this name."""
+    rooms = {place.parent.name for place in SOURCE.glob("*/__init__.py")}
+    # Some signals have names that look like those of modules.
+    signals = set(re.findall(r'"([\w.]+)"', (SOURCE / "names.py").read_text("utf-8")))
+    signals.add("etcd.request")
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    offenders = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in [*pages, *SOURCE.rglob("*.py")]
+        for name in re.findall(
+            r"(?<!`)`((?:tracedstore\.)?\w+(?:\.\w+)+)(?:\(\))?`",
+            file.read_text("utf-8"),
+        )
+        if name.removeprefix("tracedstore.").split(".")[0] in rooms
+        and name not in signals
+        and not _is_in_package(name)
+    ]
+
+    assert offenders == []
