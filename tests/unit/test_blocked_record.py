@@ -14,7 +14,6 @@ from tracedstore.diagnosis.observe import blocked_record
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     blocked_key,
-    is_blocked_key,
     publish_blocked,
     read_blocked,
     withdraw_blocked,
@@ -115,12 +114,6 @@ def test_hostile_values_do_not_hide_the_others() -> None:
     store.set(blocked_key(1), "\x00{")
     publish_blocked(store, RECORD, first=True)
     assert read_blocked(store, 4) == {2: RECORD}
-
-
-def test_key_of_a_record() -> None:
-    """Below any prefix."""
-    assert is_blocked_key("default_pg/" + blocked_key(12))
-    assert not is_blocked_key("tracedstore/BLOCKED/x")
 
 
 def test_long_ledger_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:

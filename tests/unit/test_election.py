@@ -1,12 +1,10 @@
 """Who reports what many processes find."""
 
-import pytest
 from torch.distributed import HashStore
 
 from tracedstore.common.election import (
     first_of,
     is_elected,
-    is_first_of_host,
     take_position,
 )
 
@@ -38,17 +36,3 @@ def test_first_of_list() -> None:
     assert first_of(range(4), without=(0, 2)) == [1, 3]
     assert first_of((7, 3, 5), reporters=1) == [7]
     assert first_of((7,), without=(7,)) == []
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "reports"), [(None, True), ("0", True), ("3", False)]
-)
-def test_first_of_host(
-    local_rank: str | None, reports: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first local rank reports, and a process that was started alone."""
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-
-    assert is_first_of_host() is reports

@@ -5,14 +5,12 @@ closer, ten thousand would overload the store, and the log would have one senten
 thousand times. There are three ways to agree, by what the processes share:
 
 - A store: they count themselves in a key (`take_position`), and the first ones report.
-- A list that all of them know, such as the ranks of a group: its first members report
-  (`first_of`), without a request.
-- Nothing but the host, because the store cannot be reached: the first local rank
-  reports (`is_first_of_host`). Where local ranks are unknown, or the first one may not
-  be affected, a lock of the kernel decides (`claims.claim`).
+- A list that all of them know, such as the nodes of a rendezvous: its first members
+  report (`first_of`), without a request.
+- Nothing but the host, because the store cannot be reached: a lock of the kernel
+  decides (`stall_reports.claim`). The first local rank may not be affected.
 """
 
-import os
 from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -51,8 +49,3 @@ def first_of(
     """
     able = (member for member in members if member not in without)
     return list(islice(able, reporters))
-
-
-def is_first_of_host() -> bool:
-    """Return whether this process reports for its host, without asking another one."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -185,6 +185,9 @@ class Diagnosis:
         shortest, longest = _EXPLAIN_BOUNDS
         request[1].wait(min(longest, max(shortest, _EXPLAIN_SHARE * waited)))
         # Its store hangs: nobody waits for this verdict any more.
+        self._forget_request(request)
+
+    def _forget_request(self, request: tuple[ActiveCall, threading.Event]) -> None:
         with self._changed, suppress(ValueError):
             self._requests.remove(request)
 
@@ -227,8 +230,9 @@ class Diagnosis:
         requested: dict[StoreDiagnosis | None, list[tuple[ActiveCall, Any]]] = {}
         for request in list(self._requests):
             requested.setdefault(self._stores.of(request[0]), []).append(request)
-        for _, done in requested.pop(None, ()):  # of an unknown rank
-            done.set()
+        for request in requested.pop(None, ()):  # of an unknown rank
+            self._forget_request(request)
+            request[1].set()
         # The stores of calls that wait come first.
         for store in dict.fromkeys([*requested, *due, *stores]):
             if store is None or store.worker is not None:
@@ -260,7 +264,9 @@ class Diagnosis:
         A server that has ended is reported by the calls that fail.
         """
         self._end_waits(store, {id(active.call) for active, _ in requests})
-        for active, done in requests:
+        for request in requests:
+            self._forget_request(request)
+            active, done = request
             with suppress(*STORE_ERRORS):
                 try:
                     self._advance(store, active, at_once=True)

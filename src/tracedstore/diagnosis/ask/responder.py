@@ -48,6 +48,11 @@ _HOST_TIMEOUT: Final = 2.0
 _COST_OF_QUESTION, _COST_OF_READ = 1.0, 0.5
 # Ranks of one question whose registry entries are read to find those of this host.
 _MAX_REGISTRY_READS: Final = 64
+# Seconds to connect to the workers' store, and for one of its calls.
+_CONNECT_TIMEOUT = 1.0
+_STORE_TIMEOUT = 5.0
+# Seconds between two attempts to connect: at first, and at most.
+_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
 class Responder:
@@ -173,13 +178,6 @@ class Responder:
             late = answered_ranks(connection, question, answers, self._allowance)
         for rank in sorted(answers.keys() - late):
             write_answer(connection, question, answers[rank])
-
-
-# Seconds to connect to the workers' store, and for one of its calls.
-_CONNECT_TIMEOUT = 1.0
-_STORE_TIMEOUT = 5.0
-# Seconds between two attempts to connect: at first, and at most.
-_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
 
 
 class AgentResponder:

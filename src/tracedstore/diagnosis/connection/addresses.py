@@ -28,6 +28,12 @@ _LOOKUP_TIMEOUT = 3.0
 _MAX_OWN_ADDRESSES = 16
 # getfqdn() returns such a name after a reverse lookup; mostly it does not resolve.
 _REVERSE_NAMES: Final = (".ip6.arpa", ".in-addr.arpa")
+# Set by torchrun for its workers.
+_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+# torch's default timeout of a process group.
+_DEFAULT_TIMEOUT = 1800.0
+# And of a store.
+_STORE_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +237,6 @@ def check_loopback(
         " nodes",
         f"set {name} to the name or address by which other hosts reach rank 0's host",
     )
-
-
-# Set by torchrun for its workers.
-_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
-# torch's default timeout of a process group.
-_DEFAULT_TIMEOUT = 1800.0
-# And of a store.
-_STORE_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ _MAX_VALUE = 1024 * 1024
 _SOCKADDR = 128
 _SIZE = struct.Struct("=Q")
 _MAX_RANKS_READ = 4096
+_READ_TIMEOUT = 2.0
+_guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +165,6 @@ def key_prefix(group_name: str) -> str:
     For the first device and the backend of the CPU.
     """
     return f"{group_name}//cpu//0/"
-
-
-_READ_TIMEOUT = 2.0
-_guarded = partial(RECORDER.failures.guarded, names.DIAGNOSIS)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

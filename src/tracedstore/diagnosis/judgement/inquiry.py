@@ -41,6 +41,11 @@ from tracedstore.recording.operation import METHODS
 _MAX_FAMILIES_ASKED = 16
 _BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
 Answers = Mapping[int, ProcessFacts]
+_MAX_COUNT = 2**63
+# Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
+# verdict of a barrier is due within 5 s of its timeout.
+_HOST_TIMEOUT = 0.5
+_ANSWER_TIMEOUT = 1.5
 
 
 def inquire(
@@ -292,9 +297,6 @@ def _with_replacements(connection: Any, verdict: Verdict) -> Verdict:
     )
 
 
-_MAX_COUNT = 2**63
-
-
 def find_excess(
     connection: Any, registry: Any, own: BlockedRecord, member: Member
 ) -> Verdict | None:
@@ -346,12 +348,6 @@ def _read_count(connection: Any, counter: str) -> int:
         return validation.digits(read_key(connection, counter), _MAX_COUNT)
     except ValueError:
         return 0
-
-
-# Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
-# verdict of a barrier is due within 5 s of its timeout.
-_HOST_TIMEOUT = 0.5
-_ANSWER_TIMEOUT = 1.5
 
 
 def find_causes(

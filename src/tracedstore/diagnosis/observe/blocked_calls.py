@@ -38,6 +38,12 @@ _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
 # only the ranks that look do: the keys of 16,384 ranks have half a megabyte.
 MAX_SIBLINGS = 16
+# Maximum number of variable parts of a key that are tried as the rank.
+_MAX_POSITIONS: Final = 4
+# Ranks whose own key exists, from which on that is no coincidence.
+_MIN_PRESENT: Final = 2
+# Writers whose rank was a number in their key, from which on that is a rule.
+_MIN_WRITERS = 2
 
 
 def describe_call(
@@ -214,12 +220,6 @@ def is_barrier(call: ActiveCall) -> bool:
     )
 
 
-# Maximum number of variable parts of a key that are tried as the rank.
-_MAX_POSITIONS: Final = 4
-# Ranks whose own key exists, from which on that is no coincidence.
-_MIN_PRESENT: Final = 2
-
-
 def awaited_in(
     keys: Sequence[str], absent: Sequence[str], world_size: int
 ) -> tuple[int, ...] | None:
@@ -276,10 +276,6 @@ def find_awaited(
         if len(absent) == len(others):
             return tuple(others)
     return None
-
-
-# Writers whose rank was a number in their key, from which on that is a rule.
-_MIN_WRITERS = 2
 
 
 def learned_writers(

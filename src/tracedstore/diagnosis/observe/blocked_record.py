@@ -137,12 +137,6 @@ def read_blocked(store: Any, world_size: int) -> dict[int, BlockedRecord]:
     return {record.rank: record for record in records if record is not None}
 
 
-def is_blocked_key(key: str) -> bool:
-    """Return whether a key holds the record of a rank, below any prefix."""
-    _, separator, rank = key.partition(f"{BLOCKED}/")
-    return bool(separator) and rank.isdecimal()
-
-
 def blocked_key(rank: int) -> str:
     """Return the key of a rank's record."""
     return f"{BLOCKED}/{rank}"
