@@ -21,6 +21,7 @@ from tracedstore.tools.attach.job_reading import JobReading
 from tracedstore.tools.attach.job_state import JobState
 from tracedstore.tools.attach.job_text import status_lines
 from tracedstore.tools.attach.live_view import view_of
+from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _SECRET = b"content behind a token"
 _TOKEN = "c2VjcmV0IHRva2Vu"
@@ -110,11 +111,12 @@ def _response(data: bytes) -> None:
         return reader, _Writer()
 
     with mock.patch.object(asyncio, "open_connection", respond):
-        reply = _loop.run_until_complete(
-            rank_endpoints._reply(
-                _INFO, lambda _: rank_endpoints.fetch("h", 1), rank_timeout=30.0
+        page = _loop.run_until_complete(
+            rank_endpoints._page_or_reason(
+                "http://h:1/metrics", "/inflight", TokenPolicy(), None, 30.0
             )
         )
+    reply = rank_endpoints._reply(_INFO, page)
     status = JobReading(store="tcp://h:1", now=1.0, job=_JOB, replies={_INFO: reply})
     for line in status_lines(view_of(status)):
         str(line)

@@ -84,7 +84,6 @@ ALLOWED_IMPORTS = {
     # Below: what people run at a terminal. No package above may import it.
     "tools/__init__": set[str](),
     "tools/terminal": set[str](),
-    "tools/kubernetes_manifests": set[str](),
     "tools/job_view": {"common", "coordination"},
     "tools/report": {"names", "common", "naming", "diagnosis", "tools/job_view"},
     "tools/attach": {
@@ -140,7 +139,6 @@ ALLOWED_IMPORTS = {
         "native",
         "tools/attach",
         "tools/demo",
-        "tools/kubernetes_manifests",
         "tools/report",
         "tools/terminal",
         "tools/top",

@@ -204,7 +204,8 @@ class TestQueryRanks:
         silent = listen(None)
         started = time.monotonic()
         replies = query_ranks(
-            [entry(rank, 700, silent) for rank in range(700)], TokenPolicy()
+            [entry(rank, 700, f"{silent}/{rank}") for rank in range(700)],
+            TokenPolicy(),
         )
 
         # One after the other would take 700 s.

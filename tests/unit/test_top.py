@@ -288,7 +288,7 @@ def _answered(info: RankInfo, waited: float) -> Reply:
         thread="MainThread",
     )
     status = ProcessFacts(host="", recording=True, in_flight=(call,))
-    return Reply(state="answered", info=info, status=status)
+    return Reply(state="answered", status=status)
 
 
 class TestFleet:

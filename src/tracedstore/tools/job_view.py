@@ -430,7 +430,7 @@ class JobView:
         incomplete: Something that belongs to the job could not be read.
         ranks: All ranks.
         groups: The ranks that registered, by the prefix of their keys.
-        stalls: The waits that ranks have reported, the latest first.
+        stalls: The waits that were reported, the latest first; those of agents last.
         blocked: Blocked ranks, those that wait for longest first.
         calls: The calls in flight, the longest first; None if no rank was queried.
         idle_ranks: Ranks that are in no call.
@@ -557,32 +557,33 @@ class JobView:
 
 
 class RankStates:
-    """Finds the state of each rank; of several states the worst counts."""
+    """Finds the state of each rank; of several states the worst counts.
+
+    Attributes:
+        shown_as: The names of ranks, by all names that they have: a process that
+            registered under several prefixes is one rank.
+        default_group: The group of ranks whose own is unknown.
+    """
 
     def __init__(self) -> None:
-        self._ranks: dict[RankName, RankView] = {}
-        # A process may register under several prefixes. It is shown once.
-        self._shown_as: dict[RankName, RankName] = {}
-        self._absent: set[RankName] = set()
-        # The group of ranks whose own is unknown.
+        self.shown_as: dict[RankName, RankName] = {}
         self.default_group = ""
+        self._ranks: dict[RankName, RankView] = {}
+        self._absent: set[RankName] = set()
 
     def add(self, rank: RankView) -> None:
         """Add a rank. One that has not started is never taken for a late one."""
         self._ranks[rank.name] = rank
+        self.shown_as[rank.name] = rank.name
         if rank.state is RankState.NOT_STARTED:
             self._absent.add(rank.name)
-
-    def add_alias(self, name: RankName, shown: RankName) -> None:
-        """Let another name stand for a rank."""
-        self._shown_as[name] = shown
 
     def get(self, group: str | None, number: int) -> RankView | None:
         """Return a rank; None if it is unknown."""
         name = group or "", number
-        if name not in self._shown_as and name not in self._ranks:
+        if name not in self.shown_as:
             name = self.default_group, number
-        return self._ranks.get(self._shown_as.get(name, name))
+        return self._ranks.get(self.shown_as.get(name, name))
 
     def ranks(self) -> tuple[RankView, ...]:
         """Return all ranks, by group and number."""

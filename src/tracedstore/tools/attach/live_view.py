@@ -273,16 +273,11 @@ class _LiveRanks:
         self.states = RankStates()
         groups = sorted(reading.job.groups, key=lambda group: -len(group.ranks))
         self.states.default_group = groups[0].prefix if groups else ""
-        # How a process is shown that registered under several prefixes.
-        self._names: dict[RankName, RankName] = {}
         self._add_registered(groups)
         self._add_absent(groups)
         self._groups: dict[str, str] = {}
-        for name, shown in self._names.items():
-            prefix = name[0]
-            self._groups[prefix] = min(shown[0], self._groups.get(prefix, shown[0]))
-            if name != shown:
-                self.states.add_alias(name, shown)
+        for (prefix, _), (shown, _) in self.states.shown_as.items():
+            self._groups[prefix] = min(shown, self._groups.get(prefix, shown))
         self._add_replies()
         for barrier in barriers:
             if barrier.awaits_ranks:
@@ -304,18 +299,18 @@ class _LiveRanks:
             for info in group.ranks:
                 name = group.prefix, info.rank
                 process = info.rank, info.host, info.pid
-                self._names[name] = shown.setdefault(process, name)
-                if self._names[name] == name:
+                if shown.setdefault(process, name) == name:
                     self.states.add(_registered(info, group.prefix))
+                self.states.shown_as[name] = shown[process]
 
     def _add_absent(self, groups: Iterable[Group]) -> None:
-        left = MAX_ABSENT
+        left, names = MAX_ABSENT, self.states.shown_as
         # The ranks of a world, by its size: it may have several prefixes.
         worlds: dict[int, dict[int, RankName]] = {}
         for group in groups:
             world = worlds.setdefault(group.world_size, {})
             for info in group.ranks:
-                world.setdefault(info.rank, self._names[group.prefix, info.rank])
+                world.setdefault(info.rank, names[group.prefix, info.rank])
         for group in groups:
             world, present = worlds[group.world_size], group.hosts
             for number in range(group.world_size):
@@ -335,7 +330,7 @@ class _LiveRanks:
                             group=group.prefix,
                         )
                     )
-                self._names[name] = world.setdefault(number, name)
+                names[name] = world.setdefault(number, name)
 
     def _add_replies(self) -> None:
         replies = self._reading.replies

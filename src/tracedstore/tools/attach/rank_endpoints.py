@@ -3,33 +3,34 @@
 import asyncio
 import re
 import ssl
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from tracedstore.common.threads import DaemonThread
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.tools.attach.child_process import ChildTimeoutError, run_in_child
+from tracedstore.tools.attach.child_process import (
+    ChildTimeoutError,
+    Heartbeat,
+    run_in_child,
+)
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
-# Seconds for one rank, and for all of them together.
-_RANK_TIMEOUT = 1.0
-_TOTAL_TIMEOUT = 2.0
-# Seconds for a page of metrics. An agent waits 2 s for a worker that does not answer.
-_SCRAPE_TIMEOUT = 3.0
-# Seconds for the process that queries them; longer, because the machine may be busy.
-_PROCESS_TIMEOUT = 5.0
+# Seconds for the calls in flight of one rank, and of all ranks together.
+_CALLS_TIMEOUT, _ALL_CALLS_TIMEOUT = 1.0, 2.0
+# Seconds for pages of metrics. An agent waits 2 s for a worker that does not answer.
+_METRICS_TIMEOUT = 3.0
+# Seconds beyond these for the process that queries them: the machine may be busy.
+_SLACK = 3.0
 # Below the limit of open files, which is commonly 1024.
 _MAX_REQUESTS = 512
 _MAX_NAME_LOOKUPS = 32
 _MAX_RESPONSE_BYTES = 4 << 20
 
-State = Literal["answered", "silent", "absent"]
+ReplyState = Literal["answered", "silent", "absent"]
 
 
 class ResponseError(ValueError):
@@ -51,13 +52,11 @@ class Reply:
     Attributes:
         state: It responded (`answered`); it did not (`silent`); or it serves no
             endpoint (`absent`).
-        info: Its registration, where it has one.
         status: Its status.
         error: Why there is no status.
     """
 
-    state: State
-    info: RankInfo | None = None
+    state: ReplyState
     status: ProcessFacts | None = None
     error: str = ""
 
@@ -67,79 +66,45 @@ class Reply:
         return "no endpoint" if self.state == "absent" else self.error
 
 
-def request_each(
-    infos: Iterable[RankInfo],
-    fetch: Callable[[RankInfo], Awaitable[bytes]],
-    rank_timeout: float,
-    total_timeout: float,
+def query_ranks(
+    infos: Iterable[RankInfo], tokens: TokenPolicy
 ) -> dict[RankInfo, Reply]:
-    """Request the status of ranks concurrently; return the replies in time.
+    """Return a reply for each rank: `absent` without an endpoint, else in 5 seconds.
 
     Args:
         infos: The ranks.
-        fetch: Requests the status of one rank.
-        rank_timeout: Timeout of one request, in seconds.
-        total_timeout: Timeout of all requests, in seconds.
+        tokens: The bearer token of their endpoints. A rank that does not get it, and
+            requires one, has a reply with the remedy.
     """
-    replies: dict[RankInfo, Reply] = {}
-    done = threading.Event()
-    requests = _request_all(infos, fetch, rank_timeout, replies, done)
-    # Not joined: it ends when the last name lookup has timed out.
-    DaemonThread(lambda: asyncio.run(requests)).start()
-    done.wait(total_timeout)
-    # A copy: replies may still arrive.
-    return dict(replies)
+    ranks = list(infos)
+    # An agent has the status of all its workers on one page.
+    urls = {info.metrics for info in ranks if info.metrics}
+    pages = _fetch_pages(urls, "/inflight", tokens, _CALLS_TIMEOUT, _ALL_CALLS_TIMEOUT)
+    return {
+        info: _reply(info, pages[info.metrics])
+        if info.metrics
+        else Reply(state="absent")
+        for info in ranks
+    }
 
 
-async def _request_all(
-    infos: Iterable[RankInfo],
-    fetch: Callable[[RankInfo], Awaitable[bytes]],
-    rank_timeout: float,
-    replies: dict[RankInfo, Reply],
-    done: threading.Event,
-) -> None:
-    slots = asyncio.Semaphore(_MAX_REQUESTS)
-    # Python's default is a few threads, and a name server that is down blocks each.
-    asyncio.get_running_loop().set_default_executor(
-        ThreadPoolExecutor(_MAX_NAME_LOOKUPS)
-    )
-
-    async def request(info: RankInfo) -> None:
-        async with slots:
-            replies[info] = await _reply(info, fetch, rank_timeout)
-
-    await asyncio.gather(*map(request, infos))
-    done.set()
-
-
-async def _reply(
-    info: RankInfo, fetch: Callable[[RankInfo], Awaitable[bytes]], rank_timeout: float
-) -> Reply:
+def _reply(info: RankInfo, page: bytes | str) -> Reply:
+    """Return the reply of a rank on a page, or with the reason why there is none."""
+    if isinstance(page, str):
+        return Reply(state="silent", error=page)
     try:
-        body = await asyncio.wait_for(fetch(info), rank_timeout)
-        status = _status(body, info)
-    except TimeoutError:
-        reason = f"no response within {rank_timeout:.0f} s"
-    except ResponseError as error:
-        reason = str(error)
-    except ConnectionRefusedError:
-        reason = "connection refused"
-    except Exception as error:  # no route, a closed connection, or no HTTP
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if _is(status, info):
-            return Reply(state="answered", info=info, status=status)
-        reason = "another process responds at its address"
-    return Reply(state="silent", info=info, error=reason)
-
-
-def _status(body: bytes, info: RankInfo) -> ProcessFacts:
-    if info.agent is None:
-        return ProcessFacts.from_page(body)
-    status = ProcessFacts.of_worker(body, info.agent, info.rank)
+        if info.agent is None:
+            status: ProcessFacts | None = ProcessFacts.from_page(page)
+        else:
+            status = ProcessFacts.of_worker(page, info.agent, info.rank)
+    except ValueError as error:
+        return Reply(state="silent", error=f"{type(error).__name__}: {error}")
     if status is None:
-        raise ResponseError("it does not answer its agent")
-    return status
+        return Reply(state="silent", error="it does not answer its agent")
+    if not _is(status, info):
+        error_text = "another process responds at its address"
+        return Reply(state="silent", error=error_text)
+    return Reply(state="answered", status=status)
 
 
 def _is(facts: ProcessFacts, info: RankInfo) -> bool:
@@ -152,6 +117,104 @@ def _is(facts: ProcessFacts, info: RankInfo) -> bool:
         and facts.rank in (None, info.rank)
         and facts.host in ("", info.host)
     )
+
+
+def scrape_ranks(
+    infos: Iterable[RankInfo], tokens: TokenPolicy
+) -> dict[RankInfo, bytes]:
+    """Return the metrics of each rank whose endpoint answers in time.
+
+    Of the page of an agent, a rank has the samples with its label.
+    """
+    served = {info: info.metrics for info in infos if info.metrics}
+    pages = _fetch_pages(
+        set(served.values()), "/metrics", tokens, _METRICS_TIMEOUT, _METRICS_TIMEOUT
+    )
+    return {
+        info: page if info.agent is None else _lines_of(page, info.rank)
+        for info, url in served.items()
+        if isinstance(page := pages[url], bytes)
+    }
+
+
+def _lines_of(page: bytes, rank: int) -> bytes:
+    """Return the samples of one rank on the page of a node."""
+    label = re.compile(rb'[{,]rank="%d"[,}]' % rank)
+    return b"\n".join(filter(label.search, page.splitlines()))
+
+
+def _fetch_pages(
+    urls: set[str], page: str, tokens: TokenPolicy, seconds: float, total: float
+) -> dict[str, bytes | str]:
+    """Return a page of each endpoint, or the reason why there is none.
+
+    Args:
+        urls: The URLs of the metrics of the endpoints.
+        page: The path of the page.
+        tokens: The bearer token of the endpoints.
+        seconds: Seconds for each page.
+        total: Seconds for all of them.
+    """
+    pages: dict[str, bytes | str] = dict.fromkeys(
+        urls, f"no response within {total:g} s"
+    )
+    if not urls:
+        return pages
+    secure = any(url.startswith("https:") for url in urls)
+    tls = ssl.create_default_context() if secure else None
+
+    async def fetch_all() -> dict[str, bytes | str]:
+        slots = asyncio.Semaphore(_MAX_REQUESTS)
+        # Python's default is a few threads, and a name server that is down blocks each.
+        asyncio.get_running_loop().set_default_executor(
+            ThreadPoolExecutor(_MAX_NAME_LOOKUPS)
+        )
+        found: dict[str, bytes | str] = {}
+
+        async def request(url: str) -> None:
+            async with slots:
+                found[url] = await _page_or_reason(url, page, tokens, tls, seconds)
+
+        await asyncio.wait(
+            [asyncio.ensure_future(request(url)) for url in urls], timeout=total
+        )
+        return found
+
+    def work(_heartbeat: Heartbeat) -> dict[str, bytes | str]:
+        # Not asyncio.run, which waits for name lookups. The process ends without it.
+        return asyncio.new_event_loop().run_until_complete(fetch_all())
+
+    # In a child, because threads that wait for a dead name server outlive the query,
+    # and --watch repeats it.
+    with suppress(ChildTimeoutError, ChildProcessError):
+        pages |= run_in_child(total + _SLACK, work)
+    return pages
+
+
+async def _page_or_reason(
+    metrics: str,
+    page: str,
+    tokens: TokenPolicy,
+    tls: ssl.SSLContext | None,
+    seconds: float,
+) -> bytes | str:
+    """Return a page of the endpoint that serves a rank's metrics, or why not."""
+    url = urlsplit(metrics)
+    path = url.path.removesuffix("/metrics") + page
+    headers = {"Host": url.netloc, **tokens.headers(url)}
+    context = tls if url.scheme == "https" else None
+    port = url.port or (443 if context else 80)
+    request = fetch(url.hostname or "", port, path, headers, context)
+    try:
+        return await asyncio.wait_for(request, seconds)
+    except TimeoutError:
+        return f"no response within {seconds:.0f} s"
+    except ResponseError as error:
+        return (tokens.refusal(url) if error.unauthorized else None) or str(error)
+    except ConnectionRefusedError:
+        return "connection refused"
+    except Exception as error:  # no route, a closed connection, or no HTTP
+        return f"{type(error).__name__}: {error}"
 
 
 async def fetch(
@@ -195,114 +258,3 @@ def _length(headers: bytes) -> int:
         if name.lower() == b"content-length":
             return int(value)
     raise ResponseError("the response has no Content-Length")
-
-
-def query_ranks(
-    infos: Iterable[RankInfo], tokens: TokenPolicy
-) -> dict[RankInfo, Reply]:
-    """Return a reply for each rank: `absent` without an endpoint, else in 5 seconds.
-
-    Args:
-        infos: The ranks.
-        tokens: The bearer token of their endpoints. A rank that does not get it, and
-            requires one, has a reply with the remedy.
-    """
-    ranks = list(infos)
-    serving = [info for info in ranks if info.metrics]
-    tls = _tls_context(serving)
-
-    # An agent has the status of all its workers on one page.
-    of_nodes: dict[str, asyncio.Future[bytes]] = {}
-
-    async def fetch_in_flight(info: RankInfo) -> bytes:
-        url = str(info.metrics)
-        request = _fetch_page(url, "/inflight", tokens, tls)
-        if info.agent is None:
-            return await request
-        if url in of_nodes:
-            request.close()
-        else:
-            of_nodes[url] = asyncio.ensure_future(request)
-        # The timeout of one rank does not end the request of the others.
-        return await asyncio.shield(of_nodes[url])
-
-    replies: dict[RankInfo, Reply] = {}
-    if serving:
-        # In a child, because threads that wait for a dead name server outlive the
-        # query, and --watch repeats it.
-        with suppress(ChildTimeoutError, ChildProcessError):
-            replies = run_in_child(
-                _PROCESS_TIMEOUT,
-                lambda _: request_each(
-                    serving, fetch_in_flight, _RANK_TIMEOUT, _TOTAL_TIMEOUT
-                ),
-            )
-    silent = Reply(state="silent", error=f"no response within {_TOTAL_TIMEOUT:g} s")
-    absent = Reply(state="absent")
-    return dict.fromkeys(ranks, absent) | {
-        info: replies.get(info, silent) for info in serving
-    }
-
-
-def scrape_ranks(
-    infos: Iterable[RankInfo], tokens: TokenPolicy
-) -> dict[RankInfo, bytes]:
-    """Return the metrics of each rank whose endpoint answers in time.
-
-    Of the page of an agent, a rank has the samples with its label.
-    """
-    served: dict[str, list[RankInfo]] = {}
-    for info in infos:
-        if info.metrics:
-            served.setdefault(info.metrics, []).append(info)
-    tls = _tls_context(info for ranks in served.values() for info in ranks)
-    pages: dict[RankInfo, bytes] = {}
-
-    async def scrape(url: str, ranks: list[RankInfo]) -> None:
-        with suppress(Exception):  # silent, or its response cannot be used
-            request = _fetch_page(url, "/metrics", tokens, tls)
-            page = await asyncio.wait_for(request, _SCRAPE_TIMEOUT)
-            for info in ranks:
-                is_node = info.agent is not None
-                pages[info] = _lines_of(page, info.rank) if is_node else page
-
-    async def scrape_all() -> dict[RankInfo, bytes]:
-        await asyncio.gather(*(scrape(*one) for one in served.items()))
-        return pages
-
-    if served:
-        # In a child, for the same reason.
-        with suppress(ChildTimeoutError, ChildProcessError):
-            return run_in_child(_PROCESS_TIMEOUT, lambda _: asyncio.run(scrape_all()))
-    return {}
-
-
-def _lines_of(page: bytes, rank: int) -> bytes:
-    """Return the samples of one rank on the page of a node."""
-    label = re.compile(rb'[{,]rank="%d"[,}]' % rank)
-    return b"\n".join(filter(label.search, page.splitlines()))
-
-
-async def _fetch_page(
-    metrics: str, page: str, tokens: TokenPolicy, tls: ssl.SSLContext | None
-) -> bytes:
-    """Return a page of the endpoint that serves a rank's metrics."""
-    url = urlsplit(metrics)
-    path = url.path.removesuffix("/metrics") + page
-    headers = {"Host": url.netloc, **tokens.headers(url)}
-    secure = url.scheme == "https"
-    port = url.port or (443 if secure else 80)
-    try:
-        return await fetch(
-            url.hostname or "", port, path, headers, tls if secure else None
-        )
-    except ResponseError as error:
-        refusal = tokens.refusal(url)
-        if error.unauthorized and refusal is not None:
-            raise ResponseError(refusal) from None
-        raise
-
-
-def _tls_context(infos: Iterable[RankInfo]) -> ssl.SSLContext | None:
-    secure = any(str(info.metrics).startswith("https:") for info in infos)
-    return ssl.create_default_context() if secure else None

@@ -15,18 +15,73 @@ Exit codes: 0 written, 1 a file cannot be written, 64 invalid command line
 """
 
 import argparse
+import json
 import re
 import sys
 import tomllib
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from textwrap import indent
 
 from tracedstore.common.errors import CommandError
-from tracedstore.tools.kubernetes_manifests import manifests
 
 # The wheel has the files here; pyproject.toml lists them.
 _IN_WHEEL = Path(__file__).parent / "shipped"
 _REPOSITORY = Path(__file__).parents[4]
 _RUNBOOK = "docs/runbook.md"
+# Pods that have this label are scraped, at the container port of this name.
+_SCRAPE_LABEL = "tracedstore-metrics"
+_PORT_NAME = "metrics"
+
+_RULES = "rules/prometheus.yaml"
+# A pod is one target: torchrun's agent, whose samples of workers have their rank.
+# run_id and host are what events carry: the name of the JobSet, else of the Job, and
+# the pod with its node. The operator itself adds namespace, pod and container.
+_POD_MONITOR = f"""\
+apiVersion: monitoring.coreos.com/v1
+kind: PodMonitor
+metadata:
+{{metadata}}
+spec:
+  namespaceSelector:
+    any: true
+  selector:
+    matchLabels:
+      {_SCRAPE_LABEL}: "true"
+  podMetricsEndpoints:
+    - port: {_PORT_NAME}
+      # A label of a sample is kept if a label of the target has the same name.
+      honorLabels: true
+      relabelings:
+        - sourceLabels: [__meta_kubernetes_pod_label_batch_kubernetes_io_job_name]
+          regex: (.+)
+          targetLabel: run_id
+        - sourceLabels: [__meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_name]
+          regex: (.+)
+          targetLabel: run_id
+        - sourceLabels: [__meta_kubernetes_pod_name, __meta_kubernetes_pod_node_name]
+          separator: "@"
+          targetLabel: host
+        - sourceLabels: [__meta_kubernetes_pod_node_name]
+          targetLabel: node
+"""
+_PROMETHEUS_RULE = """\
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+{metadata}
+spec:
+{rules}
+"""
+_CONFIG_MAP = """\
+apiVersion: v1
+kind: ConfigMap
+metadata:
+{metadata}
+data:
+  {file}: |
+{content}
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name, path in shipped().items()
     }
     if arguments.kubernetes:
-        files = manifests(
+        files = _manifests(
             files, namespace=arguments.namespace, release=arguments.release
         )
     for name, text in files.items():
@@ -123,3 +178,50 @@ def _failure(error: OSError, path: Path) -> CommandError:
     return CommandError(
         f"{error.filename or path} cannot be read or written: {error.strerror}"
     )
+
+
+def _manifests(
+    files: Mapping[str, str], *, namespace: str | None, release: str | None
+) -> dict[str, str]:
+    """Return exported files as Kubernetes manifests, by file name.
+
+    The kinds are those of the Prometheus Operator, and ConfigMaps for the dashboard
+    sidecar of kube-prometheus-stack's Grafana. Rules and dashboards are embedded as
+    text, indented, so that they stay as they are: comments, templates, order of keys.
+
+    Args:
+        files: The text of the exported files, by name.
+        namespace: The namespace of all objects; None for that of ``kubectl apply``.
+        release: The label by which the operator selects objects; None for no label.
+    """
+    labels = {"app.kubernetes.io/name": "tracedstore"}
+    selected = labels | ({"release": release} if release else {})
+    made = {
+        "podmonitor.yaml": _POD_MONITOR.format(
+            metadata=_metadata("tracedstore", namespace, selected)
+        ),
+        "prometheusrule.yaml": _PROMETHEUS_RULE.format(
+            metadata=_metadata("tracedstore", namespace, selected),
+            rules=indent(files[_RULES].rstrip("\n"), "  "),
+        ),
+    }
+    for name, content in files.items():
+        path = PurePath(name)
+        if path.suffix == ".json":
+            found = labels | {"grafana_dashboard": "1"}
+            made[f"dashboard-{path.stem}.yaml"] = _CONFIG_MAP.format(
+                metadata=_metadata(f"dashboard-{path.stem}", namespace, found),
+                file=path.name,
+                content=indent(content.rstrip("\n"), "    "),
+            )
+    return made
+
+
+def _metadata(name: str, namespace: str | None, labels: Mapping[str, str]) -> str:
+    lines = [f"  name: {name}"]
+    if namespace:
+        lines.append(f"  namespace: {json.dumps(namespace)}")
+    lines.append("  labels:")
+    # Quoted, because a label that looks like a number would be one.
+    lines += [f"    {label}: {json.dumps(value)}" for label, value in labels.items()]
+    return "\n".join(lines)

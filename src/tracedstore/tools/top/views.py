@@ -349,8 +349,8 @@ def waterfall(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
     are first, then the latest arrivals.
     """
     hosts = {rank.rank: rank for rank in job.ranks if rank.group == barrier.group}
-    rows = _title(job, barrier, width)
-    first, end = barrier.first, _end(job, barrier)
+    rows = _barrier_title(job, barrier, width)
+    first, end = barrier.first, _barrier_end(job, barrier)
     if first is None or end is None:
         rows.append(row(styled("  no times: the store has no ledger", "dim")))
         return rows
@@ -385,7 +385,7 @@ class _Scale:
         return Span(text, style)
 
 
-def _title(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
+def _barrier_title(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
     of = "" if barrier.world_size is None else f" of {barrier.world_size:,}"
     if barrier.complete:
         state = "complete"
@@ -401,7 +401,7 @@ def _title(job: JobView, barrier: BarrierView, width: int) -> list[TextRow]:
     return [row(styled(shorten(f"{text} ({state})", width), "heading"))]
 
 
-def _end(job: JobView, barrier: BarrierView) -> float | None:
+def _barrier_end(job: JobView, barrier: BarrierView) -> float | None:
     if barrier.complete or barrier.abandoned or barrier.last is None:
         return barrier.last
     return max(job.time, barrier.last)
