@@ -25,7 +25,7 @@ from support.certificates import Authority
 from support.torchrun import one_node
 from tracedstore import names
 from tracedstore.tools.attach.address import Address
-from tracedstore.tools.attach.job_reading import AttachedJob
+from tracedstore.tools.attach.job_reading import read_job
 from tracedstore.tools.attach.rank_endpoints import scrape_ranks
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.cli.main import main
@@ -183,7 +183,7 @@ class TestNode:
         assert main(["sd", "--store", job.store()]) == 0
         assert json.loads(capsys.readouterr().out) == [target]
 
-        status = AttachedJob(Address(job.store()), TokenPolicy()).read()
+        status = read_job(Address(job.store()), TokenPolicy())
         pids = {info.rank: info.pid for info in status.replies}
         assert pids == job.pids()
         assert {reply.state for reply in status.replies.values()} == {"answered"}
@@ -202,7 +202,7 @@ class TestNode:
         assert job.up() == {"0": 1, "1": 0}
         assert "0" not in _missing(job)
         assert "1" in _missing(job)
-        status = AttachedJob(Address(job.store()), TokenPolicy()).read()
+        status = read_job(Address(job.store()), TokenPolicy())
         errors = {info.rank: reply.error for info, reply in status.replies.items()}
         assert errors == {0: "", 1: "it does not answer its agent"}
         os.kill(pids[1], signal.SIGCONT)

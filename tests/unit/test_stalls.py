@@ -12,8 +12,8 @@ from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, blocked_
 from tracedstore.tools.attach import stall_records as stalls
 from tracedstore.tools.attach.stall_records import (
     StallRecord,
+    StoredStalls,
     is_stall_key,
-    read_stalls,
 )
 from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 
@@ -32,10 +32,10 @@ VERDICT_AT_130 = Verdict(
 )
 
 
-def read(values: dict[str, bytes], *infos: RankInfo) -> stalls.Stalls:
+def read(values: dict[str, bytes], *infos: RankInfo) -> StoredStalls:
     """Read the stalls of a store with these values."""
     registered = {"": {info.rank: info for info in infos}}
-    return read_stalls(StoreSnapshot(values, values), registered)
+    return StoredStalls(StoreSnapshot(values, values), registered)
 
 
 def info(**fields: Any) -> RankInfo:

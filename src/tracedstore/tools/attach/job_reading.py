@@ -293,8 +293,15 @@ def _reply(info: RankInfo, reply: Reply) -> dict[str, Any]:
     return rank | {"answered": True, "in_flight": calls}
 
 
-class AttachedJob:
-    """A running job, as it is reached from outside.
+def read_job(
+    address: Address,
+    tokens: TokenPolicy,
+    *,
+    run_id: str | None = None,
+    after: float = 0.0,
+    ask: bool = False,
+) -> JobReading:
+    """Read a job once.
 
     Args:
         address: The job's store.
@@ -303,43 +310,25 @@ class AttachedJob:
         after: Seconds a barrier may take, or a rank may be blocked, before it counts
             as missing.
         ask: Ask all ranks through the store, which writes to it.
+
+    Raises:
+        CommandError: The store cannot be read.
     """
-
-    def __init__(
-        self,
-        address: Address,
-        tokens: TokenPolicy,
-        *,
-        run_id: str | None = None,
-        after: float = 0.0,
-        ask: bool = False,
-    ) -> None:
-        self.address = address
-        self.tokens = tokens
-        self.run_id = run_id
-        self._after = after
-        self._ask = ask
-
-    def read(self) -> JobReading:
-        """Read the job once.
-
-        Raises:
-            CommandError: The store cannot be read.
-        """
-        job = _collect(self.address, self.run_id)
-        infos = [info for group in job.groups for info in group.ranks]
-        # A job without registered ranks cannot be asked.
-        ask = self._ask and bool(infos)
-        return JobReading(
-            store=self.address.url,
-            now=time.time(),
-            job=job,
-            replies=query_ranks(infos, self.tokens),
-            after=self._after,
-            answers=ask_job(self.address, "status", self.run_id, ANSWER_TIMEOUT)
-            if ask
-            else (),
-        )
+    job, now = _collect(address, run_id), time.time()
+    infos = [info for group in job.groups for info in group.ranks]
+    replies = query_ranks(infos, tokens)
+    answers: Sequence[Answers] = ()
+    # A job without registered ranks cannot be asked.
+    if ask and infos:
+        answers = ask_job(address, "status", run_id, ANSWER_TIMEOUT)
+    return JobReading(
+        store=address.url,
+        now=now,
+        job=job,
+        replies=replies,
+        after=after,
+        answers=answers,
+    )
 
 
 def _collect(address: Address, run_id: str | None) -> JobState:

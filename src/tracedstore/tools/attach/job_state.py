@@ -31,8 +31,8 @@ from tracedstore.coordination.rank_registry import (
 from tracedstore.naming.decoders import chain, default_name
 from tracedstore.tools.attach.stall_records import (
     StallRecord,
+    StoredStalls,
     is_stall_key,
-    read_stalls,
 )
 from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 from tracedstore.tools.job_view import BarrierView
@@ -193,7 +193,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
     abandoned = tuple(
         replace(one, abandoned=True) for one in unfinished if one.prefix in past
     )
-    stalls = read_stalls(
+    stalls = StoredStalls(
         snapshot,
         {one.prefix: {info.rank: info for info in one.ranks} for one in all_groups},
     )

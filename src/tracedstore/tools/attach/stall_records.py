@@ -113,9 +113,22 @@ class StallRecord:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stalls:
-    """What a store contains about stalls.
+def is_stall_key(key: str) -> bool:
+    """Return whether a key holds a verdict or the record of a blocked rank."""
+    return _verdict_prefix(key) is not None or _blocked_rank(key) is not None
+
+
+class StoredStalls:
+    """All verdicts and blocked ranks in a store, within `_MAX_AWAITED`.
+
+    A process that was killed in a blocked call leaves its record. A record is omitted
+    if another process has registered as its rank since. Awaited ranks of records are
+    kept as folded text: every rank of a large job may wait for all others, and expanded
+    these are gigabytes.
+
+    Args:
+        snapshot: The contents of the store.
+        registered: The registered ranks, by the prefix of their keys.
 
     Attributes:
         stalls: The verdicts and blocked ranks, by prefix.
@@ -124,71 +137,37 @@ class Stalls:
             awaited ranks.
     """
 
-    stalls: tuple[StallRecord, ...] = ()
-    invalid_count: int = 0
-    unread_count: int = 0
-
-
-def is_stall_key(key: str) -> bool:
-    """Return whether a key holds a verdict or the record of a blocked rank."""
-    return _verdict_prefix(key) is not None or _blocked_rank(key) is not None
-
-
-def read_stalls(
-    snapshot: StoreSnapshot, registered: Mapping[str, Mapping[int, RankInfo]]
-) -> Stalls:
-    """Read all verdicts and blocked ranks.
-
-    A process that was killed in a blocked call leaves its record. A record is omitted
-    if another process has registered as its rank since.
-
-    Args:
-        snapshot: The contents of the store.
-        registered: The registered ranks, by the prefix of their keys.
-    """
-    keys = sorted(snapshot.list_keys())
-    reader = _Reader(snapshot.keys)
-    for key in keys:
-        if (prefix := _verdict_prefix(key)) is not None:
-            reader.add_verdict(without_numbers(prefix), snapshot.get(key))
-    for key in keys:
-        if (found := _blocked_rank(key)) is not None:
-            rank = found[1]
-            info = registered.get(without_numbers(found[0]), {}).get(rank)
-            reader.add_record(found[0], rank, snapshot.get(key), info)
-    return Stalls(
-        stalls=tuple(
-            StallRecord(
-                prefix=prefix,
-                verdict=reader.verdicts.get(prefix),
-                blocked=reader.ranks(prefix, failed=False),
-                failed=reader.ranks(prefix, failed=True),
-            )
-            for prefix in sorted(reader.verdicts.keys() | reader.blocked.keys())
-            if prefix in reader.verdicts or reader.ranks(prefix, failed=False)
-        ),
-        invalid_count=reader.invalid_count,
-        unread_count=reader.unread_count,
-    )
-
-
-class _Reader:
-    """Parses verdicts and records within `_MAX_AWAITED`.
-
-    Awaited ranks of records are kept as folded text: every rank of a large job may wait
-    for all others, and expanded these are gigabytes.
-    """
-
-    def __init__(self, keys: frozenset[str]) -> None:
-        self._keys = keys
-        self.verdicts: dict[str, Verdict] = {}
-        self.blocked: dict[str, dict[int, BlockedRank]] = {}
+    def __init__(
+        self, snapshot: StoreSnapshot, registered: Mapping[str, Mapping[int, RankInfo]]
+    ) -> None:
         self.invalid_count = 0
         self.unread_count = 0
+        self._keys = snapshot.keys
+        self._verdicts: dict[str, Verdict] = {}
+        self._blocked: dict[str, dict[int, BlockedRank]] = {}
         self._folded: dict[tuple[int, ...], str] = {}
         self._remaining = _MAX_AWAITED
+        keys = sorted(snapshot.list_keys())
+        for key in keys:
+            if (prefix := _verdict_prefix(key)) is not None:
+                self._add_verdict(without_numbers(prefix), snapshot.get(key))
+        for key in keys:
+            if (found := _blocked_rank(key)) is not None:
+                prefix, rank = found
+                info = registered.get(without_numbers(prefix), {}).get(rank)
+                self._add_record(prefix, rank, snapshot.get(key), info)
+        self.stalls = tuple(
+            StallRecord(
+                prefix=prefix,
+                verdict=self._verdicts.get(prefix),
+                blocked=self._ranks(prefix, failed=False),
+                failed=self._ranks(prefix, failed=True),
+            )
+            for prefix in sorted(self._verdicts.keys() | self._blocked.keys())
+            if prefix in self._verdicts or self._ranks(prefix, failed=False)
+        )
 
-    def add_verdict(self, prefix: str, value: bytes) -> None:
+    def _add_verdict(self, prefix: str, value: bytes) -> None:
         """Keep the latest verdict of a prefix."""
         if not self._is_read(value):
             return
@@ -197,11 +176,11 @@ class _Reader:
             self.invalid_count += 1
             return
         self._remaining -= len(verdict.awaited_ranks) + len(verdict.waiting_ranks)
-        before = self.verdicts.get(prefix)
+        before = self._verdicts.get(prefix)
         if before is None or before.time <= verdict.time:
-            self.verdicts[prefix] = verdict
+            self._verdicts[prefix] = verdict
 
-    def add_record(
+    def _add_record(
         self, prefix: str, rank: int, value: bytes, info: RankInfo | None
     ) -> None:
         """Keep the latest record of a rank; not that of a process that was replaced.
@@ -216,7 +195,7 @@ class _Reader:
             return
         if info and _is_replaced(record, info):
             return
-        group = self.blocked.setdefault(without_numbers(prefix), {})
+        group = self._blocked.setdefault(without_numbers(prefix), {})
         before = group.get(rank)
         if before is None or (before.attempt, before.started) <= (
             record.attempt,
@@ -224,9 +203,9 @@ class _Reader:
         ):
             group[rank] = self._to_rank(record, prefix)
 
-    def ranks(self, prefix: str, *, failed: bool) -> tuple[BlockedRank, ...]:
+    def _ranks(self, prefix: str, *, failed: bool) -> tuple[BlockedRank, ...]:
         """Return the blocked ranks of a prefix, or those whose call has failed."""
-        ranks = self.blocked.get(prefix, {})
+        ranks = self._blocked.get(prefix, {})
         return tuple(one for _, one in sorted(ranks.items()) if one.failed is failed)
 
     def _is_read(self, value: bytes) -> bool:

@@ -76,18 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = token_policy(arguments, address.host)
     # Only for a store that answers, because torch takes seconds.
     with interruptible_import():
-        from tracedstore.tools.attach.job_reading import AttachedJob  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import read_job  # noqa: PLC0415
 
-    job = AttachedJob(
-        address,
-        tokens,
-        run_id=arguments.run_id,
-        after=arguments.after,
-        ask=arguments.ask,
-    )
     with _json_output() if arguments.json else _text_output(arguments.watch) as show:
         while True:
-            reading = job.read()
+            reading = read_job(
+                address,
+                tokens,
+                run_id=arguments.run_id,
+                after=arguments.after,
+                ask=arguments.ask,
+            )
             show(reading)
             if not arguments.watch:
                 return _MISSING if reading.missing() else 0

@@ -144,10 +144,10 @@ class _Job:
             return ReaderAnswer(error=str(error))
 
     def _read(self, request: ReaderRequest) -> JobView:
-        from tracedstore.tools.attach.job_reading import AttachedJob  # noqa: PLC0415
+        from tracedstore.tools.attach.job_reading import read_job  # noqa: PLC0415
         from tracedstore.tools.attach.live_view import view_of  # noqa: PLC0415
 
-        reading = AttachedJob(self._address, self._tokens, **self._options).read()
+        reading = read_job(self._address, self._tokens, **self._options)
         return view_of(reading, self._rates(reading.replies) if request.rates else None)
 
     def _rates(self, infos: "Iterable[RankInfo]") -> Rates:
