@@ -8,6 +8,7 @@ the script writes nothing and exits with 1 if a file is out of date.
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,8 @@ from tracedstore import names
 from tracedstore.export.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[1]
+# Characters of a line of prose.
+_WIDTH = 100
 SCHEMA = json.loads(
     (ROOT / "src/tracedstore/signals/events.schema.json").read_text("utf-8")
 )
@@ -340,12 +343,29 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
+def _wrapped(block: str) -> str:
+    """Wrap the prose of a block, as that of the pages is; a row of a table stays."""
+    lines = [
+        line
+        if line.startswith("|")
+        else textwrap.fill(
+            line,
+            _WIDTH,
+            subsequent_indent="  " * line.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in block.splitlines()
+    ]
+    return "\n".join(lines)
+
+
 def fill(text: str) -> str:
     """Return the text of a document with every generated block filled."""
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
+        return f"<!-- {name} -->\n{_wrapped(BLOCKS[name]())}\n<!-- /{name} -->"
 
     blocks = re.compile(
         r"<!-- (?P<name>[a-z ]+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL

@@ -206,3 +206,22 @@ def test_names_of_modules() -> None:
     ]
 
     assert offenders == []
+
+
+# What is not prose: code, headings and tables.
+_NO_PROSE = re.compile(r"^( *)```.*?^\1```$|^#.*?$|^ *\|.*?$", re.DOTALL | re.MULTILINE)
+
+
+def test_lines_of_prose() -> None:
+    """A line of prose has at most 100 characters, so that a change shows its words."""
+    offenders = []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        prose = _NO_PROSE.sub(lambda found: "\n" * found[0].count("\n"), text)
+        offenders += [
+            f"{page.name}:{number}: {len(line)} characters"
+            for number, line in enumerate(prose.splitlines(), 1)
+            if len(line) > 100
+        ]
+
+    assert offenders == []
