@@ -19,7 +19,6 @@ agree on a random id in the store, once for each store.
 
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -733,7 +732,7 @@ def job_of(store: Any) -> bytes | None:
     known = _agreed.get(handle_of(store))
     if known is None:
         agreed = RECORDER.failures.guarded_call(
-            names.BARRIERS, _agree, store, secrets.token_hex(16)
+            names.BARRIERS, _agree, store, os.urandom(16).hex()
         )
         # Also if it failed: that is not tried again at every barrier.
         known = (agreed or b"")[:_MAX_JOB_BYTES]

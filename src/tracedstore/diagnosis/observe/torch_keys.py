@@ -348,7 +348,11 @@ _RANKS_PER_ROOT: Final = 128
 # torch creates the default group first, and restarts the count when it is destroyed.
 _DEFAULT_GROUP: Final = "0"
 
-_PATTERNS: Final = tuple((re.compile(row.pattern), row) for row in ROWS)
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[tuple[re.Pattern[str], Row], ...]:
+    # Not at the import: compiling them takes longer than everything else in it.
+    return tuple((re.compile(row.pattern), row) for row in ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +434,7 @@ def nccl_roots(
 @lru_cache(maxsize=256)
 def _meaning(key: str) -> KeyMeaning | None:
     relative = key.removeprefix("/")
-    for pattern, row in _PATTERNS:
+    for pattern, row in _patterns():
         match = pattern.fullmatch(relative)
         if match is not None:
             slash = "/" if relative != key else ""
