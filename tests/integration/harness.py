@@ -13,10 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import coverage
 from prometheus_client import CollectorRegistry
 
-from support.fork_server import ForkedProcess, fork_server, python_path
+from support.fork_server import ForkedProcess, python_path, start_python
 from support.metrics import exported_calls
 from support.processes import kill_tree
 
@@ -201,7 +200,21 @@ class Running:
             pipe.close()
 
 
-class Child(Running):
+class Script(Running):
+    """A running Python script: ``-c`` or ``-m``, and its arguments."""
+
+    def _start(
+        self, command: list[str], env: dict[str, str], errors: IO[bytes]
+    ) -> "subprocess.Popen[str] | ForkedProcess":
+        return start_python(
+            *command,
+            env={**os.environ, "PYTHONPATH": python_path(), **env},
+            stdin=subprocess.PIPE,
+            stderr=errors,
+        )
+
+
+class Child(Script):
     """A process that runs a script of children/ and writes reports in JSON.
 
     It is forked from one that has imported torch, unless it gets variables that the
@@ -226,11 +239,10 @@ class Child(Running):
     def _start(
         self, command: list[str], env: dict[str, str], errors: IO[bytes]
     ) -> "subprocess.Popen[str] | ForkedProcess":
-        # Coverage begins when an interpreter starts.
-        if self._forked and coverage.Coverage.current() is None:
-            return fork_server().start(*command, env=env, errors=errors.fileno())
+        if self._forked:
+            return super()._start(["-m", *command], env, errors)
         environ = {"PYTHONPATH": python_path(), **env}
-        return super()._start([sys.executable, "-m", *command], environ, errors)
+        return Running._start(self, [sys.executable, "-m", *command], environ, errors)
 
     def next_report(self) -> dict[str, Any]:
         """Wait for the next report. pytest's timeout bounds the wait."""

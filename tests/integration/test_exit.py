@@ -1,14 +1,14 @@
 """The end of a process: nothing of ours delays it for long or aborts it."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import native_caller
 import pytest
 
+from support.fork_server import start_python
 from support.native import on_both_bases
 
 pytestmark = pytest.mark.processes
@@ -99,15 +99,10 @@ print(statuses)
 """
 
 
-def start(script: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+def start(script: str, *arguments: str, **environ: str) -> Any:
     """Start a script."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script, *arguments],
-        env={"PATH": "/usr/bin:/bin", "RES_OPTIONS": "attempts:0", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {"PATH": "/usr/bin:/bin", "RES_OPTIONS": "attempts:0", **environ}
+    return start_python("-c", script, *arguments, env=env)
 
 
 @pytest.fixture

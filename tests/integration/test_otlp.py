@@ -3,8 +3,8 @@
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.distributed import HashStore
 
 import tracedstore
+from support.fork_server import start_python
 from support.otel_metrics import Distribution, Stream, exposed
 from support.otlp_receiver import (
     OTLPReceiver,
@@ -97,7 +98,7 @@ def receiver() -> Iterator[OTLPReceiver]:
     receiver.close()
 
 
-def start(script: str, endpoint: str = "", **environ: str) -> subprocess.Popen[str]:
+def start(script: str, endpoint: str = "", **environ: str) -> Any:
     """Start a script that pushes to an endpoint."""
     environ = {
         "PATH": "/usr/bin:/bin",
@@ -106,14 +107,7 @@ def start(script: str, endpoint: str = "", **environ: str) -> subprocess.Popen[s
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         **environ,
     }
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start_python("-c", script, env=environ, stdin=PIPE)
 
 
 def tell(child: subprocess.Popen[str], calls: int) -> None:

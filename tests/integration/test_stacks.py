@@ -2,14 +2,14 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.harness import Running, pause, wait_until
+from integration.harness import Script, pause, wait_until
 from support.etcd import free_port
+from support.fork_server import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -65,13 +65,13 @@ def port() -> int:
 
 
 @pytest.fixture
-def job(tmp_path: Path, port: int) -> Iterator[list[Running]]:
+def job(tmp_path: Path, port: int) -> Iterator[list[Script]]:
     """Ranks 0 and 1 of 3 are busy; rank 2 is not started."""
-    ranks: list[Running] = []
+    ranks: list[Script] = []
     try:
         for rank in (0, 1):
-            command = (sys.executable, "-c", RANK, port, rank, 3)
-            ranks.append(Running(tmp_path, "rank", *command, env={"RANK": str(rank)}))
+            command = ("-c", RANK, port, rank, 3)
+            ranks.append(Script(tmp_path, "rank", *command, env={"RANK": str(rank)}))
             wait_until(lambda: "ready" in ranks[-1].errors())
         yield ranks
     finally:
@@ -82,16 +82,10 @@ def job(tmp_path: Path, port: int) -> Iterator[list[Running]]:
 def tracedstore(port: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command on the job's store."""
     store = f"tcp://127.0.0.1:{port}"
-    return subprocess.run(
-        [Path(sys.executable).parent / "tracedstore", *arguments, "--store", store],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return run_python("-m", "tracedstore.tools.cli.main", *arguments, "--store", store)
 
 
-def test_busy_stopped_and_not_started(job: list[Running], port: int) -> None:
+def test_busy_stopped_and_not_started(job: list[Script], port: int) -> None:
     """Each rank is shown as what it is; a silent rank is exit code 2."""
     pause(job[1].pid)
 
@@ -113,14 +107,14 @@ def test_busy_stopped_and_not_started(job: list[Running], port: int) -> None:
 
 
 @pytest.fixture
-def collectives(tmp_path: Path, port: int) -> Iterator[list[Running]]:
+def collectives(tmp_path: Path, port: int) -> Iterator[list[Script]]:
     """Four ranks, of which three are in collectives and wait for rank 3."""
-    ranks: list[Running] = []
+    ranks: list[Script] = []
     try:
         for rank in range(4):
-            command = (sys.executable, "-c", COLLECTIVES, port, rank, 4)
+            command = ("-c", COLLECTIVES, port, rank, 4)
             env = {"RANK": str(rank)}
-            ranks.append(Running(tmp_path, f"rank{rank}", *command, env=env))
+            ranks.append(Script(tmp_path, f"rank{rank}", *command, env=env))
         for process in ranks:
             wait_until(lambda: "ready" in process.errors())  # noqa: B023 - called in this turn
         yield ranks
@@ -129,7 +123,7 @@ def collectives(tmp_path: Path, port: int) -> Iterator[list[Running]]:
             process.kill()
 
 
-def test_hang_in_collectives(collectives: list[Running], port: int) -> None:
+def test_hang_in_collectives(collectives: list[Script], port: int) -> None:
     """No Store call shows it: the rank that is not in a collective has a group."""
 
     def stacks() -> str:
@@ -153,7 +147,7 @@ def test_hang_in_collectives(collectives: list[Running], port: int) -> None:
     assert titles[-1].startswith("ranks 1-2")
 
 
-def test_status_ask(job: list[Running], port: int) -> None:
+def test_status_ask(job: list[Script], port: int) -> None:
     """What unblocked ranks do; without --ask no rank is asked."""
     answers = json.loads(tracedstore(port, "status", "--ask", "--json").stdout)
     assert [one["rank"] for one in answers["answers"]] == [0, 1]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from support.fork_server import run_python
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/tracedstore"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,7 +60,7 @@ class TestExamples:
         text = (ROOT / "README.md").read_text("utf-8")
         (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
-        completed = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run_python("-c", example)
 
         assert completed.returncode == 0, completed.stderr
         assert re.search(
@@ -74,7 +76,7 @@ class TestExamples:
             r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL
         )[0]
 
-        completed = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run_python("-c", example)
 
         assert completed.stdout == printed, completed.stderr
         assert printed.splitlines()[1] in (ROOT / "README.md").read_text("utf-8")
@@ -88,7 +90,7 @@ class TestExamples:
         for name, value in {**worker, "MASTER_PORT": str(server.port)}.items():
             monkeypatch.setenv(name, value)
 
-        completed = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run_python("-c", example)
 
         assert completed.returncode == 0, completed.stderr
         assert server.check(["checkpoint/1/last_member"])
@@ -117,7 +119,7 @@ class TestExamples:
             "print(type(group_store.underlying_store.underlying_store))\n"
         )
 
-        completed = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run_python("-c", example)
 
         assert completed.stdout.splitlines() == [
             "<class 'tracedstore.store.TracedStore'>"
@@ -128,7 +130,7 @@ class TestExamples:
         text = (ROOT / "docs/torchrun.md").read_text("utf-8")
         (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
-        completed = run(sys.executable, "-W", "ignore", "-c", example)
+        completed = run_python("-c", example)
 
         assert (completed.stdout, completed.returncode) == ("True\n", 0), (
             completed.stderr

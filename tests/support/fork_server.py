@@ -1,12 +1,13 @@
 """Starts Python processes by forking one that has imported torch.
 
-Importing torch takes two seconds of CPU time, and the tests start hundreds of
+Importing torch takes two to three seconds of CPU time, and the tests start hundreds of
 processes. The server has no thread of its own and has called nothing of this package,
 so that a forked process starts like a new one. What depends on the start of the
 interpreter, such as its environment in /proc, needs a process of its own.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -16,9 +17,15 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+import types
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from subprocess import DEVNULL, PIPE
+from typing import IO, Any, NamedTuple, Self
+
+import coverage
 
 _TESTS = Path(__file__).parent.parent
 # Bounds the length of arguments and environment.
@@ -26,30 +33,133 @@ _MAX_REQUEST = 1 << 20
 
 
 class _Request(NamedTuple):
-    module: str
-    args: list[str]
+    """What a forked process executes.
+
+    Attributes:
+        command: The arguments of ``python``, which begin with ``-c`` or ``-m``.
+        env: Its environment.
+        folder: Its working directory.
+    """
+
+    command: list[str]
     env: dict[str, str]
+    folder: str
 
 
 class ForkedProcess:
     """A process of the server, with the part of Popen's interface that tests use."""
 
     def __init__(
-        self, pid: int, status: "Future[int]", stdin: int, stdout: int
+        self,
+        command: list[str],
+        pid: int,
+        status: "Future[int]",
+        pipes: list[int | None],
     ) -> None:
+        self.args = command
         self.pid = pid
-        self.stdin = os.fdopen(stdin, "w")
-        self.stdout = os.fdopen(stdout)
         self._status = status
+        stdin, stdout, stderr = pipes
+        self.stdin: Any = None if stdin is None else os.fdopen(stdin, "w")
+        self.stdout: Any = None if stdout is None else os.fdopen(stdout)
+        self.stderr: Any = None if stderr is None else os.fdopen(stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._close()
+        self.wait()
 
     @property
     def returncode(self) -> int | None:
         """The exit status, None while it runs."""
         return self._status.result() if self._status.done() else None
 
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+        return self.returncode
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; return the exit status."""
         return self._status.result(timeout)
+
+    def communicate(
+        self, given: str | None = None, timeout: float | None = None
+    ) -> tuple[Any, Any]:
+        """Write to its input, and read its outputs to their end."""
+        if given is not None:
+            self.stdin.write(given)
+        if self.stdin is not None:
+            self.stdin.close()
+        outputs = (self.stdout, self.stderr)
+        pool = ThreadPoolExecutor(2)
+        reading = [pool.submit(one.read) if one else None for one in outputs]
+        try:
+            out, errors = (one and one.result(timeout) for one in reading)
+            self.wait(timeout)
+        except TimeoutError:
+            self.kill()
+            raise
+        finally:
+            pool.shutdown(wait=False)
+        self._close()
+        return out, errors
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def start_python(
+    *command: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: int | IO[Any] = DEVNULL,
+    stdout: int | IO[Any] = PIPE,
+    stderr: int | IO[Any] = PIPE,
+) -> "subprocess.Popen[str] | ForkedProcess":
+    """Start Python with ``-c`` or ``-m``, in a session of its own, without warnings.
+
+    The arguments are those of Popen. Under coverage the interpreter is a new one,
+    because coverage begins when an interpreter starts.
+    """
+    arguments = [str(part) for part in command]
+    environ = dict(os.environ if env is None else env)
+    if coverage.Coverage.current() is not None:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", *arguments],
+            env=environ,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    return fork_server().start(
+        _Request(arguments, environ, str(cwd or Path.cwd())), (stdin, stdout, stderr)
+    )
+
+
+def run_python(
+    *command: object, timeout: float = 240.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python as `start_python` starts it, and wait for its end."""
+    process = start_python(*command, **options)
+    out, errors = process.communicate(timeout=timeout)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 class ForkServer:
@@ -71,20 +181,34 @@ class ForkServer:
         atexit.register(self.stop)
 
     def start(
-        self, module: str, *args: str, env: dict[str, str], errors: int
+        self, request: _Request, streams: tuple[int | IO[Any], ...]
     ) -> ForkedProcess:
-        """Run a module in a forked process, as `python -m` does."""
-        stdin, writing = os.pipe()
-        reading, stdout = os.pipe()
-        request = _Request(module, list(args), {**os.environ, **env})
+        """Fork a process with these standard streams, of which some may be PIPE."""
+        theirs: list[int] = []
+        pipes: list[int | None] = []
+        opened: list[int] = []
+        for number, stream in enumerate(streams):
+            pipes.append(None)
+            if stream == PIPE:
+                reading, writing = os.pipe()
+                pipes[-1], their_end = (
+                    (writing, reading) if number == 0 else (reading, writing)
+                )
+                opened.append(their_end)
+            elif stream == DEVNULL:
+                their_end = os.open(os.devnull, os.O_RDWR)
+                opened.append(their_end)
+            else:
+                their_end = stream if isinstance(stream, int) else stream.fileno()
+            theirs.append(their_end)
         message = json.dumps(request).encode()
         with self._lock:
             self._started = Future()
-            socket.send_fds(self._socket, [message], [stdin, stdout, errors])
-            pid = self._started.result(60)
-        os.close(stdin)
-        os.close(stdout)
-        return ForkedProcess(pid, self._ends[pid], writing, reading)
+            socket.send_fds(self._socket, [message], theirs)
+            pid = self._started.result(240)
+        for descriptor in opened:
+            os.close(descriptor)
+        return ForkedProcess(request.command, pid, self._ends[pid], pipes)
 
     def stop(self) -> None:
         """End the server, but not the processes that it started."""
@@ -141,10 +265,10 @@ def _serve(control: socket.socket) -> _Request | None:
             if pid == 0:
                 for pidfd in running:
                     os.close(pidfd)
+                control.close()
                 for standard, given in enumerate(descriptors):
                     os.dup2(given, standard)
                 os.closerange(3, max(descriptors) + 1)
-                control.close()
                 os.setsid()
                 return _Request(*json.loads(request))
             for given in descriptors:
@@ -155,17 +279,41 @@ def _serve(control: socket.socket) -> _Request | None:
             control.send(json.dumps([pid, None]).encode())
 
 
+def _execute(request: _Request) -> None:
+    """Execute a module or code as the interpreter does, in this process."""
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.env)
+    warnings.simplefilter("ignore")
+    # New ones, because a stream keeps what kind of file it had at first.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the end
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    sys.stderr = open(  # noqa: SIM115 - until the end
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
+    folders = request.env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [one for one in folders if one and one not in sys.path]
+    option, given, *arguments = request.command
+    if option == "-m":
+        sys.argv[1:] = arguments
+        runpy.run_module(given, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(given, "<string>", "exec"), main.__dict__)
+
+
 if __name__ == "__main__":
     import structlog  # noqa: F401 - imported before the fork
     import torch.distributed.elastic.rendezvous.registry  # noqa: F401
 
     import tracedstore  # noqa: F401
 
+    # The collections of a forked process would copy the memory of all that is here.
+    gc.collect()
+    gc.freeze()
     # A worker of pytest may ignore it, and a shell's background jobs do.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _request is not None:
-        os.environ.clear()
-        os.environ.update(_request.env)
-        sys.argv[1:] = _request.args
-        runpy.run_module(_request.module, run_name="__main__", alter_sys=True)
+        _execute(_request)

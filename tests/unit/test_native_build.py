@@ -3,14 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import tracedstore
+from support.fork_server import run_python
 from tracedstore.common.errors import CommandError
 from tracedstore.native import build, load
 
@@ -174,18 +173,14 @@ class TestFallBack:
 
 def run(script: str, directory: Path, core: str) -> str:
     """Run a script in a process that finds builds in this directory only."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(directory)],
+    done = run_python(
+        *("-c", script, directory),
         env={
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(Path(tracedstore.__file__).parents[1]),
             "XDG_CACHE_HOME": str(directory / "cache"),
             "TRACEDSTORE_CORE": core,
         },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
     )
     return done.stdout
 

@@ -1,7 +1,5 @@
 """Threads and signal handlers that wrap the first stores of a process at once."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 import tracedstore
+from support.fork_server import run_python
 from tracedstore.common.identity import StoreIdentity
 from tracedstore.native.calls import NativeRecording
 from tracedstore.recording.recorder import RECORDER
@@ -80,14 +79,8 @@ print([type(store) is tracedstore.TracedStore for store in wrapped])
 def run(script: str, folder: Path) -> list[str]:
     """Run a script in a new process, where nothing is loaded; return its lines."""
     source = str(Path(tracedstore.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script + COUNTS, str(folder)],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": source}
+    done = run_python("-c", script + COUNTS, folder, env=env)
     assert done.stderr == ""
     return done.stdout.splitlines()
 

@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from torch.distributed import HashStore
 
 import tracedstore
+from support.fork_server import run_python
 from tracedstore import ConfigurationError
 from tracedstore.export.http_endpoint import facts_page
 from tracedstore.export.setup import set_identity
@@ -23,10 +24,16 @@ SOURCE = str(Path(tracedstore.__file__).parents[1])
 
 
 def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a new Python process, where nothing is configured."""
+    """Run a script in a process where nothing is configured."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCE, **environ}
+    return run_python("-c", script, env=env)
+
+
+def run_with_imports(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCE, **environ},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
         timeout=240,
@@ -39,7 +46,7 @@ class TestImport:
 
     def test_no_side_effects(self) -> None:
         """It starts no thread, registers no metric and loads no SDK and no etcd."""
-        done = run(
+        done = run_with_imports(
             "import sys, threading, torch.distributed\n"
             "import prometheus_client, structlog\n"
             "threads = threading.active_count()\n"
@@ -398,7 +405,7 @@ class TestTracing:
 
 def test_healthy_worker_does_not_import_what_it_does_not_need() -> None:
     """Each of them takes processor time at every start and restart of every worker."""
-    done = run(
+    done = run_with_imports(
         "import sys, torch.distributed as dist, tracedstore\n"
         "tracedstore.wrap(dist.HashStore()).set('key', 'value')\n"
         "print(*(name for name in ('structlog', 'rich', 'pygments', 'attr',"
