@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakSet
 
 from tracedstore import names
 from tracedstore.common.errors import TracedStoreError
@@ -23,7 +22,8 @@ from tracedstore.recording.recorder import RECORDER
 
 # Seconds to read one store.
 _READ_TIMEOUT = 3.0
-_being_read: WeakSet[Any] = WeakSet()
+# The ids of what is being read. The thread that reads it keeps it alive.
+_being_read: set[int] = set()
 
 
 def reset() -> None:
@@ -50,7 +50,7 @@ def targets(*, per_node: bool = False) -> list[dict[str, Any]]:
         reads[AGENT_WORKERS] = partial(_registered_workers, AGENT_WORKERS.environ)
     for store, read in reads.items():
         # A store that hung the last time may still hang; one thread in it is enough.
-        if store in _being_read:
+        if id(store) in _being_read:
             continue
         with suppress(Exception):
             registry = run_with_timeout(_READ_TIMEOUT, partial(_read, store, read))
@@ -74,11 +74,11 @@ def invalid_entries(count: int) -> str:
 def _read(
     store: Any, read: Callable[[], rank_registry.Registry]
 ) -> rank_registry.Registry:
-    _being_read.add(store)
+    _being_read.add(id(store))
     try:
         return read()
     finally:
-        _being_read.discard(store)
+        _being_read.discard(id(store))
 
 
 def _registered(handle: Any, world_size: int) -> rank_registry.Registry:
