@@ -58,7 +58,7 @@ using Bytes = std::vector<uint8_t>;
 using Keys = std::vector<std::string>;
 using Milliseconds = std::chrono::milliseconds;
 
-// Names as Python callers spell them; `core.operation.METHODS` describes them.
+// Names as Python callers spell them; `recording.operation.METHODS` describes them.
 enum Method : int {
   SET,
   GET,
@@ -101,7 +101,7 @@ constexpr int MAX_DEPTH = 4;
 // call waits for; of other calls the first ones are shown.
 constexpr size_t MAX_BLOCKED_KEYS = 8192, MAX_SHOWN_KEYS = 16;
 constexpr size_t RING_SIZE = 1024;
-// Of barriers that C++ takes; `coordination.ranges.MAX_RANKS` is the same.
+// Of barriers that C++ takes; `common.ranges.MAX_RANKS` is the same.
 constexpr int64_t MAX_RANKS = 1'000'000;
 constexpr double MAX_TIMEOUT_SECONDS = 1e9;
 
@@ -170,7 +170,7 @@ py::object take_exception() {
 // The thread that runs signal handlers, by pthread_self.
 std::atomic<pthread_t> main_thread{};
 
-// The helper threads of `core.signal_safety`, set once and never released.
+// The helper threads of `common.signal_safety`, set once and never released.
 PyObject* idle_helpers = nullptr;
 PyObject* start_thread = nullptr;
 PyObject* serve = nullptr;
@@ -892,7 +892,7 @@ py::object bytes_object(const Bytes& value) {
       reinterpret_cast<const char*>(value.data()), static_cast<Py_ssize_t>(value.size()));
 }
 
-// The entry of a rank in the ledger, as `coordination.protocol.encode_arrival` makes
+// The entry of a rank in the ledger, as `coordination.arrivals.encode_arrival` makes
 // it: the rank and the time, in seconds since the epoch, with the highest byte first.
 Bytes arrival(int64_t rank) {
   timespec now{};
@@ -945,7 +945,7 @@ bool try_to_read(NativeStore& store, const std::string& key, Bytes& value) {
 
 // What a rank does at a barrier, and what came of it: each step is one call from Python,
 // because most of what a barrier takes is Python code in cold caches. For stores that
-// have append; `coordination.meeting.Meeting` is the same in Python, for all others. The
+// have append; `coordination.arrivals.Meeting` is the same in Python, for all others. The
 // calls are recorded like any other. None gets a span within the budget, because the
 // span of the barrier covers it.
 //
@@ -1011,7 +1011,7 @@ class Meeting {
   // round trip, because a TCPStore does not reply to a set. That reads the ledger, if
   // this rank is in it.
   void complete(NativeStore& store) {
-    // As `coordination.protocol.last_arrival` makes it.
+    // As `coordination.arrivals.last_arrival` makes it.
     const Bytes written = bytes_of("{\"rank\": " + std::to_string(rank_) + "}");
     Bytes read;
     bool suspicious = !in_ledger;
