@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 import tracedstore
 from integration.harness import operation_count
 from support.native import on_both_bases
+from tracedstore.common.threads import DaemonThread
 from tracedstore.diagnosis import service
 from tracedstore.diagnosis.connection import connecting
 from tracedstore.diagnosis.connection.addresses import ConnectTarget
@@ -65,14 +66,12 @@ def test_recording_comes_back_after_a_minute(
     clock.now += 59.0
     watch._report()
     store.set("key", "1")
-    assert not RECORDER.on
-    assert count() == 0
+    assert (RECORDER.on, count()) == (False, 0)
     clock.now += 1.0
     watch._report()
     store.set("key", "2")
 
-    assert RECORDER.on
-    assert count() == 1
+    assert (RECORDER.on, count()) == (True, 1)
 
 
 def test_refused_thread_is_started_by_a_later_call(
@@ -82,7 +81,7 @@ def test_refused_thread_is_started_by_a_later_call(
     refused = [True]
     attempts = []
 
-    class Thread(service.DaemonThread):
+    class Thread(DaemonThread):
         def start(self) -> None:
             attempts.append(clock.now)
             if refused[0]:
@@ -93,15 +92,14 @@ def test_refused_thread_is_started_by_a_later_call(
     monkeypatch.setattr(setup, "time", clock)
 
     watch.start()
-    assert not watch._diagnosis.is_running
+    running = [watch._diagnosis.is_running]
     refused[0] = False
-    clock.now += 9.0
-    watch.start()
-    assert not watch._diagnosis.is_running
-    clock.now += 1.0
-    watch.start()
+    for seconds in (9.0, 1.0):
+        clock.now += seconds
+        watch.start()
+        running.append(watch._diagnosis.is_running)
 
-    assert watch._diagnosis.is_running
+    assert running == [False, False, True]
     assert attempts == [1000.0, 1010.0]
 
 
