@@ -286,7 +286,7 @@ in_child(check)
             self.SCRIPT
             + """
 from tracedstore.diagnosis.judgement import stall_reports
-from tracedstore.common import causes
+from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.local.host_ranks import AGENT_WORKERS, Worker
 from tracedstore.export import discovery
 
@@ -296,7 +296,7 @@ AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
 AGENT_WORKERS.environ = {"RANK": "0"}
 stall_reports._kept["what"] = stall_reports.claim("what")
 claimed = stall_reports._kept["what"].fileno()
-causes._probed["host", 1] = 0.0, ""
+connection_attempt._probed["host", 1] = 0.0, ""
 discovery._being_read.add(store)
 
 def check():
@@ -309,13 +309,13 @@ def check():
         AGENT_WORKERS.workers,
         dict(AGENT_WORKERS.environ),
         stall_reports._kept,
-        causes._probed,
+        connection_attempt._probed,
         len(discovery._being_read),
     )
 
 in_child(check)
 os.fstat(claimed)
-assert AGENT_WORKERS.workers and causes._probed
+assert AGENT_WORKERS.workers and connection_attempt._probed
 """
         )
 

@@ -8,17 +8,12 @@ both.
 """
 
 import errno
-import math
-import os
 import socket
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal, get_args
 
 from tracedstore.common.errors import error_message
-from tracedstore.common.threads import run_with_timeout
 
 # Why a rank does not arrive where others wait for it, the worst first.
 Cause = Literal[
@@ -67,16 +62,7 @@ def worst(causes: Iterable[Cause]) -> Cause:
 _MAX_CHAIN = 8
 
 # Seconds for connecting once more to an endpoint that did not answer.
-_CONNECT_TIMEOUT = 2.0
-# Seconds for connecting once, name lookup included, and for which the result is used:
-# a job that tries again must not wait for it each time.
-PROBE_TIMEOUT: Final = 1.0
-_PROBE_VALID: Final = 10.0
-_MAX_PROBED: Final = 64
-# When a server was probed, by ``time.monotonic``, and with which result.
-_probed: dict[tuple[str, int], tuple[float, str]] = {}
-# A thread of the parent may have been writing.
-os.register_at_fork(after_in_child=_probed.clear)
+_PROBE_TIMEOUT = 2.0
 
 NAME_RESOLUTION = "name_resolution"
 REFUSED = "refused"
@@ -276,29 +262,10 @@ def describe(error: Exception, host: str) -> str:
 def probe_endpoint(host: str, port: int) -> str:
     """Connect once; return the cause if that fails, else ""."""
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT).close()
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
     except OSError as error:
         return classify(error)
     return ""
-
-
-def probe_server(host: str, port: int) -> str:
-    """Connect once; return "" or the cause of the failure.
-
-    Takes a second at most. The result is used again for 10 s.
-    """
-    now = time.monotonic()
-    probed_at, result = _probed.get((host, port), (-math.inf, ""))
-    if now - probed_at < _PROBE_VALID:
-        return result
-    try:
-        result = run_with_timeout(PROBE_TIMEOUT, partial(probe_endpoint, host, port))
-    except TimeoutError:
-        result = NO_ANSWER
-    if len(_probed) >= _MAX_PROBED:
-        _probed.clear()
-    _probed[host, port] = now, result
-    return result
 
 
 @dataclass(frozen=True, slots=True)

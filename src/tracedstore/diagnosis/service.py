@@ -7,22 +7,22 @@ when its store responds. `Diagnosis.check_stores` runs in the watcher: it starts
 other thread, and reports stores that do not respond.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.common import threads
 from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import process_identity
-from tracedstore.common.late_import import late_import
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.threads import DaemonThread
+from tracedstore.diagnosis.connection.connection_attempt import examine_server
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_calls import (
     blocked_calls,
     examine_after,
@@ -38,17 +38,6 @@ from tracedstore.diagnosis.store_diagnosis import (
 )
 from tracedstore.recording.counters import ActiveCall, Call
 from tracedstore.recording.recorder import Recorder
-
-if TYPE_CHECKING:
-    from tracedstore.diagnosis.connection.connection_attempt import examine_server
-    from tracedstore.diagnosis.judgement import stall_reports
-    from tracedstore.diagnosis.judgement.verdict import Verdict
-else:
-    _DIAGNOSIS = "tracedstore.diagnosis."
-    examine_server = late_import(
-        _DIAGNOSIS + "connection.connection_attempt", "examine_server"
-    )
-    stall_reports = late_import(_DIAGNOSIS + "judgement.stall_reports")
 
 # Seconds that a call which timed out before a verdict was found waits for one: a share
 # of its own duration, between these bounds. Shorter calls than the minimum get none.

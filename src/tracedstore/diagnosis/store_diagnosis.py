@@ -9,8 +9,6 @@ waits for, and reads the verdict of another process or finds one if it is electe
 next round begins when the wait has doubled.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -18,15 +16,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import ref
 
 from torch.distributed import DistError
 
 from tracedstore.common import election
-from tracedstore.common.causes import probe_server
 from tracedstore.common.identity import bottom_of, number, process_identity
-from tracedstore.common.late_import import late_import
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import Member
@@ -42,6 +38,11 @@ from tracedstore.diagnosis.ask.questions import (
     polling_interval_of_rank,
 )
 from tracedstore.diagnosis.ask.responder import Responder
+from tracedstore.diagnosis.connection.connection_attempt import probe_server
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.inquiry import inquire, still_holds
+from tracedstore.diagnosis.judgement.stall_reports import LOOKERS, VERDICT
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_calls import (
     answer_timeout,
     describe_call,
@@ -49,33 +50,16 @@ from tracedstore.diagnosis.observe.blocked_calls import (
     timeout_of,
     waited_seconds,
 )
+from tracedstore.diagnosis.observe.blocked_record import (
+    BlockedRecord,
+    publish_blocked,
+    withdraw_blocked,
+)
 from tracedstore.diagnosis.observe.incarnations import check_replaced
 from tracedstore.local.sockets import host_has_agent
 from tracedstore.naming import decoders
 from tracedstore.recording.counters import ActiveCall, StoreState, handle_of, store_of
 from tracedstore.recording.recorder import Recorder
-
-if TYPE_CHECKING:
-    from tracedstore.diagnosis.judgement import stall_reports
-    from tracedstore.diagnosis.judgement.inquiry import inquire, still_holds
-    from tracedstore.diagnosis.judgement.verdict import Verdict
-    from tracedstore.diagnosis.observe.blocked_record import (
-        BlockedRecord,
-        publish_blocked,
-        withdraw_blocked,
-    )
-else:
-    _DIAGNOSIS = "tracedstore.diagnosis."
-    stall_reports = late_import(_DIAGNOSIS + "judgement.stall_reports")
-    inquire = late_import(_DIAGNOSIS + "judgement.inquiry", "inquire")
-    still_holds = late_import(_DIAGNOSIS + "judgement.inquiry", "still_holds")
-    Verdict = late_import(_DIAGNOSIS + "judgement.verdict", "Verdict")
-    publish_blocked = late_import(
-        _DIAGNOSIS + "observe.blocked_record", "publish_blocked"
-    )
-    withdraw_blocked = late_import(
-        _DIAGNOSIS + "observe.blocked_record", "withdraw_blocked"
-    )
 
 # The number of verdicts so far: each round of looking has a counter of its own.
 _VERDICT_COUNT: Final = "tracedstore/VERDICTS"
@@ -137,7 +121,7 @@ class Wait:
     """
 
     active: ActiveCall
-    store: StoreDiagnosis
+    store: "StoreDiagnosis"
     record: BlockedRecord | None = None
     verdict: Verdict | None = None
     current: bool = False
@@ -583,16 +567,14 @@ class StoreDiagnosis:
         """Return the position of this process among those that look, from 1."""
         # add() with 0 reads a counter on every store.
         number = self.connection.add(_VERDICT_COUNT, 0)
-        return election.take_position(
-            self.connection, f"{stall_reports.LOOKERS}/{number}"
-        )
+        return election.take_position(self.connection, f"{LOOKERS}/{number}")
 
     def read_verdict(self, record: BlockedRecord, since: float) -> Verdict | None:
         """Return the latest verdict if it covers a blocked call of this rank."""
         allowance = self._verdict_allowance
-        if allowance.is_spent or not self.connection.check([stall_reports.VERDICT]):
+        if allowance.is_spent or not self.connection.check([VERDICT]):
             return None
-        value = read_key(self.connection, stall_reports.VERDICT)
+        value = read_key(self.connection, VERDICT)
         allowance.spend_bytes(len(value))
         verdict = Verdict.from_bytes(value, self.member.world_size)
         until = time.time() + _CLOCK_TOLERANCE
@@ -606,7 +588,7 @@ class StoreDiagnosis:
 
     def publish_verdict(self, verdict: Verdict) -> None:
         """Publish a verdict for the other ranks and for ``tracedstore status``."""
-        self.connection.set(stall_reports.VERDICT, verdict.to_bytes())
+        self.connection.set(VERDICT, verdict.to_bytes())
         self.connection.add(_VERDICT_COUNT, 1)
 
     def withdraw_outlived(self) -> None:

@@ -28,6 +28,8 @@ from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
 from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
+from tracedstore.diagnosis.connection import connection_attempt
+from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export import discovery
@@ -608,6 +610,8 @@ def _after_fork() -> None:
     rank_registry.reset()
     torch_keys.forget_groups()
     AGENT_RESPONDER.reset()
+    stall_reports.reset()
+    connection_attempt.reset()
     discovery.reset()
     if _process.telemetry is not None:
         _process.telemetry.reset()

@@ -10,8 +10,6 @@ second client, which does not count as one that joined, registers this rank, pub
 what it waits for, and reads which ranks have registered.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -21,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -29,55 +27,36 @@ from tracedstore import names
 from tracedstore.common import causes, ranges
 from tracedstore.common.causes import REMEDIES, worst
 from tracedstore.common.identity import host_name, restart_count
-from tracedstore.common.late_import import late_import
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.threads import pause, run_with_timeout, start_bounded_thread
 from tracedstore.coordination import rank_registry
 from tracedstore.diagnosis.ask.questions import ask_ranks
+from tracedstore.diagnosis.connection import connection_attempt, file_store
 from tracedstore.diagnosis.connection.addresses import ConnectTarget, check_loopback
+from tracedstore.diagnosis.connection.connection_attempt import (
+    PHASE,
+    ConnectionAttempt,
+    count_joined,
+)
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
+from tracedstore.diagnosis.judgement.verdict import (
+    MAX_AWAITED,
+    AwaitedRank,
+    Verdict,
+    describe_rank,
+)
 from tracedstore.diagnosis.observe import incarnations
+from tracedstore.diagnosis.observe.blocked_record import (
+    BlockedRecord,
+    publish_blocked,
+    withdraw_blocked,
+)
 from tracedstore.local.facts import LocalIdentity, ProcessFacts
 from tracedstore.local.sockets import local_processes
 from tracedstore.naming.decoders import auto, by_host, default_name, name_of
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER
-
-if TYPE_CHECKING:
-    from tracedstore.diagnosis.connection import connection_attempt, file_store
-    from tracedstore.diagnosis.connection.connection_attempt import (
-        ConnectionAttempt,
-        count_joined,
-    )
-    from tracedstore.diagnosis.judgement import stall_reports
-    from tracedstore.diagnosis.judgement import verdict as verdicts
-    from tracedstore.diagnosis.judgement.verdict import (
-        AwaitedRank,
-        Verdict,
-        describe_rank,
-    )
-    from tracedstore.diagnosis.observe.blocked_record import (
-        BlockedRecord,
-        publish_blocked,
-        withdraw_blocked,
-    )
-else:
-    _DIAGNOSIS = "tracedstore.diagnosis."
-    connection_attempt = late_import(_DIAGNOSIS + "connection.connection_attempt")
-    file_store = late_import(_DIAGNOSIS + "connection.file_store")
-    count_joined = late_import(
-        _DIAGNOSIS + "connection.connection_attempt", "count_joined"
-    )
-    stall_reports = late_import(_DIAGNOSIS + "judgement.stall_reports")
-    verdicts = late_import(_DIAGNOSIS + "judgement.verdict")
-    Verdict = late_import(_DIAGNOSIS + "judgement.verdict", "Verdict")
-    describe_rank = late_import(_DIAGNOSIS + "judgement.verdict", "describe_rank")
-    BlockedRecord = late_import(_DIAGNOSIS + "observe.blocked_record", "BlockedRecord")
-    publish_blocked = late_import(
-        _DIAGNOSIS + "observe.blocked_record", "publish_blocked"
-    )
-    withdraw_blocked = late_import(
-        _DIAGNOSIS + "observe.blocked_record", "withdraw_blocked"
-    )
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)
 # Seconds between joining and registering, in which a rank wraps its store: how often to
@@ -156,7 +135,7 @@ class ServerSide:
         found = replace(found, waited_seconds=waited_seconds)
         with self._lock:
             if not self._withdrawn:
-                self._client.set(stall_reports.VERDICT, found.to_bytes())
+                self._client.set(VERDICT, found.to_bytes())
         return found
 
     def _count(self, attempt: ConnectionAttempt) -> tuple[set[int], int | None]:
@@ -187,7 +166,7 @@ class ServerSide:
             self._withdrawn = True
             if self._client is not None:
                 withdraw_blocked(self._client, self._rank)
-                self._client.delete_key(stall_reports.VERDICT)
+                self._client.delete_key(VERDICT)
 
     def _absent(self) -> set[int]:
         present = rank_registry.registered_ranks(self._client, self._world_size)
@@ -218,7 +197,7 @@ class ServerSide:
         if others:
             cause, evidence = "duplicate", (*others, *evidence)
         return Verdict(
-            phase=connection_attempt.PHASE,
+            phase=PHASE,
             cause=cause,
             awaited=awaited,
             awaited_ranks=ranks,
@@ -297,14 +276,14 @@ class ServerSide:
             attempt=restart_count(os.environ),
             operation="connect",
             keys=(),
-            phase=connection_attempt.PHASE,
+            phase=PHASE,
             awaits=tuple(sorted(absent)),
             started=self._started,
         )
 
     def _ask(self, ranks: Collection[int]) -> Answers:
         """Ask the first absent ranks: some may have a process on this host."""
-        first = sorted(ranks)[: verdicts.MAX_AWAITED]
+        first = sorted(ranks)[:MAX_AWAITED]
         return ask_ranks(self._client, {}, first, self._world_size, _ANSWER_TIMEOUT)
 
     def _awaited(
@@ -313,7 +292,7 @@ class ServerSide:
         """Describe the first absent ranks."""
         decoder = auto(os.environ)
         awaited = []
-        for rank in sorted(ranks)[: verdicts.MAX_AWAITED]:
+        for rank in sorted(ranks)[:MAX_AWAITED]:
             host = name_of(decoder, rank)
             host = "" if host == default_name(rank) else host
             awaited.append(describe_rank(rank, answers.get(rank), None, host))
@@ -455,8 +434,7 @@ class ConnectingPhase:
         if self._reported is not None:
             waited = self._waited()
             stall_reports.resumed(self, replace(self._reported, waited_seconds=waited))
-        if self._claimed:
-            stall_reports.release_claim(self._claimed)
+        stall_reports.release_claim(self._claimed)
 
     def _reach_after(self, cause: str) -> connection_attempt.ConnectionAttempt:
         """Return what a connection attempt runs into after torch's have failed.

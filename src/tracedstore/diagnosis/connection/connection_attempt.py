@@ -9,6 +9,7 @@ server echoes. A server that echoes it is a TCPStore. The server keeps nothing o
 request. A test compares these requests with those of the installed torch.
 """
 
+import math
 import os
 import re
 import socket
@@ -17,13 +18,15 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from tracedstore.common import causes, procfs
-from tracedstore.common.causes import REMEDIES, Cause
+from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
 from tracedstore.common.errors import error_message, error_type
 from tracedstore.common.keys import shown
 from tracedstore.common.procfs import IPAddress
+from tracedstore.common.threads import run_with_timeout
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
     ConnectTarget,
@@ -57,7 +60,15 @@ ANSWERED: Final = "answered"
 HUNG_UP: Final = "hung_up"
 # Who holds the port matters then.
 _NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
+# Seconds for connecting once, name lookup included, and for which the result is used:
+# a job that tries again must not wait for it each time.
+_PROBE_TIMEOUT: Final = 1.0
+_PROBE_VALID: Final = 10.0
+_MAX_PROBED: Final = 64
 _NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
+
+# When a server was probed, by ``time.monotonic``, and with which result.
+_probed: dict[tuple[str, int], tuple[float, str]] = {}
 
 
 def probe_tcpstore(connection: socket.socket) -> bool | None:
@@ -301,6 +312,30 @@ def port_in_use(target: ConnectTarget) -> Verdict:
     )
 
 
+def reset() -> None:
+    """Forget the results, as a forked child must: a thread may have been writing."""
+    _probed.clear()
+
+
+def probe_server(host: str, port: int) -> str:
+    """Connect once; return "" or why that failed, a constant of `common/causes`.
+
+    Takes a second at most. The result is used again for 10 s.
+    """
+    now = time.monotonic()
+    probed_at, result = _probed.get((host, port), (-math.inf, ""))
+    if now - probed_at < _PROBE_VALID:
+        return result
+    try:
+        result = run_with_timeout(_PROBE_TIMEOUT, partial(probe_endpoint, host, port))
+    except TimeoutError:
+        result = causes.NO_ANSWER
+    if len(_probed) >= _MAX_PROBED:
+        _probed.clear()
+    _probed[host, port] = now, result
+    return result
+
+
 def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
     """Return a verdict on the server of a call's store; None if it is not at fault.
 
@@ -335,13 +370,13 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
 
 
 def _server_cause(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
-    result = causes.probe_server(host, port)
+    result = probe_server(host, port)
     if result == causes.REFUSED:
         return "server_gone", "it refuses connections: its process has ended"
     if result == causes.NO_ANSWER:
         return (
             "server_unreachable",
-            f"connecting took longer than {causes.PROBE_TIMEOUT:g} s",
+            f"connecting took longer than {_PROBE_TIMEOUT:g} s",
         )
     if result:
         return "server_unreachable", f"connecting failed: {result}"

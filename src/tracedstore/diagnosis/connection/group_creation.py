@@ -8,8 +8,6 @@ name, size, sockaddr, and the ids of its connections (gloo's transport/tcp/conte
 Any client can write the key, so the value is checked.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import os
@@ -21,14 +19,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracedstore import names
 from tracedstore.common import election, ranges
 from tracedstore.common.codec import printable_text
 from tracedstore.common.errors import error_message
 from tracedstore.common.identity import bottom_of, process_identity, restart_count
-from tracedstore.common.late_import import late_import
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.threads import run_with_timeout, start_bounded_thread
@@ -37,20 +34,13 @@ from tracedstore.coordination.store_access import (
     find_absent,
     side_connection,
 )
+from tracedstore.diagnosis.connection import file_store
+from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.stall_reports import LOOKERS
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
-
-if TYPE_CHECKING:
-    from tracedstore.diagnosis.connection import file_store
-    from tracedstore.diagnosis.judgement import stall_reports
-    from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-else:
-    _DIAGNOSIS = "tracedstore.diagnosis."
-    file_store = late_import(_DIAGNOSIS + "connection.file_store")
-    stall_reports = late_import(_DIAGNOSIS + "judgement.stall_reports")
-    AwaitedRank = late_import(_DIAGNOSIS + "judgement.verdict", "AwaitedRank")
-    Verdict = late_import(_DIAGNOSIS + "judgement.verdict", "Verdict")
 
 _MAX_HOST_NAME = 256
 _MAX_VALUE = 1024 * 1024
@@ -250,9 +240,7 @@ class GroupCreation:
             run_id = process_identity().run_id
             launch = f"{run_id}/{restart_count(os.environ)}/{self.name}"
             with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
-                position = election.take_position(
-                    store, f"{stall_reports.LOOKERS}/{launch}"
-                )
+                position = election.take_position(store, f"{LOOKERS}/{launch}")
             self.elected = election.is_elected(position, reporters=1)
         if self.elected:
             stall_reports.report(self, verdict)

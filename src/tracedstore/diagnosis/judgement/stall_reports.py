@@ -131,9 +131,6 @@ def reset() -> None:
         _kept.popitem()[1].close()
 
 
-os.register_at_fork(after_in_child=reset)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalledJob:
     """A stalled job, as of the last report.

@@ -5,37 +5,26 @@ follow from the keys themselves, if every rank writes one with its rank in it, o
 what ranks wrote to keys of the same family.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tracedstore.common.identity import ProcessIdentity, restart_count
 from tracedstore.common.keys import fold, fold_numbers, replace_number, shown
-from tracedstore.common.late_import import late_import
 from tracedstore.common.ranges import MAX_RANKS
+from tracedstore.coordination.arrivals import BarrierKeys, read_arrivals
+from tracedstore.coordination.barrier import waiting_barrier
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.coordination.store_access import absent_keys
 from tracedstore.diagnosis.observe import torch_keys
+from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
 from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
 from tracedstore.local.facts import KEY_WRITERS, WrittenFamily
 from tracedstore.recording.counters import ActiveCall
 from tracedstore.recording.recorder import Recorder
-
-if TYPE_CHECKING:
-    from tracedstore.coordination import arrivals
-    from tracedstore.coordination.barrier import waiting_barrier
-    from tracedstore.diagnosis.observe import blocked_record
-    from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
-else:
-    # Used only for a call that is blocked.
-    arrivals = late_import("tracedstore.coordination.arrivals")
-    waiting_barrier = late_import("tracedstore.coordination.barrier", "waiting_barrier")
-    blocked_record = late_import("tracedstore.diagnosis.observe.blocked_record")
 
 # The share of `stall_after` after which a call is examined, so that the verdict is
 # known when it is due.
@@ -84,13 +73,13 @@ def describe_call(
         absent = absent_keys(connection, texts)
         if count and not absent:
             return None
-    record = blocked_record.BlockedRecord(
+    record = BlockedRecord(
         rank=member.rank,
         host=ProcessIdentity().host,
         pid=os.getpid(),
         attempt=restart_count(os.environ),
         operation=call.method.name,
-        keys=shown(absent[: blocked_record.MAX_KEYS]),
+        keys=shown(absent[:MAX_KEYS]),
         phase=_phase(call.method.name, absent),
         started=started,
     )
@@ -159,10 +148,8 @@ def _writers(
         absent = list({*known_absent, *absent_keys(connection, siblings)})
     elif (world_size := waiting_barrier(absent[0])) is not None:
         prefix = absent[0].removesuffix("/last_member")
-        arrived = arrivals.read_arrivals(
-            connection, arrivals.BarrierKeys(prefix), world_size
-        )
-        return None if arrived.unidentified_count else arrived.unseen_ranks
+        arrivals = read_arrivals(connection, BarrierKeys(prefix), world_size)
+        return None if arrivals.unidentified_count else arrivals.unseen_ranks
     writers: set[int] = set()
     for key in absent:
         one = meaning(key)

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.common import codec, procfs, ranges
@@ -28,19 +28,11 @@ from tracedstore.common.codec import (
 )
 from tracedstore.common.election import is_elected, take_position
 from tracedstore.common.identity import ProcessIdentity, restart_count
-from tracedstore.common.late_import import late_import
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.coordination.store_access import read_existing
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.recording.telemetry import TELEMETRY
-
-if TYPE_CHECKING:
-    from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-else:
-    AwaitedRank, Verdict = (
-        late_import("tracedstore.diagnosis.judgement.verdict", name)
-        for name in ("AwaitedRank", "Verdict")
-    )
 
 _STALE: Final = "tracedstore/STALE"
 # The number of replacements so far. Each is under this, a slash, and its number modulo
@@ -188,7 +180,7 @@ def launches_in(replacements: Sequence[Replacement]) -> list[str]:
     return _describe_launches(processes, ended, attempts=True)
 
 
-def shared_store(verdict: "Verdict", jobs: Sequence[str]) -> "Verdict":
+def shared_store(verdict: Verdict, jobs: Sequence[str]) -> Verdict:
     """Return a verdict that blames two jobs in one store, and no rank.
 
     They overwrite each other's keys and records, so that a rank named by these may be
@@ -349,7 +341,7 @@ def write_stamp(store: Any, group: str, rank: int) -> None:
     store.set(f"{_STAMPS}/{group}/{rank}", codec.encode(stamp))
 
 
-def find_stale(store: Any, group: str, members: Sequence[int]) -> "Verdict | None":
+def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None:
     """Return a verdict if members of a group have stamps of an earlier attempt only."""
     attempt = restart_count(os.environ)
     keys = [f"{_STAMPS}/{group}/{rank}" for rank in members[:_MAX_MEMBERS_READ]]
