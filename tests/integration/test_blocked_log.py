@@ -4,11 +4,10 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
-
-from support.fork_server import run_python, start_python
 
 pytestmark = pytest.mark.processes
 
@@ -67,9 +66,16 @@ def full_pipe() -> Iterator[int]:
     os.close(read)
 
 
-def run(script: str, stderr: int) -> subprocess.CompletedProcess[str]:
+def run(script: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a script."""
-    return run_python("-c", script, stderr=stderr)
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        [sys.executable, "-W", "ignore", "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=False,
+        **options,
+    )
 
 
 class TestFullPipe:
@@ -90,7 +96,12 @@ class TestFullPipe:
     def test_reader_comes_back(self) -> None:
         """Lines that were queued are written, in order."""
         read, write = os.pipe()
-        child = start_python("-c", MANY_EVENTS, stderr=write)
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", MANY_EVENTS],
+            stdout=subprocess.PIPE,
+            stderr=write,
+            text=True,
+        )
         os.close(write)
         assert child.stdout is not None
         # Nothing is read before the job has emitted everything.
