@@ -77,7 +77,7 @@ for store in (tracedstore.wrap(HashStore()), tracedstore.wrap(server)):
 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 dist.new_group([0])
 dist.destroy_process_group()
-print(json.dumps(sorted(taken)))
+print(json.dumps(sorted(taken)), flush=True)
 os._exit(0)
 """
 
