@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 # Seconds that a stopped process is stopped, and that a slow worker sleeps.
-_PAUSE = 2.0
+_PAUSE = 1.0
 # gloo waits five times as long for a rank to connect.
-_GROUP_TIMEOUT = timedelta(seconds=5)
+_GROUP_TIMEOUT = timedelta(seconds=3)
 
 
 def mark(kind: str, **fields: Any) -> None:
@@ -36,6 +36,14 @@ def started_at() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") - boot
+
+
+def is_traced(dist: Any) -> bool:
+    """Return whether the store of the group, below its prefixes, is a traced one."""
+    store: Any = vars(dist.distributed_c10d)["_get_default_store"]()
+    while type(store) is dist.PrefixStore:
+        store = store.underlying_store
+    return type(store).__module__.startswith("tracedstore")
 
 
 def fail(fault: str) -> None:
@@ -73,7 +81,7 @@ def main() -> None:
     mark("imported")
     dist.init_process_group("gloo", timeout=_GROUP_TIMEOUT)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    mark("group", rank=dist.get_rank(), attempt=attempt)
+    mark("group", rank=dist.get_rank(), attempt=attempt, traced=is_traced(dist))
     # A rank may be of another agent after a restart, so the fault happens once a job.
     once = Path(os.environ["FAULTS_MARKS"]).with_suffix(".once")
     for number in range(steps):

@@ -4,11 +4,14 @@ A job has two agents of torchrun on this host, with two workers each. A seeded f
 hits a worker or an agent at a seeded step. The bare job and the traced one run
 alternately, one at a time. Compared are the exit codes of the agents, the number of
 restarts, and the time from the fault to the end of the job.
+
+Agents and workers are forked from a process that has imported torch, bare or below
+``tracedstore-run``. In one pair of eight all are interpreters of their own, so imports
+and the end of the interpreter are part of the job.
 """
 
 import argparse
 import compileall
-import ctypes
 import json
 import os
 import random
@@ -20,17 +23,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from forked_python import OwnProcess, OwnServer, adopt_orphans
 
 import tracedstore
 from faults.results import Result, markdown
 from tracedstore.auto.command import environment
 
-_WORKER = Path(__file__).with_name("pair_worker.py")
+_AGENT, _WORKER = (
+    Path(__file__).with_name(f"pair_{name}.py") for name in ("agent", "worker")
+)
+_BENCHMARKS = Path(__file__).parents[1]
+# What the agents and workers use.
+_IMPORTS = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.registry",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+)
+_TRACED_IMPORTS = ("tracedstore.auto.replacements", "tracedstore.native.calls")
 _FAULTS = (
     "kill worker",
     "terminate worker",
@@ -43,14 +58,15 @@ _FAULTS = (
 )
 _STEPS = 20
 _RESTARTS = 2
-# Seconds for a whole job; one that takes longer hangs. So does the agent of a job whose
-# other agent was killed after its last step: it waits 300 s for it, bare as well.
+# Seconds for a whole job; one that takes longer hangs.
 _MAX_JOB = 90.0
 # A node that is gone is waited for this long. Both kinds of job have it.
-_CONF = "join_timeout=15,last_call_timeout=1,timeout=30"
+_CONF = "join_timeout=10,last_call_timeout=1,timeout=20,keep_alive_interval=2"
 _MODES = ("bare", "traced")
 # The share of jobs whose attempts share a store.
 _SHARED = 0.25
+# One pair of this many starts its agents and workers as new interpreters.
+_NEW_INTERPRETERS = 8
 # How often both jobs of a pair run again, if they ended in different ways.
 _REPEATS = 2
 
@@ -67,6 +83,9 @@ class Job:
         shared: The workers of a restart use the store of the attempt before, as they do
             by default. They find its keys, so most restarts fail, with a bare store
             too, and chance decides how soon.
+        host: The agent that serves the store of the rendezvous. When its node is gone,
+            the others need not wait for it. None if the first one does that is there.
+        forked: Agents and workers are forked.
     """
 
     number: int
@@ -74,10 +93,17 @@ class Job:
     rank: int
     step: int
     shared: bool
+    host: int | None = None
+    forked: bool = False
 
     def __str__(self) -> str:
         store = "shared" if self.shared else "new"
-        return f"{self.fault}, {store} store, at rank {self.rank}, step {self.step}"
+        host = "" if self.host is None else f", served by agent {self.host}"
+        start = "" if self.forked else ", new interpreters"
+        return (
+            f"{self.fault}, {store} store, at rank {self.rank}, step {self.step}"
+            f"{host}{start}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +114,7 @@ class End:
         codes: The exit codes of the agents, in the order of their start; None for
             one that was killed because it hung.
         restarts: The number of attempts after the first.
+        hit: The fault happened; else the job ended before its step.
         seconds: From the fault to the end of the last agent.
         total: From the start of the job to its end.
         cpu: Seconds of processor time of all its processes.
@@ -96,6 +123,7 @@ class End:
 
     codes: list[int | None]
     restarts: int
+    hit: bool
     seconds: float
     total: float
     cpu: float
@@ -105,99 +133,144 @@ class End:
     def kind(self) -> tuple[Any, ...]:
         """What must be the same with and without tracing."""
         # Which of two equal agents serves the store is chance.
-        return (*sorted(map(str, self.codes)), self.restarts)
+        return (*sorted(map(str, self.codes)), self.restarts, self.hit)
 
 
 def make_job(seed: int, number: int) -> Job:
     """Make a job; it depends on the seed and its number alone."""
     draw = random.Random(f"pairs/{seed}/{number}")
+    forked = number % _NEW_INTERPRETERS != 0
     return Job(
         number=number,
         fault=draw.choice(_FAULTS),
         rank=draw.randrange(4),
         step=draw.randrange(_STEPS),
         shared=draw.random() < _SHARED,
+        host=draw.randrange(2) if forked else None,
+        forked=forked,
     )
 
 
-def run_pair(job: Job, order: int) -> dict[str, list[End]]:
+def run_pair(
+    job: Job, order: int, servers: Mapping[str, OwnServer]
+) -> dict[str, list[End]]:
     """Run a job bare and traced; again, if they did not end in the same way."""
     ends: dict[str, list[End]] = {mode: [] for mode in _MODES}
     modes = _MODES if order % 2 else tuple(reversed(_MODES))
     for _ in range(1 + _REPEATS):
         for mode in modes:
-            ends[mode].append(run_job(job, mode))
+            ends[mode].append(run_job(job, mode, servers))
         if ends["traced"][0].kind in {end.kind for end in ends["bare"]}:
             break
     return ends
 
 
-def run_job(job: Job, mode: str) -> End:
+def run_job(job: Job, mode: str, servers: Mapping[str, OwnServer]) -> End:
     """Run one job to its end, and remove what it leaves behind."""
+    before = _children()
     with tempfile.TemporaryDirectory(prefix="tracedstore-pairs-") as name:
         folder = Path(name)
         marks = folder / "marks.jsonl"
         marks.touch()
         env = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("TRACEDSTORE_")},
+            **_environment(mode),
             "FAULTS_MARKS": str(marks),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if job.shared else "1",
         }
-        if mode == "traced":
-            env = environment(env)
         cpu = _cpu_of_children()
         began = time.monotonic()
-        agents = _start_agents(job, env, folder)
+        agents = _start_agents(job, env, folder, servers[mode])
         try:
             codes = _wait(agents, began + _MAX_JOB)
             ended = time.monotonic()
         finally:
-            _end_job(str(marks))
+            _end_job(before)
         cpu = _cpu_of_children() - cpu
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
-    fault_at = min((m["at"] for m in lines if m["kind"] == "fault"), default=began)
-    attempts = {mark["attempt"] for mark in lines if mark["kind"] == "group"}
+    faults = [mark["at"] for mark in lines if mark["kind"] == "fault"]
+    groups = [mark for mark in lines if mark["kind"] == "group"]
+    if any(group["traced"] != (mode == "traced") for group in groups):
+        raise RuntimeError(f"a worker of a {mode} job is not {mode}")
+    attempts = {group["attempt"] for group in groups}
     return End(
         codes,
         max(len(attempts) - 1, 0),
-        round(ended - fault_at, 3),
+        bool(faults),
+        round(ended - min(faults, default=began), 3),
         round(ended - began, 3),
         round(cpu, 3),
         lines,
     )
 
 
+def _environment(mode: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TRACEDSTORE_")}
+    folders = [str(_BENCHMARKS), *filter(None, [env.get("PYTHONPATH")])]
+    env |= {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    return environment(env) if mode == "traced" else env
+
+
+def start_server(mode: str) -> OwnServer:
+    """Start the process from which the agents of one kind of job are forked."""
+    control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    imports = (*_IMPORTS, *(_TRACED_IMPORTS if mode == "traced" else ()))
+    command = (sys.executable, "-W", "ignore", "-m", "forked_python")
+    with remote:
+        subprocess.Popen(
+            [*command, str(remote.fileno()), *imports],
+            env=_environment(mode),
+            pass_fds=[remote.fileno()],
+            start_new_session=True,
+        )
+    return OwnServer(control)
+
+
 def _start_agents(
-    job: Job, env: dict[str, str], folder: Path
-) -> list[subprocess.Popen[bytes]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
-        *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"pair{job.number}"),
-        *("--rdzv-conf", _CONF, "--max-restarts", str(_RESTARTS)),
-        *("--monitor-interval", "0.1", str(_WORKER)),
-        *(job.fault, str(job.rank), str(job.step), str(_STEPS)),
-    ]
-    agents = []
+    job: Job, env: dict[str, str], folder: Path, server: OwnServer
+) -> list["OwnProcess | subprocess.Popen[bytes]"]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    agents: list[OwnProcess | subprocess.Popen[bytes]] = []
     for number in range(2):
-        with (folder / f"agent{number}.log").open("wb") as log:
-            agents.append(
-                subprocess.Popen(
-                    command,
-                    env={**env, "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
+        host = "" if job.host is None else f",is_host={int(job.host == number)}"
+        command = [
+            *(
+                str(_AGENT),
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "2",
+                "--rdzv-backend",
+                "c10d",
+            ),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"pair{job.number}"),
+            *("--rdzv-conf", _CONF + host, "--max-restarts", str(_RESTARTS)),
+            *("--monitor-interval", "0.1", str(_WORKER)),
+            *(job.fault, str(job.rank), str(job.step), str(_STEPS)),
+        ]
+        with (
+            (folder / f"agent{number}.log").open("wb") as log,
+            Path(os.devnull).open("rb") as nothing,
+        ):
+            if job.forked:
+                streams = (nothing.fileno(), log.fileno(), log.fileno())
+                agents.append(server.start(command, env, streams))
+            else:
+                agents.append(
+                    subprocess.Popen(
+                        [sys.executable, "-W", "ignore", *command],
+                        env=env,
+                        stdin=nothing,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
                 )
-            )
     return agents
 
 
 def _wait(
-    agents: Iterable[subprocess.Popen[bytes]], deadline: float
+    agents: Iterable["OwnProcess | subprocess.Popen[bytes]"], deadline: float
 ) -> list[int | None]:
     codes: list[int | None] = []
     for agent in agents:
@@ -210,32 +283,23 @@ def _wait(
     return codes
 
 
-def _kill_job(marks: str) -> None:
-    """Kill what is left of a job: the workers of an agent that was killed."""
-    wanted = f"FAULTS_MARKS={marks}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
+def _children() -> set[int]:
+    """Return the children of this process, which has adopted all orphans below it."""
+    own = Path("/proc/self/task") / str(os.getpid()) / "children"
+    return set(map(int, own.read_text().split()))
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of the workers of an agent that is killed.
+def _end_job(before: set[int]) -> None:
+    """Kill what is left of a job, and wait for all of it.
 
-    Their processor time counts only when this process waits for them.
+    The workers of an agent that was killed are children of this process, so their
+    processor time counts.
     """
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
-
-
-def _end_job(marks: str) -> None:
-    """Kill what is left of a job, and wait for all of it."""
-    with suppress(ChildProcessError):
-        while True:
-            _kill_job(marks)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.02)
+    while left := _children() - before:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)  # it was not waited for
+        for pid in left:
+            os.waitpid(pid, 0)
 
 
 def _cpu_of_children() -> float:
@@ -267,6 +331,7 @@ def judge(job: Job, ends: dict[str, list[End]]) -> Result:
         "class": "pairs",
         "text": str(job),
         "faults": 1,
+        "forked": job.forked,
         "findings": findings,
         "bare": [_without_marks(end) for end in bare],
         "traced": [_without_marks(end) for end in traced],
@@ -282,14 +347,15 @@ def _without_marks(end: End) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, done: dict[int, Result]) -> Iterator[Result]:
     """Run the pairs that have no result yet, and yield their results."""
-    _adopt_orphans()
+    adopt_orphans()
     # As an installation does. Otherwise every process of a traced job compiles it, if
     # the environment forbids to write the result (PYTHONDONTWRITEBYTECODE).
     compileall.compile_dir(Path(tracedstore.__file__).parent, quiet=1)
+    servers = {mode: start_server(mode) for mode in _MODES}
     for number in range(options.pairs):
         if number not in done:
             job = make_job(options.seed, number)
-            yield judge(job, run_pair(job, number))
+            yield judge(job, run_pair(job, number, servers))
 
 
 def table(results: list[Result]) -> str:
@@ -301,31 +367,44 @@ def table(results: list[Result]) -> str:
             *("bare CPU p50", "traced CPU p50", "difference p50"),
         ]
     ]
-    faults = sorted({_fault_of(result) for result in results})
-    for fault in [*faults, "all"]:
-        chosen = [r for r in results if fault in ("all", _fault_of(r))]
-        bare = [r["bare"][0]["seconds"] for r in chosen]
-        traced = [r["traced"][0]["seconds"] for r in chosen]
-        differences = sorted(t - b for t, b in zip(traced, bare, strict=True))
-        cpu = [(r["bare"][0]["cpu"], r["traced"][0]["cpu"]) for r in chosen]
-        rows.append(
-            [
-                *(fault, str(len(chosen))),
-                str(sum(len(r["findings"]["deadlocks"]) for r in chosen)),
-                str(sum(r["unlike"] for r in chosen)),
-                str(sum(bool(r["findings"]["different ends"]) for r in chosen)),
-                f"{statistics.median(bare):.1f} s",
-                f"{statistics.median(traced):.1f} s",
-                *(
-                    f"{differences[int(share * (len(differences) - 1))]:+.1f} s"
-                    for share in (0.1, 0.5, 0.9)
-                ),
-                f"{statistics.median(b for b, _ in cpu):.2f} s",
-                f"{statistics.median(t for _, t in cpu):.2f} s",
-                f"{statistics.median(t - b for b, t in cpu):+.2f} s",
-            ]
-        )
+    parts: dict[str, list[Result]] = {
+        name: [] for name in sorted(map(_fault_of, results))
+    }
+    parts |= {"forked": [], "new interpreters": [], "all": results}
+    for result in results:
+        parts[_fault_of(result)].append(result)
+        parts["forked" if result["forked"] else "new interpreters"].append(result)
+    rows += [_row(name, chosen) for name, chosen in parts.items() if chosen]
     return markdown(rows) + "".join(map(_difference_in, results))
+
+
+def _row(name: str, results: list[Result]) -> list[str]:
+    firsts = [(result["bare"][0], result["traced"][0]) for result in results]
+    # A time is known of jobs that the fault hit.
+    hit = [pair for pair in firsts if all(end["hit"] for end in pair)]
+    seconds = [(bare["seconds"], traced["seconds"]) for bare, traced in hit]
+    differences = sorted(traced - bare for bare, traced in seconds)
+    cpu = [(bare["cpu"], traced["cpu"]) for bare, traced in hit]
+
+    def median(values: Iterable[float], text: str) -> str:
+        found = list(values)
+        return text.format(statistics.median(found)) if found else ""
+
+    return [
+        *(name, str(len(results))),
+        str(sum(len(result["findings"]["deadlocks"]) for result in results)),
+        str(sum(result["unlike"] for result in results)),
+        str(sum(bool(result["findings"]["different ends"]) for result in results)),
+        median((bare for bare, _ in seconds), "{:.1f} s"),
+        median((traced for _, traced in seconds), "{:.1f} s"),
+        *(
+            f"{differences[int(share * (len(differences) - 1))]:+.1f} s" if hit else ""
+            for share in (0.1, 0.5, 0.9)
+        ),
+        median((bare for bare, _ in cpu), "{:.2f} s"),
+        median((traced for _, traced in cpu), "{:.2f} s"),
+        median((traced - bare for bare, traced in cpu), "{:+.2f} s"),
+    ]
 
 
 def _difference_in(result: Result) -> str:

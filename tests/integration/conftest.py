@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,20 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
     started: list[Agent] = []
 
     def start(
-        backend: str, endpoint: str, run_id: str, *args: str, **env: str
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        *args: str,
+        command: Sequence[str] = (),
+        **env: str,
     ) -> Agent:
         folder = tmp_path / f"agent-{len(started)}"
         rendezvous = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
         agent = Agent(
-            folder, *rendezvous, "--rdzv-id", run_id, *_MONITOR, *args, env=env
+            folder,
+            *(*rendezvous, "--rdzv-id", run_id, *_MONITOR, *args),
+            env=env,
+            command=command,
         )
         started.append(agent)
         return agent

@@ -1,49 +1,31 @@
-"""Starts Python processes by forking one that has imported torch.
-
-Importing torch takes two to three seconds of CPU time, and the tests start hundreds of
-processes. The server has no thread of its own and has called nothing of this package,
-so that a forked process starts like a new one. What depends on the start of the
-interpreter, such as its environment in /proc, needs a process of its own.
-"""
+"""Starts Python processes of tests by forking one that has imported torch."""
 
 import atexit
-import gc
 import json
 import os
-import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import types
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
 import coverage
+from forked_python import MAX_REQUEST, Request
 
 _TESTS = Path(__file__).parent.parent
-# Bounds the length of arguments and environment.
-_MAX_REQUEST = 1 << 20
-
-
-class _Request(NamedTuple):
-    """What a forked process executes.
-
-    Attributes:
-        command: The arguments of ``python``, which begin with ``-c`` or ``-m``.
-        env: Its environment.
-        folder: Its working directory.
-    """
-
-    command: list[str]
-    env: dict[str, str]
-    folder: str
+_BENCHMARKS = _TESTS.parent / "benchmarks"
+# Imported before the fork.
+_IMPORTS = (
+    "structlog",
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.registry",
+    "tracedstore",
+)
 
 
 class ForkedProcess:
@@ -128,11 +110,13 @@ def start_python(
     stdin: int | IO[Any] = DEVNULL,
     stdout: int | IO[Any] = PIPE,
     stderr: int | IO[Any] = PIPE,
+    finalize: bool = False,
 ) -> "subprocess.Popen[str] | ForkedProcess":
     """Start Python with ``-c`` or ``-m``, in a session of its own, without warnings.
 
-    The arguments are those of Popen. Under coverage the interpreter is a new one,
-    because coverage begins when an interpreter starts.
+    The arguments are those of Popen. A forked process runs its exit hooks, and
+    finalizes the interpreter only on request. Under coverage the interpreter is a new
+    one, because coverage begins when an interpreter starts.
     """
     arguments = [str(part) for part in command]
     environ = dict(os.environ if env is None else env)
@@ -148,7 +132,8 @@ def start_python(
             start_new_session=True,
         )
     return fork_server().start(
-        _Request(arguments, environ, str(cwd or Path.cwd())), (stdin, stdout, stderr)
+        Request(arguments, environ, str(cwd or Path.cwd()), finalize=finalize),
+        (stdin, stdout, stderr),
     )
 
 
@@ -169,7 +154,10 @@ class ForkServer:
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "support.fork_server", str(remote.fileno())],
+                [
+                    *(sys.executable, str(_BENCHMARKS / "forked_python.py")),
+                    *(str(remote.fileno()), *_IMPORTS),
+                ],
                 env={**os.environ, "PYTHONPATH": python_path()},
                 pass_fds=[remote.fileno()],
                 start_new_session=True,
@@ -181,7 +169,7 @@ class ForkServer:
         atexit.register(self.stop)
 
     def start(
-        self, request: _Request, streams: tuple[int | IO[Any], ...]
+        self, request: Request, streams: tuple[int | IO[Any], ...]
     ) -> ForkedProcess:
         """Fork a process with these standard streams, of which some may be PIPE."""
         theirs: list[int] = []
@@ -217,7 +205,7 @@ class ForkServer:
 
     def _read(self) -> None:
         """Read what the server reports: new processes, and the status of ended ones."""
-        while message := self._socket.recv(_MAX_REQUEST):
+        while message := self._socket.recv(MAX_REQUEST):
             pid, status = json.loads(message)
             if status is None:
                 self._ends[pid] = Future()
@@ -240,80 +228,6 @@ def fork_server() -> ForkServer:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH with the folder of the tests."""
-    return os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _serve(control: socket.socket) -> _Request | None:
-    """Fork for each request. Return None at the end, and the request in a child."""
-    running: dict[int, int] = {}  # pidfd -> pid
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor in running:
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                pid = running.pop(descriptor)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                control.send(json.dumps([pid, status]).encode())
-                continue
-            request, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST, 3)
-            if not request:
-                return None
-            pid = os.fork()
-            if pid == 0:
-                for pidfd in running:
-                    os.close(pidfd)
-                control.close()
-                for standard, given in enumerate(descriptors):
-                    os.dup2(given, standard)
-                os.closerange(3, max(descriptors) + 1)
-                os.setsid()
-                return _Request(*json.loads(request))
-            for given in descriptors:
-                os.close(given)
-            pidfd = os.pidfd_open(pid)
-            running[pidfd] = pid
-            poll.register(pidfd, select.POLLIN)
-            control.send(json.dumps([pid, None]).encode())
-
-
-def _execute(request: _Request) -> None:
-    """Execute a module or code as the interpreter does, in this process."""
-    os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.env)
-    warnings.simplefilter("ignore")
-    # New ones, because a stream keeps what kind of file it had at first.
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the end
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the end
-    sys.stderr = open(  # noqa: SIM115 - until the end
-        2, "w", buffering=1, errors="backslashreplace", closefd=False
-    )
-    folders = request.env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [one for one in folders if one and one not in sys.path]
-    option, given, *arguments = request.command
-    if option == "-m":
-        sys.argv[1:] = arguments
-        runpy.run_module(given, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = ["-c", *arguments]
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(given, "<string>", "exec"), main.__dict__)
-
-
-if __name__ == "__main__":
-    import structlog  # noqa: F401 - imported before the fork
-    import torch.distributed.elastic.rendezvous.registry  # noqa: F401
-
-    import tracedstore  # noqa: F401
-
-    # The collections of a forked process would copy the memory of all that is here.
-    gc.collect()
-    gc.freeze()
-    # A worker of pytest may ignore it, and a shell's background jobs do.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _request = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if _request is not None:
-        _execute(_request)
+    """Return PYTHONPATH with the folders of the tests and benchmarks."""
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(_TESTS), str(_BENCHMARKS), *others])

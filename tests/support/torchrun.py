@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.fork_server import python_path
+from support.fork_server import ForkedProcess, python_path, start_python
 from support.processes import kill_tree
 from support.versions import TORCH
 
@@ -28,38 +29,56 @@ def one_node() -> dict[str, str]:
 
 
 class Agent:
-    """One torchrun process.
+    """One torchrun process. It and its workers are forked from one that has torch.
+
+    Args:
+        folder: Where it writes its output.
+        args: The options of torchrun.
+        env: Further variables.
+        command: A command that it is an argument of.
 
     Attributes:
         pid: The process id of the agent.
     """
 
-    def __init__(self, folder: Path, *args: str, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        env: dict[str, str],
+        command: Sequence[str] = (),
+    ) -> None:
         folder.mkdir()
         self._out, self._errors = folder / "stdout", folder / "stderr"
         with self._out.open("wb") as out, self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-W", "ignore", "-m"),
-                    *("integration.children.torchrun_agent", *args),
-                ],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": python_path(),
-                    "OMP_NUM_THREADS": "1",
-                    **env,
-                },
-                stdout=out,
-                stderr=errors,
-                start_new_session=True,
-            )
+            environ = {
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                "OMP_NUM_THREADS": "1",
+                **env,
+            }
+            module = ("-m", "integration.children.torchrun_agent", *args)
+            self._process: subprocess.Popen[str] | ForkedProcess
+            if command:
+                self._process = subprocess.Popen(
+                    [*command, sys.executable, "-W", "ignore", *module],
+                    env=environ,
+                    stdout=out,
+                    stderr=errors,
+                    text=True,
+                    start_new_session=True,
+                )
+            else:
+                self._process = start_python(
+                    *module, env=environ, stdout=out, stderr=errors
+                )
         self.pid = self._process.pid
 
     def exit_status(self, timeout: float = 240.0) -> int:
         """Wait until the agent exits and return its exit status."""
         try:
             return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except (TimeoutError, subprocess.TimeoutExpired):
             raise AssertionError(
                 f"torchrun is still running: {self.out()}\n{self.errors()}"
             ) from None
