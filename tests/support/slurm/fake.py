@@ -17,7 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 # Options of the batch script, and the variables that sbatch makes of them.
-_OF_SBATCH = {"nodes": "SLURM_NNODES", "ntasks-per-node": "SLURM_NTASKS_PER_NODE"}
+_OF_SBATCH = {
+    "nodes": "SLURM_NNODES",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+}
 
 
 def expand(nodes: str) -> list[str]:
@@ -124,6 +128,9 @@ def task_environments(
         step["SLURM_DIST_PLANESIZE"] = plane
     if given.overcommit:
         step["SLURM_OVERCOMMIT"] = "1"
+    # As 22.05 to 23.02, srun does not take it from the options of sbatch.
+    if given.cpus_per_task > 1:
+        step["SLURM_CPUS_PER_TASK"] = str(given.cpus_per_task)
     return [
         step
         | {
@@ -207,7 +214,10 @@ def srun(arguments: Sequence[str]) -> int:
             tasks.append(
                 subprocess.Popen(
                     command,
-                    env=os.environ | variables,
+                    # Not Slurm's: how many processors the task really gets.
+                    env=os.environ
+                    | variables
+                    | {"TASK_CPUS": str(given.cpus_per_task)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )

@@ -4,7 +4,9 @@ Use them with your own Grafana, Prometheus and Loki. They match the metrics of
 this version: export them again after an upgrade.
 
 With --kubernetes, the files are manifests for kubectl: a PodMonitor and a
-PrometheusRule of the Prometheus Operator, and dashboards as ConfigMaps.
+PrometheusRule of the Prometheus Operator, dashboards and Loki's rules as
+ConfigMaps, and a kustomization of them. The folder jobs/ has a NetworkPolicy
+for each namespace with jobs.
 
 Examples:
   tracedstore dashboards export monitoring/
@@ -34,9 +36,18 @@ _SCRAPE_LABEL = "tracedstore-metrics"
 _PORT_NAME = "metrics"
 
 _RULES = "rules/prometheus.yaml"
+_LOKI_RULES = "rules/loki.yaml"
+# The namespace of Prometheus in the NetworkPolicy, without --namespace.
+_MONITORING = "monitoring"
+# Where the sidecar of Loki's Helm chart writes rules: the folder of the tenant that
+# Loki has without authentication.
+_LOKI_FOLDER = "/rules/fake"
+_GRAFANA_FOLDER = "tracedstore"
 # A pod is one target: torchrun's agent, whose samples of workers have their rank.
-# run_id and host are what events carry: the name of the JobSet, else of the Job, and
-# the pod with its node. The operator itself adds namespace, pod and container.
+# run_id and host are what events carry: the name of the Job, or of the object that
+# owns it, and the pod with its node. The operator itself adds namespace, pod and
+# container. What the API server would fill in is written out: in a list, kubectl
+# takes it for a change whenever the file is applied again.
 _POD_MONITOR = f"""\
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
@@ -53,16 +64,32 @@ spec:
       # A label of a sample is kept if a label of the target has the same name.
       honorLabels: true
       relabelings:
-        - sourceLabels: [__meta_kubernetes_pod_label_batch_kubernetes_io_job_name]
+        - action: replace
+          sourceLabels: [__meta_kubernetes_pod_label_batch_kubernetes_io_job_name]
           regex: (.+)
           targetLabel: run_id
-        - sourceLabels: [__meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_name]
+        - action: replace
+          sourceLabels: [__meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_name]
           regex: (.+)
           targetLabel: run_id
-        - sourceLabels: [__meta_kubernetes_pod_name, __meta_kubernetes_pod_node_name]
+        - action: replace
+          sourceLabels: [__meta_kubernetes_pod_label_training_kubeflow_org_job_name]
+          regex: (.+)
+          targetLabel: run_id
+        # Each group of a LeaderWorkerSet is a job of its own.
+        - action: replace
+          sourceLabels:
+            - __meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_name
+            - __meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_group_index
+          separator: "-"
+          regex: (.+-[0-9]+)
+          targetLabel: run_id
+        - action: replace
+          sourceLabels: [__meta_kubernetes_pod_name, __meta_kubernetes_pod_node_name]
           separator: "@"
           targetLabel: host
-        - sourceLabels: [__meta_kubernetes_pod_node_name]
+        - action: replace
+          sourceLabels: [__meta_kubernetes_pod_node_name]
           targetLabel: node
 """
 _PROMETHEUS_RULE = """\
@@ -72,6 +99,38 @@ metadata:
 {metadata}
 spec:
 {rules}
+"""
+# Its namespace is that of kubectl apply: jobs run in many. Where a policy selects a
+# pod, nothing else from other pods is admitted. The kubelet's probes come from the
+# node, which network plug-ins admit.
+_NETWORK_POLICY = f"""\
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+{{metadata}}
+spec:
+  podSelector:
+    matchLabels:
+      {_SCRAPE_LABEL}: "true"
+  policyTypes: [Ingress]
+  ingress:
+    # Pods of the namespace reach the job at all ports: its store, and those of NCCL.
+    - from:
+        - podSelector: {{{{}}}}
+    # Prometheus reaches the endpoints only.
+    - from:
+        - namespaceSelector:
+            matchLabels:
+              kubernetes.io/metadata.name: {{monitoring}}
+      ports:
+        - protocol: TCP
+          port: {_PORT_NAME}
+"""
+_KUSTOMIZATION = """\
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources:
+{resources}
 """
 _CONFIG_MAP = """\
 apiVersion: v1
@@ -106,7 +165,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--namespace",
         type=_name,
         metavar="NAME",
-        help="the namespace of all objects (that of kubectl apply)",
+        help="the namespace of Prometheus and Grafana: that of all objects (that of"
+        f" kubectl apply), and the one that a NetworkPolicy admits ({_MONITORING})",
     )
     group.add_argument(
         "--release",
@@ -185,16 +245,20 @@ def _manifests(
 ) -> dict[str, str]:
     """Return exported files as Kubernetes manifests, by file name.
 
-    The kinds are those of the Prometheus Operator, and ConfigMaps for the dashboard
-    sidecar of kube-prometheus-stack's Grafana. Rules and dashboards are embedded as
+    The kinds are those of the Prometheus Operator, and ConfigMaps for the sidecars of
+    the Helm charts of Grafana and Loki. Rules and dashboards are embedded as
     text, indented, so that they stay as they are: comments, templates, order of keys.
 
     Args:
         files: The text of the exported files, by name.
-        namespace: The namespace of all objects; None for that of ``kubectl apply``.
+        namespace: The namespace of all objects, and of Prometheus in the NetworkPolicy;
+            None for that of ``kubectl apply``.
         release: The label by which the operator selects objects; None for no label.
     """
-    labels = {"app.kubernetes.io/name": "tracedstore"}
+    labels = {
+        "app.kubernetes.io/name": "tracedstore",
+        "app.kubernetes.io/component": "monitoring",
+    }
     selected = labels | ({"release": release} if release else {})
     made = {
         "podmonitor.yaml": _POD_MONITOR.format(
@@ -204,24 +268,64 @@ def _manifests(
             metadata=_metadata("tracedstore", namespace, selected),
             rules=indent(files[_RULES].rstrip("\n"), "  "),
         ),
+        "loki-rules.yaml": _config_map(
+            "tracedstore-loki-rules",
+            namespace,
+            labels | {"loki_rule": ""},
+            {"k8s-sidecar-target-directory": _LOKI_FOLDER},
+            ("tracedstore.yaml", files[_LOKI_RULES]),
+        ),
     }
     for name, content in files.items():
         path = PurePath(name)
         if path.suffix == ".json":
-            found = labels | {"grafana_dashboard": "1"}
-            made[f"dashboard-{path.stem}.yaml"] = _CONFIG_MAP.format(
-                metadata=_metadata(f"dashboard-{path.stem}", namespace, found),
-                file=path.name,
-                content=indent(content.rstrip("\n"), "    "),
+            made[f"dashboard-{path.stem}.yaml"] = _config_map(
+                f"dashboard-{path.stem}",
+                namespace,
+                labels | {"grafana_dashboard": "1"},
+                {"grafana_folder": _GRAFANA_FOLDER},
+                (path.name, content),
             )
-    return made
+    resources = "\n".join(f"  - {name}" for name in sorted(made))
+    return made | {
+        "kustomization.yaml": _KUSTOMIZATION.format(resources=resources),
+        "jobs/networkpolicy.yaml": _NETWORK_POLICY.format(
+            metadata=_metadata("tracedstore", None, labels),
+            monitoring=json.dumps(namespace or _MONITORING),
+        ),
+    }
 
 
-def _metadata(name: str, namespace: str | None, labels: Mapping[str, str]) -> str:
+def _config_map(
+    name: str,
+    namespace: str | None,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str],
+    file: tuple[str, str],
+) -> str:
+    """Return a ConfigMap with one file, for a sidecar that selects it by a label."""
+    file_name, content = file
+    return _CONFIG_MAP.format(
+        metadata=_metadata(name, namespace, labels, annotations),
+        file=file_name,
+        content=indent(content.rstrip("\n"), "    "),
+    )
+
+
+def _metadata(
+    name: str,
+    namespace: str | None,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str] | None = None,
+) -> str:
     lines = [f"  name: {name}"]
     if namespace:
         lines.append(f"  namespace: {json.dumps(namespace)}")
-    lines.append("  labels:")
-    # Quoted, because a label that looks like a number would be one.
-    lines += [f"    {label}: {json.dumps(value)}" for label, value in labels.items()]
+    for field, entries in (("labels", labels), ("annotations", annotations)):
+        if entries:
+            lines.append(f"  {field}:")
+            # Quoted, because a value that looks like a number would be one.
+            lines += [
+                f"    {key}: {json.dumps(value)}" for key, value in entries.items()
+            ]
     return "\n".join(lines)
