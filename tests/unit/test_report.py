@@ -32,6 +32,7 @@ from tracedstore.tools.cli.main import main
 from tracedstore.tools.report.analysis import Analysis, analyse
 from tracedstore.tools.report.barriers import BarrierInstance
 from tracedstore.tools.report.headline import headline
+from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.log_reader import (
     ReadStats,
     event_from_span,
@@ -705,7 +706,10 @@ class TestHeadline:
             (
                 [FAILED_CALL, *COMPLETED],
                 "Rank 2 on node1 failed: get k",
-                "timeout: late, at 09:00:03.000 UTC.",
+                (
+                    "timeout: late, at 09:00:03.000 UTC. This is a consequence, and no"
+                    " failure in the logs is its cause."
+                ),
             ),
             (
                 [LATE, *COMPLETED],
@@ -778,7 +782,7 @@ def all_events() -> list[Event]:
         stall_event(0, 90, 60.0, name=names.JOB_RESUMED, phase=HOSTILE),
         event(names.STORE_STALE, 7, message=HOSTILE),
         event(names.TELEMETRY_DISABLED, 7, observer="spans", **failed),
-        event(names.TELEMETRY_SERVING, 8, url="http://node0:9400"),
+        event(names.TELEMETRY_SERVING, 8, url="http://node0:27400"),
         event(names.BARRIER_STALE_KEY, 9, barrier=HOSTILE, waited_seconds=0),
         event(names.BARRIER_FAILED, 9, barrier=HOSTILE, waited_seconds=1, **failed),
         event(names.RENDEZVOUS_FAILED, 10, None, message="x", cause="closed"),
@@ -826,7 +830,8 @@ class TestPage:
             row["kind"]: row["most losses in a row"] for row in shown.rows("t-cas")
         }
         assert losses == {"lost compare-and-sets": "9", "lost rendezvous writes": "5"}
-        assert shown.texts["first-failure"].startswith(f"pid 7 on {HOSTILE} at")
+        failed_processes = [row["processes"] for row in shown.rows("t-failures")]
+        assert f"pid 7 on {HOSTILE}" in failed_processes
         counts = {row["event"]: row["count"] for row in shown.rows("t-events")}
         assert counts.keys() == set(names.EVENT_NAMES)
         assert counts[names.BARRIER_COMPLETED] == "4"
@@ -903,7 +908,8 @@ class TestCommand:
 
         assert code == 0
         assert capsys.readouterr().out == (
-            f"{output}: 2 ranks, 2 barriers, 1 incident\n"
+            "Rank 1 on node0 never arrived at barrier b/1\n"
+            f"{output}: 2 ranks, 2 barriers, 1 incident, 1 failed process\n"
             "4 lines read: 2 events, 1 barrier span, 1 unrelated, 0 damaged\n"
         )
         assert Page(output.read_text("utf-8")).texts["n-ranks"] == "2 of 4"
@@ -1124,7 +1130,10 @@ class TestCommand:
 
         text = capsys.readouterr().out
         assert "tracedstore report logs/ --output report.html" in text
-        assert "Exit codes: 0 the page is written, 1 no event could be read" in text
+        assert (
+            "Exit codes: 0 the page is written, 1 nothing of a job could be read"
+            in text
+        )
         assert "130 Ctrl-C" in text
         assert max(map(len, text.splitlines())) <= 80
 
@@ -1183,11 +1192,13 @@ class TestFuzz:
         output = folder / "report.html"
         stats = ReadStats()
         records = LoggedEvents()
-        read_events(find_files([str(folder)], output), records.add, stats)
+        printed = JobOutput()
+        files_read = find_files([str(folder)], output)
+        read_events(files_read, records.add, stats, output=printed)
 
         code = main(["report", str(folder), "--output", str(output)])
 
-        assert code == (0 if records.event_counts else 1)
+        assert code == (0 if records.event_counts or printed.of_job else 1)
         assert stats.events + stats.spans + stats.skipped >= stats.lines
         assert min(stats.unrelated, stats.truncated) >= 0
         assert sum(records.event_counts.values()) == stats.events + stats.spans

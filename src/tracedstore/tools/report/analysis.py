@@ -4,6 +4,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -15,13 +16,16 @@ from tracedstore.tools.report.barriers import (
     RankReport,
     barrier_instances,
 )
+from tracedstore.tools.report.failure_kinds import FailureKind
+from tracedstore.tools.report.failures import FailureGroup, failure_groups
+from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.logged_events import (
     COMPLETED,
+    FAILED,
     NO_RANK,
+    TIMEOUT,
     EventDetail,
-    FirstFailure,
     LoggedEvents,
-    LoggedProcess,
     StallReport,
 )
 
@@ -122,6 +126,7 @@ class LoggedStall:
         resumed_at: When it ended; None if no end is logged.
         ranks: The ranks that reported it, NO_RANK for a process without one.
         causes: The reported causes, in the order of their first reports.
+        end: "timed out" or "failed" if the barrier that it waited at did; else "".
     """
 
     last: StallReport
@@ -130,6 +135,7 @@ class LoggedStall:
     resumed_at: float | None
     ranks: set[int]
     causes: dict[str, None]
+    end: str = ""
 
     @property
     def duration(self) -> float:
@@ -169,28 +175,68 @@ class Analysis:
     """Everything that the page shows.
 
     Attributes:
-        logged: The input.
+        logged: The events.
+        output: What the logs contain besides events.
         barriers: All barriers, ordered by their ends.
         incidents: Barriers that did not complete, then barriers that may have
             completed, then barriers that completed late.
         stragglers: Ranks that were missing or last, the worst first.
-        failures: The first failure of each process, ordered by time.
+        failures: The failures of all processes, the causes first.
         stalls: Waits of the whole job, ordered by their first reports.
         clock_offsets: Seconds by which the clock of each host is ahead of most others.
     """
 
     logged: LoggedEvents
+    output: JobOutput
     barriers: list[BarrierInstance]
     incidents: list[Incident]
     stragglers: list[StragglerStats]
-    failures: list[tuple[LoggedProcess, FirstFailure]]
+    failures: list[FailureGroup]
     stalls: list[LoggedStall]
     clock_offsets: dict[str, float]
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that logged an event themselves."""
-        return sorted(self.logged.last_events)
+        """Ranks that logged an event or printed a line themselves."""
+        printed = {self.output.rank(source) for source in self.output.lines}
+        printed.update(*(group.ranks for group in self.failures))
+        return sorted(printed.union(self.logged.last_events) - {NO_RANK})
+
+    @property
+    def ended(self) -> list[FailureGroup]:
+        """The failures, without exceptions that the job caught."""
+        return [
+            group
+            for group in self.failures
+            if group.failure.kind is not FailureKind.CAUGHT
+        ]
+
+    @property
+    def open_stalls(self) -> list[LoggedStall]:
+        """Stalls without an end."""
+        return [stall for stall in self.stalls if not (stall.resumed_at or stall.end)]
+
+    @property
+    def incident_count(self) -> int:
+        """Stalls, and barriers that did not complete or that ranks reported.
+
+        A stall at a barrier and that barrier are one.
+        """
+        barriers = {each.barrier.id.prefix for each in self.incidents}
+        others = [
+            stall
+            for stall in self.stalls
+            if not any(stall.last.key.startswith(f"{prefix}/") for prefix in barriers)
+        ]
+        return len(self.incidents) + len(others)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """The first and the last known time, 0 and 0 if there is none."""
+        times = [each.failure.time for each in self.failures if each.failure.time]
+        times += [self.logged.first_time, self.logged.last_time]
+        known = [each for each in times if 0 < each < inf]
+        return (min(known), max(known)) if known else (0.0, 0.0)
 
     @property
     def known_ranks(self) -> list[int]:
@@ -206,10 +252,7 @@ class Analysis:
 
     def format_time(self, time: float) -> str:
         """Format a time in UTC, with the date if the logs are of more than one day."""
-        first, last = (
-            timestamp(each)[:10]
-            for each in (self.logged.first_time, self.logged.last_time)
-        )
+        first, last = (timestamp(each)[:10] for each in self.times)
         return timestamp(time)[11 if first == last else 0 :]
 
     def clock_offset(self, host: str) -> float:
@@ -218,8 +261,9 @@ class Analysis:
         return offset if abs(offset) > CLOCK_TOLERANCE else 0.0
 
 
-def analyse(logged: LoggedEvents) -> Analysis:
+def analyse(logged: LoggedEvents, output: JobOutput | None = None) -> Analysis:
     """Analyse the logs of one or more jobs."""
+    output = output or JobOutput()
     barriers = barrier_instances(logged)
     incidents = [_incident(each) for each in barriers if each.reports]
     incidents.sort(
@@ -229,16 +273,16 @@ def analyse(logged: LoggedEvents) -> Analysis:
             incident.barrier.start,
         )
     )
-    failures = sorted(
-        logged.first_failures.items(), key=lambda item: (item[1].time, item[0])
-    )
+    stalls = _merge_reports(logged.stall_reports)
+    _add_ends(stalls, incidents)
     return Analysis(
         logged=logged,
+        output=output,
         barriers=barriers,
         incidents=incidents,
         stragglers=_stragglers(barriers, incidents),
-        failures=failures,
-        stalls=_merge_reports(logged.stall_reports),
+        failures=failure_groups(logged, output),
+        stalls=stalls,
         clock_offsets=_clock_offsets(logged, barriers),
     )
 
@@ -368,6 +412,27 @@ def _merge_reports(reports: Iterable[StallReport]) -> list[LoggedStall]:
             stalls.append(stall)
             latest[report.run_id, report.phase] = stall
     return stalls
+
+
+def _add_ends(stalls: Iterable[LoggedStall], incidents: Iterable[Incident]) -> None:
+    """Set the end of stalls at barriers that timed out or failed."""
+    ended = [
+        each.barrier
+        for each in incidents
+        if each.barrier.outcome in {TIMEOUT, FAILED} and not each.barrier.completed
+    ]
+    for stall in stalls:
+        for barrier in ended:
+            at_barrier = stall.last.key.startswith(f"{barrier.id.prefix}/")
+            same_job = stall.last.run_id == barrier.id.run_id
+            last_time = barrier.last_report_time + _SUPERSEDES_AFTER
+            if (
+                stall.resumed_at is None
+                and at_barrier
+                and same_job
+                and barrier.start <= stall.last.time <= last_time
+            ):
+                stall.end = "timed out" if barrier.outcome == TIMEOUT else "failed"
 
 
 def main_stall(stalls: Iterable[LoggedStall]) -> LoggedStall | None:

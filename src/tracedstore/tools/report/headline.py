@@ -2,30 +2,28 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tracedstore import names
-from tracedstore.common.ranges import ranks_text
+from tracedstore.common.ranges import ranks_text, unfold
 from tracedstore.common.text import duration, enumeration, number, plural, shorten
+from tracedstore.tools.report import output_view
 from tracedstore.tools.report.analysis import (
     Analysis,
     Incident,
     LoggedStall,
     main_stall,
 )
-from tracedstore.tools.report.logged_events import (
-    FAILED,
-    NO_RANK,
-    TIMEOUT,
-    FirstFailure,
-    LoggedProcess,
-)
+from tracedstore.tools.report.failure_kinds import FailureKind
+from tracedstore.tools.report.failures import TORCHRUN, FailureGroup, certainty
+from tracedstore.tools.report.logged_events import FAILED, NO_RANK, TIMEOUT
 
 _MAX_RANKS = 4
 _MAX_RANGES = 12
 _MAX_HOSTS = 3
 _MAX_NAME_LENGTH = 60
 _MAX_ERROR_LENGTH = 160
+_MAX_SUBJECT_LENGTH = 160
 _MAX_EVIDENCE = 4
 # Ranks that are checked for whether they have logged an event.
 _MAX_SILENT_RANKS = 100_000
@@ -48,36 +46,62 @@ class Headline(NamedTuple):
 def headline(analysis: Analysis) -> Headline:
     """Return the most important finding.
 
-    In this order: a stall of the job without an end, a barrier that did not complete,
-    the first failure, a stall that ended, a stalled call if there are no barriers, a
-    barrier that completed late. The headline of a stall without an end has the next
+    In this order: what ended a process and is no consequence of something else, a stall
+    of the job without an end, a barrier that did not complete, the first failure, a
+    stall that ended, a stalled call if there are no barriers, a barrier that completed
+    late, what the ranks printed. The headline of a stall without an end has the next
     finding among its details, if that is a failure.
     """
     stall = main_stall(analysis.stalls)
-    if stall is not None and stall.resumed_at is None:
+    is_open = stall is not None and stall.resumed_at is None
+    if stall is not None and is_open and not _precedes(analysis, stall):
         other = _finding(analysis)
         also = f" Also: {other.text}." if other.is_failure else ""
         return _stall(analysis, stall, also)
     finding = _finding(analysis)
-    if stall is None or finding.is_failure:
+    if stall is None or (finding.is_failure and not is_open):
         return finding
+    if is_open:
+        also = f" The job waited: {_stall(analysis, stall).text}."
+        return finding._replace(details=finding.details + also)
     return _stall(analysis, stall)
+
+
+def _ended_by(analysis: Analysis) -> FailureGroup | None:
+    """Return what ended a process, if the logs have its cause."""
+    group = next(iter(analysis.ended), None)
+    if group is None or group.failure.is_event or not group.failure.kind.is_cause:
+        return None
+    return group
+
+
+def _precedes(analysis: Analysis, stall: LoggedStall) -> bool:
+    """Return whether a process ended before a stall, or is the one it waits for."""
+    group = _ended_by(analysis)
+    if group is None:
+        return False
+    awaited = set(unfold(stall.last.awaited_ranks))
+    time = group.failure.time
+    return not time or time <= stall.first_time or not awaited.isdisjoint(group.ranks)
 
 
 def _finding(analysis: Analysis) -> Headline:
     """Return the most important finding that is not a stall of the job."""
     incidents = analysis.incidents
     unfinished = [each for each in incidents if not each.barrier.completed]
-    if unfinished:
+    if unfinished and _ended_by(analysis) is None:
         return _unfinished(analysis, unfinished)
-    if analysis.failures:
-        return _failure(analysis, *analysis.failures[0])
+    if analysis.ended:
+        return _failure(analysis)
     # A stall of the job names whom these calls waited for.
     if not (analysis.barriers or analysis.stalls) and (
         stalled := _stalled_call(analysis)
     ):
         return stalled
     total = len(analysis.barriers)
+    if not total and not analysis.logged.event_counts:
+        text, details = output_view.summary(analysis.output)
+        return Headline(text, details, is_failure=False)
     text = _completed(total) if total else "The logs contain no barrier"
     if presumed := sum(each.barrier.presumed_completed for each in incidents):
         text += f" ({number(presumed)} presumed)"
@@ -87,10 +111,10 @@ def _finding(analysis: Analysis) -> Headline:
     late = _ranks_and_hosts(analysis, worst.late) if worst.late else "an unknown rank"
     text += f", but {late} kept the others waiting at {_barrier(worst)}"
     open_end = " or longer" if worst.barrier.presumed_completed else ""
-    details = [f"For {duration(worst.barrier.longest_wait)}{open_end}."]
+    facts = [f"For {duration(worst.barrier.longest_wait)}{open_end}."]
     if presumed:
-        details.append(f"The end of {plural(presumed, 'barrier')} is not in the logs.")
-    return Headline(text, " ".join(details), is_failure=False)
+        facts.append(f"The end of {plural(presumed, 'barrier')} is not in the logs.")
+    return Headline(text, " ".join(facts), is_failure=False)
 
 
 def _stall(analysis: Analysis, stall: LoggedStall, also: str = "") -> Headline:
@@ -168,16 +192,46 @@ def _end(analysis: Analysis, incident: Incident) -> str:
     )
 
 
-def _failure(
-    analysis: Analysis, process: LoggedProcess, failure: FirstFailure
-) -> Headline:
-    host = analysis.logged.host(process.rank) or process.host
-    named = f"Rank {process.rank}" if process.rank != NO_RANK else f"Pid {process.pid}"
-    on_host = f" on {_name(host)}" if host else ""
-    details = _error_at(analysis, failure.error, failure.time)
-    if others := len(analysis.failures) - 1:
-        details += f" {plural(others, 'more process', 'es')} logged a failure."
-    return Headline(f"{named}{on_host} failed: {_name(failure.subject)}", details)
+_VERBS: Final = {
+    FailureKind.DISCONNECTED: "lost a connection",
+    FailureKind.TIMEOUT: "timed out",
+}
+
+
+def _failure(analysis: Analysis) -> Headline:
+    """Name the first cause, else the first failure, and say how sure that is."""
+    group = analysis.ended[0]
+    failure, ranks = group.failure, group.ranks
+    process = failure.process
+    if ranks:
+        named = _capitalized(_ranks_and_hosts(analysis, sorted(ranks)))
+        if " on " not in named and len(ranks) == 1 and process.host:
+            named += f" on {_name(process.host)}"
+    else:
+        named = _name(process.source) or f"Pid {process.pid}"
+        named += f" on {_name(process.host)}" if process.host else ""
+    subject = shorten(failure.subject, _MAX_SUBJECT_LENGTH)
+    if failure.kind is FailureKind.STOPPED:
+        text = f"{named} {'was' if len(ranks) == 1 else 'were'} stopped by {subject}"
+        text += ", and no failure is logged"
+    elif failure.evidence == TORCHRUN:
+        text = f"{named} ended with {subject}"
+    elif failure.is_event:
+        text = f"{named} failed: {_name(failure.subject)}"
+    else:
+        text = f"{named} {_VERBS.get(failure.kind, 'failed')}: {subject}"
+    facts = [shorten(failure.error.strip().rstrip("."), _MAX_ERROR_LENGTH)]
+    if failure.time:
+        facts.append(f"at {analysis.format_time(failure.time)} UTC")
+    details = ", ".join(filter(None, facts))
+    if not failure.is_event:
+        details = _capitalized(details)
+    sentences = [f"{details}."] if details else []
+    if group.exits and failure.evidence != TORCHRUN:
+        subject = "The process" if len(group.processes) == 1 else "The processes"
+        sentences.append(f"{subject} ended with {enumeration(list(group.exits))}.")
+    sentences += certainty(analysis.failures, analysis.logged, analysis.output)
+    return Headline(text, " ".join(sentences))
 
 
 def _error_at(analysis: Analysis, error: str, time: float) -> str:

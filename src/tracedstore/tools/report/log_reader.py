@@ -1,4 +1,4 @@
-"""Reads the events of log files, and counts the lines that contain none.
+"""Reads the events of log files, and passes on the lines that contain none.
 
 Other software wraps lines. The wrapping of container runtimes is removed first, because
 they split long lines into parts, which have to be joined. Then a JSON object that is
@@ -13,6 +13,7 @@ import re
 import stat
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tracedstore import names
+from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.logged_events import INVALID, parse_timestamp
+from tracedstore.tools.report.output_reader import OutputReader
 
 STANDARD_INPUT: Final = "-"
 
@@ -60,6 +63,7 @@ _CONTAINER_LINE = re.compile(
 )
 # Docker splits lines after this many bytes.
 _DOCKER_PART_BYTES = 16 << 10
+_MAX_TIME_LENGTH = 40
 
 _EVENT_OF_RESULT: Final = {
     "completed": names.BARRIER_COMPLETED,
@@ -174,8 +178,9 @@ def read_events(
     add: AddEvent,
     stats: ReadStats,
     on_wait: Callable[[str], None] = lambda _: None,
+    output: JobOutput | None = None,
 ) -> None:
-    """Read all events, and all barrier spans as events.
+    """Read all events, all barrier spans as events, and the other output.
 
     A file that cannot be read to the end is added to ``stats.incomplete_files``.
 
@@ -184,16 +189,30 @@ def read_events(
         add: Called with each event; returns whether the event is valid.
         stats: Updated with the counts.
         on_wait: Called with the name of a pipe without input, after two seconds.
+        output: Updated with what the files contain besides events.
     """
-    for name in files:
+    output = output or JobOutput()
+    for number, name in enumerate(files):
         try:
             with _open(name, on_wait) as file:
                 stats.files += 1
-                _read_file(file, add, stats)
+                written = _last_write(name)
+                output.last_write = max(output.last_write, written)
+                reader = OutputReader(output, name, number, written)
+                _read_file(file, add, stats, reader)
         except (OSError, EOFError, zlib.error) as error:
             # EOFError: a killed process leaves an incomplete gzip file.
             reason = getattr(error, "strerror", None) or str(error)
             stats.incomplete_files.append(f"{name}: {reason}")
+    output.read_at = time.time()
+
+
+def _last_write(name: str) -> float:
+    """Return when a file was last written; a pipe is written now."""
+    path = Path(name)
+    if name != STANDARD_INPUT and path.is_file():
+        return path.stat().st_mtime
+    return time.time()
 
 
 @contextmanager
@@ -220,9 +239,12 @@ def _open(name: str, on_wait: Callable[[str], None]) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
+def _read_file(
+    file: IO[bytes], add: AddEvent, stats: ReadStats, output: OutputReader
+) -> None:
     indented = _IndentedJson()
-    for line in _lines(file, stats):
+    unwrapper = ContainerLogUnwrapper()
+    for line in _lines(file, stats, unwrapper):
         stats.lines += 1
         if _EVENT_IN_BYTES.search(line):
             if (event := parse_bare_event(line)) is None:
@@ -236,6 +258,7 @@ def _read_file(file: IO[bytes], add: AddEvent, stats: ReadStats) -> None:
             _read_line(line, add, stats)
             continue
         stripped = line.rstrip()
+        output.add(stripped, unwrapper.time)
         truncated = _is_truncated(stripped)
         stats.truncated += truncated
         stats.unrelated += not truncated
@@ -255,9 +278,10 @@ def _is_truncated(line: bytes) -> bool:
     )
 
 
-def _lines(file: IO[bytes], stats: ReadStats) -> Iterator[bytes]:
+def _lines(
+    file: IO[bytes], stats: ReadStats, unwrapper: "ContainerLogUnwrapper"
+) -> Iterator[bytes]:
     """Yield lines without the wrapping of a container runtime."""
-    unwrapper = ContainerLogUnwrapper()
     for raw in iter(partial(file.readline, MAX_LINE_BYTES), b""):
         if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
             stats.lines += 1
@@ -341,9 +365,14 @@ def _is_event(value: dict[str, Any]) -> bool:
 
 
 class ContainerLogUnwrapper:
-    """Removes the wrapping of a container runtime, and joins the parts of a line."""
+    """Removes the wrapping of a container runtime, and joins the parts of a line.
+
+    Attributes:
+        time: The time that the runtime wrote to the last line, "" without one.
+    """
 
     def __init__(self) -> None:
+        self.time = ""
         self._parts: dict[bytes, bytearray] = {}
 
     def unwrap(self, raw: bytes) -> bytes | None:
@@ -352,9 +381,11 @@ class ContainerLogUnwrapper:
         A line without wrapping is returned as it is.
         """
         header = _CONTAINER_LINE.match(raw)
+        self.time = ""
         if header is None:
             return raw
         if header[1]:
+            self.time = raw[: header.start(1)].decode("utf-8", "replace")
             stream, text = header[1], raw[header.end() :]
             is_part = header[2] == b"P"
             text = text.rstrip(b"\r\n") if is_part else text
@@ -362,6 +393,9 @@ class ContainerLogUnwrapper:
             try:
                 record = json.loads(raw)
                 text = record["log"].encode("utf-8", "replace")
+                time_text = record.get("time")
+                if isinstance(time_text, str):
+                    self.time = time_text[:_MAX_TIME_LENGTH]
                 stream = b"stderr" if record.get("stream") == "stderr" else b"stdout"
             except (ValueError, AttributeError, RecursionError):
                 return raw

@@ -79,12 +79,21 @@ NO_DETAIL: Final = EventDetail("", "")
 
 
 class LoggedProcess(NamedTuple):
-    """The process that logged an event."""
+    """The process that logged an event, or printed something.
+
+    Attributes:
+        run_id: Its job, "" if not known.
+        rank: Its rank, or NO_RANK.
+        host: Its host, "" if not known.
+        pid: Its pid, 0 if not known.
+        source: The file or pod whose lines it printed, if its rank is not known.
+    """
 
     run_id: str
     rank: int
     host: str
     pid: int
+    source: str = ""
 
 
 class FirstFailure(NamedTuple):

@@ -10,12 +10,14 @@ from tracedstore._version import __version__
 from tracedstore.common import text
 from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import number, plural
+from tracedstore.tools.report import output_view
 from tracedstore.tools.report.analysis import (
     CLOCK_TOLERANCE,
     Analysis,
     Incident,
     count_outcomes,
 )
+from tracedstore.tools.report.failures import certainty
 from tracedstore.tools.report.headline import headline
 from tracedstore.tools.report.log_reader import ReadStats
 from tracedstore.tools.report.logged_events import (
@@ -26,7 +28,6 @@ from tracedstore.tools.report.logged_events import (
     WAITING,
     CallKey,
     CallStats,
-    FirstFailure,
     LoggedEvents,
     LoggedProcess,
 )
@@ -75,13 +76,6 @@ class LastEvents(NamedTuple):
     last_time: float
 
 
-class FailureGroup(NamedTuple):
-    """First failures with the same content, of all processes that have it."""
-
-    failure: FirstFailure
-    processes: list[LoggedProcess]
-
-
 def page(analysis: Analysis, stats: ReadStats) -> str:
     """Return the page as HTML. Text from logs is escaped."""
     logged = analysis.logged
@@ -98,6 +92,7 @@ def page(analysis: Analysis, stats: ReadStats) -> str:
         "stalls": analysis.stalls,
         **_incidents(analysis),
         **_failures(analysis),
+        **_output(analysis),
         **_plots(analysis),
         "call_kinds": _SLOW_CALLS | _CONTENDED_CALLS,
         "slow_calls": _calls(logged, _SLOW_CALLS),
@@ -154,24 +149,32 @@ def _reporters(items: Sequence[int]) -> str:
 
 
 def _summary_tiles(analysis: Analysis) -> Iterator[SummaryTile]:
-    """Count ranks, hosts and barriers by outcome."""
+    """Count ranks, hosts, failures, stalls, and barriers by outcome."""
     logged, outcomes = analysis.logged, count_outcomes(analysis.barriers)
     rank_count = number(len(analysis.ranks))
     if logged.world_size:
         rank_count += f" of {number(logged.world_size)}"
-    yield SummaryTile("ranks", "Ranks with events", rank_count)
-    yield SummaryTile("hosts", "Hosts", number(len(set(logged.hosts.values()))))
+    if analysis.ranks:
+        yield SummaryTile("ranks", "Ranks in the logs", rank_count)
+    if hosts := set(logged.hosts.values()):
+        yield SummaryTile("hosts", "Hosts", number(len(hosts)))
+    if failed := sum(len(each.processes) for each in analysis.ended):
+        yield SummaryTile("failures", "Processes that failed", number(failed), True)
+    if stalls := analysis.stalls:
+        yield SummaryTile("stalls", "Stalls", number(len(stalls)))
+        count = len(analysis.open_stalls)
+        label = "Stalls without an end"
+        yield SummaryTile("open-stalls", label, number(count), count > 0)
+    if not analysis.barriers:
+        return
     completed = number(outcomes[COMPLETED])
     yield SummaryTile("completed", "Barriers completed", completed)
     if presumed := sum(each.presumed_completed for each in analysis.barriers):
         yield SummaryTile("guessed", "Presumed completed", number(presumed))
-    if stalls := analysis.stalls:
-        open_ended = any(stall.resumed_at is None for stall in stalls)
-        yield SummaryTile("stalls", "Stalls", number(len(stalls)), open_ended)
     for outcome, name, label in (
-        (TIMEOUT, "timeouts", "Timed out"),
-        (FAILED, "failed", "Failed"),
-        (WAITING, "open", "No end in the logs"),
+        (TIMEOUT, "timeouts", "Barriers timed out"),
+        (FAILED, "failed", "Barriers failed"),
+        (WAITING, "open", "Barriers without an end"),
     ):
         count = outcomes[outcome]
         yield SummaryTile(name, label, number(count), is_failure=count > 0)
@@ -266,19 +269,33 @@ def _last_events(analysis: Analysis, items: Sequence[int]) -> list[LastEvents]:
 
 
 def _failures(analysis: Analysis) -> dict[str, Any]:
-    if not analysis.failures:
+    groups = analysis.failures
+    if not groups:
         return {"failures": []}
-    # First failures by content, ordered by the earliest of each group.
-    groups: dict[tuple[str, str, str], FailureGroup] = {}
-    for process, failure in analysis.failures:
-        key = failure.event, failure.subject, failure.error
-        groups.setdefault(key, FailureGroup(failure, [])).processes.append(process)
-    first, _ = analysis.failures[0]
+    ended = analysis.ended
+    first = groups[0].failure.process
     host = analysis.logged.host(first.rank) or first.host
     return {
-        "failures": list(groups.values()),
+        "failures": groups,
+        "certainty": (
+            certainty(ended, analysis.logged, analysis.output) if ended else []
+        ),
         "first_clock_offset": analysis.clock_offset(host),
         "process_names": partial(_process_names, analysis),
+    }
+
+
+def _output(analysis: Analysis) -> dict[str, Any]:
+    """Return what the ranks printed, if nothing tells why the job ended or waits."""
+    explained = bool(analysis.stalls) or any(
+        each.failure.kind.is_cause for each in analysis.ended
+    )
+    groups = [] if explained else output_view.last_lines(analysis.output)
+    return {
+        "last_lines": groups,
+        "stacks": output_view.stacks(analysis.output),
+        "idle_time": output_view.idle_time(analysis.output) if groups else None,
+        "sources_text": partial(output_view.sources_text, analysis.output),
     }
 
 
@@ -288,8 +305,10 @@ def _process_names(analysis: Analysis, processes: Sequence[LoggedProcess]) -> st
     if len(processes) == 1:
         (process,) = processes
         if not with_rank:
+            if process.source:
+                return process.source
             return f"pid {process.pid} on {process.host or 'an unknown host'}"
-        host = analysis.logged.host(process.rank)
+        host = analysis.logged.host(process.rank) or process.host
         return f"rank {process.rank}{f' on {host}' if host else ''}"
     parts = [ranks_text(with_rank)] if with_rank else []
     if others := len(processes) - len(with_rank):
