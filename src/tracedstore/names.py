@@ -248,6 +248,24 @@ JOB_RANK_AWAITED = Metric(
     otel="tracedstore.job.rank.awaited",
     unit="1",
 )
+COLLECTIVE_SEQUENCE = Metric(
+    "tracedstore_collective_sequence",
+    "gauge",
+    ("group",),
+    "Sequence number of the default process group, and of the seven others that have"
+    " not moved for longest; point-to-point operations count too.",
+    otel="tracedstore.collective.sequence",
+    unit="{collective}",
+)
+LAST_PROGRESS = Metric(
+    "tracedstore_last_progress_timestamp_seconds",
+    "gauge",
+    (),
+    "When a Store call of this process ended last, or a sequence number of its process"
+    " groups moved; absent without a group.",
+    otel="tracedstore.progress.last",
+    unit="s",
+)
 SPANS_SUPPRESSED = Metric(
     "tracedstore_spans_suppressed_total",
     "counter",
@@ -334,6 +352,7 @@ LABEL_ATTRIBUTES: Final = {
     "missing_host": "tracedstore.missing.host",
     "backend": "tracedstore.rendezvous.backend",
     "cause": "tracedstore.stall.cause",
+    "group": "tracedstore.process_group",
     "awaited_rank": "tracedstore.awaited.rank",
     "awaited_host": "tracedstore.awaited.host",
     "reason": "tracedstore.reason",
@@ -520,7 +539,7 @@ TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
 # Every event, with its level.
 EVENT_LEVELS: Final = {
-    OPERATION_SLOW: "warning",
+    OPERATION_SLOW: "info",
     OPERATION_FAILED: "warning",
     OPERATION_STALLED: "warning",
     CAS_CONTENDED: "warning",

@@ -19,20 +19,27 @@ from support.log_events import (
 from tracedstore import names
 from tracedstore.tools.report import log_reader as reader
 from tracedstore.tools.report.analysis import analyse
+from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.log_reader import (
     event_from_span,
     events_from_resource_spans,
     parse_bare_event,
 )
 from tracedstore.tools.report.logged_events import LoggedEvents
+from tracedstore.tools.report.output_reader import OutputReader
 from tracedstore.tools.report.page import page
 
 _Object = dict[str, Any]
 
 
+def _output_reader(output: JobOutput) -> OutputReader:
+    return OutputReader(output, "logs/attempt_0/1/stderr.log", 0, 1.79e9)
+
+
 def _read(data: bytes) -> tuple[LoggedEvents, reader.ReadStats]:
     records, stats = LoggedEvents(), reader.ReadStats()
-    reader._read_file(io.BytesIO(data), records.add, stats)
+    output = _output_reader(JobOutput())
+    reader._read_file(io.BytesIO(data), records.add, stats, output)
     assert sum(records.event_counts.values()) == stats.events + stats.spans
     return records, stats
 
@@ -46,7 +53,10 @@ def _gzip_log(data: bytes) -> None:
     # The exceptions that reader.read_events expects of a damaged file.
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as unpacked:
         reader._read_file(
-            io.BufferedReader(unpacked), LoggedEvents().add, reader.ReadStats()
+            io.BufferedReader(unpacked),
+            LoggedEvents().add,
+            reader.ReadStats(),
+            _output_reader(JobOutput()),
         )
 
 
@@ -194,7 +204,60 @@ _LINES: Inputs = (
 )
 _LOGS: Inputs = st.lists(_LINES, max_size=5).map(b"\n".join)
 
+_PRINTED = (
+    b"[rank1]: Traceback (most recent call last):",
+    b'[default1]:[rank1]:   File "/job/<script>alert(1)</script>.py", line 3, in load',
+    b'  File "x.py", line 3 in <module>',
+    b"[rank1]: KeyError: '<script>alert(1)</script>'",
+    b"RuntimeError: [/gloo/x.cc:5] Connection closed by peer [127.0.0.1]:1",
+    b"The above exception was the direct cause of the following exception:",
+    b"During handling of the above exception, another exception occurred:",
+    b"E1119 04:54:57.131 7 api.py:1] failed (exitcode: -9) local_rank: 1 (pid: 7) of x",
+    b"W1119 04:54:57 7 api.py:1] Sending process 7 closing signal SIGTERM",
+    b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    b"Failures:",
+    b"Root Cause (first observed failure):",
+    b"  time      : 2026-11-19_04:54:57",
+    b"  host      : <script>alert(1)</script>",
+    b"  rank      : 1 (local_rank: 1)",
+    b"  exitcode  : -9 (pid: 7)  (SIGKILL)",
+    b"  traceback : Traceback (most recent call last):",
+    (
+        b"[E321 02:07:08.4 P.cpp:6] [Rank 1] Watchdog caught collective operation"
+        b" timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, T(ms)=6) ran for 7"
+        b" milliseconds"
+    ),
+    b"[Thu Nov 19 09:11:58 2026] Out of memory: Killed process 7 (python)",
+    b"oom-kill:constraint=X,task=python,pid=7,uid=0",
+    b"NVRM: Xid (PCI:0000:3b:00): 79, pid=7",
+    b"run.sh: line 3: 77 Killed",
+    b"Fatal Python error: Segmentation fault",
+    b"Current thread 0x00007f02 (most recent call first):",
+    b'Thread 77 (active): "MainThread"',
+    b"    load (data.py:88)",
+    (
+        b'{"rank": 3, "timestamp": "1795064261", "a": "Traceback (most recent call'
+        b' last):\\n  File \\"x\\", line 1\\nE: x"}'
+    ),
+)
+_OUTPUT: Inputs = st.lists(
+    st.integers(0, len(_PRINTED) - 1).map(_PRINTED.__getitem__) | _LINES, max_size=30
+).map(b"\n".join)
+
+
+def _job_output(data: bytes) -> None:
+    """Read what a job printed, and make its page if there is something of a job."""
+    records, output, stats = LoggedEvents(), JobOutput(), reader.ReadStats()
+    reader._read_file(io.BytesIO(data), records.add, stats, _output_reader(output))
+    if output.of_job:
+        text = page(analyse(records, output), stats)
+        assert "<script>alert" not in text
+
+
 TARGETS = (
+    Target(
+        name="job_output", run=_job_output, inputs=changed_bytes(_OUTPUT), share=0.2
+    ),
     Target(name="log", run=_log, inputs=changed_bytes(_LOGS)),
     Target(
         name="gzip_log",

@@ -26,9 +26,20 @@ from tracedstore.coordination.arrivals import (
 from tracedstore.coordination.rank_registry import REGISTRY, parse_entry
 from tracedstore.coordination.store_access import etcd_contents
 from tracedstore.diagnosis.ask.questions import Question
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
+from tracedstore.diagnosis.judgement.collective_waits import judge_waits, resolve
+from tracedstore.diagnosis.judgement.verdict import (
+    AwaitedRank,
+    Verdict,
+    find_suspects,
+)
+from tracedstore.diagnosis.observe import collective_ledger, flight_recorder
+from tracedstore.diagnosis.observe.blocked_record import (
+    BlockedRecord,
+    Called,
+    CollectivePosition,
+)
 from tracedstore.diagnosis.observe.incarnations import Replacement, Stamp
+from tracedstore.diagnosis.observe.movement import StillRecord
 from tracedstore.diagnosis.observe.torch_keys import ROWS, meaning
 from tracedstore.export.discovery import listed
 from tracedstore.local.facts import Frame, ProcessFacts, WrittenFamily
@@ -117,8 +128,21 @@ def _diagnosis(data: bytes) -> None:
         ProcessFacts.from_bytes,
         Replacement.from_bytes,
         Stamp.from_bytes,
+        StillRecord.from_bytes,
     ):
         parse(data)
+    record = BlockedRecord.from_bytes(data, 8)
+    if record is not None:
+        blocked = resolve({record.rank: record, 1: _IN_COLLECTIVE}, 8)
+        judge_waits(blocked, find_suspects(blocked, 8), 8, {}, {}, lambda _: "", 9.0)
+
+
+def _collectives(data: bytes) -> None:
+    found = collective_ledger.parse(data, 0.0, 8)
+    assert found.keys() <= set(range(8))
+    entries = flight_recorder.parse(data.decode("utf-8", "replace"))
+    for record in flight_recorder.records_of([entries]).values():
+        assert 0 <= record.last_called < 2**63
 
 
 def _texts(data: bytes) -> None:
@@ -246,6 +270,26 @@ _CONTENTS = st.one_of(
 )
 
 _WRITTEN = WrittenFamily(family="go/*", last_key="go/3", rank_positions=(0,))
+_IN_COLLECTIVE = BlockedRecord(
+    rank=1,
+    host="node0",
+    pid=7,
+    operation="all_reduce",
+    keys=(),
+    phase="all_reduce 7 of group 0",
+    protocol="collective",
+    group="0/7",
+    awaits=(2,),
+    started=1.0,
+    collective=CollectivePosition(
+        group="0",
+        number=7,
+        operation="all_reduce",
+        recent=(Called(number=6, operation="barrier"),),
+        expected=Called(number=0, operation="barrier"),
+        called={"0": 7},
+    ),
+)
 _DIAGNOSES = st.sampled_from(
     [
         Verdict(
@@ -267,6 +311,8 @@ _DIAGNOSES = st.sampled_from(
             wrote=(_WRITTEN,),
             started=1.0,
         ).to_bytes(),
+        _IN_COLLECTIVE.to_bytes(),
+        b'{"rank": 1, "host": "a", "pid": 1, "since": 1.0, "seen": 2.0, "place": "b"}',
         Question(number=1, ranks=frozenset([1]), families=("go/*",)).to_bytes(),
         ProcessFacts(
             rank=2,
@@ -277,6 +323,25 @@ _DIAGNOSES = st.sampled_from(
         ).to_bytes(),
         b'{"rank": 1, "hosts": ["a", "b"], "pids": [1, 2]}',
         b'{"rank": 1, "attempt": 0, "host": "a", "pid": 1, "time": 2.5}',
+    ]
+)
+
+_ENTRY = {
+    "collective_seq_id": 7,
+    "input_sizes": [[10]],
+    "input_dtypes": ["Float"],
+    "is_p2p": False,
+    "pg_id": 0,
+    "process_group": ["0", "default_pg"],
+    "profiling_name": "nccl:all_reduce",
+    "retired": False,
+    "thread_id": "7",
+    "time_created_ns": 1,
+}
+_COLLECTIVES = st.sampled_from(
+    [
+        b"1:01234567:99;2:01234567:99;",
+        json.dumps({"entries": [_ENTRY, {**_ENTRY, "retired": True}]}).encode(),
     ]
 )
 
@@ -301,6 +366,7 @@ TARGETS = (
         run=_torch_keys,
         inputs=changed_bytes(st.sampled_from([row.example.encode() for row in ROWS])),
     ),
+    Target(name="collectives", run=_collectives, inputs=changed_bytes(_COLLECTIVES)),
     Target(name="diagnosis", run=_diagnosis, inputs=changed_bytes(_DIAGNOSES)),
     Target(
         name="rosters",

@@ -403,6 +403,44 @@ class TestAddress:
         assert f"port {port} of" in failed["notes"][0]
         assert f"is held by pid {os.getpid()} (" in failed["notes"][0]
 
+    def test_ranks_0_1_1(self, start_rank: StartRank) -> None:
+        """A rank that was started twice, in place of another one."""
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        first = start_rank("env://", 0, 4, timeout=300, env=env)
+        others = [start_rank("env://", 1, 4, timeout=300, env=env) for _ in range(2)]
+
+        def duplicate() -> list[dict[str, Any]]:
+            stalls = first.events("job.stalled")
+            return [one for one in stalls if one["cause"] == "duplicate"]
+
+        (stall, *_) = wait_until(duplicate)
+
+        assert any(
+            text.startswith("rank 1 was started twice: pid ")
+            and all(str(other.pid) in text for other in others)
+            for text in stall["evidence"]
+        )
+
+    def test_rank_0_of_another_job(self, start_rank: StartRank) -> None:
+        """Its process is healthy: the remedy is another port."""
+        env = {
+            "RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        first = start_rank("env://", 0, 2, env={**env, "TRACEDSTORE_RUN_ID": "theirs"})
+        stalled(first)
+        second = start_rank("env://", 0, 2, env={**env, "TRACEDSTORE_RUN_ID": "ours"})
+
+        failed = second.next_report()
+
+        (note,) = failed["notes"]
+        assert f"is held by pid {first.pid} (" in note
+        assert "started at" in note
+        assert "another job: rank 0 of run 'theirs'; this is run 'ours'" in note
+        assert note.endswith("set MASTER_PORT to another port")
+        assert stalled(second)["cause"] == "address"
+
     def test_rank_0_twice(self, start_rank: StartRank) -> None:
         """Two processes with RANK=0 on one host: both pids are in the note."""
         env = {

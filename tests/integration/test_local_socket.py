@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from integration.harness import Child, in_background, pause, wait_until
+from integration.harness import HANG, Child, in_background, pause, wait_until
+from support.fork_server import python_path
 from tracedstore import names
+from tracedstore.common import procfs
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local import sockets
 from tracedstore.local.facts import LocalIdentity
@@ -158,16 +160,19 @@ class TestAnswers:
 
     @pytest.mark.parametrize("activity", ["hold_gil", "backtrack"])
     def test_process_that_holds_the_gil(self, start: Start, activity: str) -> None:
-        """It does not answer, but its host reports that it is alive."""
+        """It is alive, and nothing but a state of /proc makes it stopped."""
         child, reported = start(activity, 1)
         # It may answer once more before it has taken the GIL.
         wait_until(lambda: local_processes(SHORT).get(child.pid, 0) is None)
 
         found = ask_host({1: info_of(1, reported)}, [1], SHORT)
 
-        assert found[1].state == "stopped"
+        assert found[1].state == "unresponsive"
         assert found[1].source == "/proc of its host"
-        assert "GIL" in found[1].detail
+        assert re.fullmatch(
+            r"did not answer within .* s \(state [A-Z], .* s of CPU time in .* s\)",
+            found[1].detail,
+        )
         assert found[1].pid == child.pid
 
     def test_stopped_process(self, start: Start) -> None:
@@ -183,6 +188,24 @@ class TestAnswers:
         assert replies[other.pid] is not None
         assert found[1].state == "stopped"
         assert found[1].detail == "stopped by a signal (T)"
+
+    def test_stopped_process_is_not_waited_for(self, start: Start) -> None:
+        """It cannot answer, whatever the timeout is."""
+        stopped, reported = start("load_dataset", 1)
+        pause(stopped.pid)
+
+        found = ask_host({1: info_of(1, reported)}, [1], 10 * HANG)
+
+        assert found[1].detail == "stopped by a signal (T)"
+
+    def test_process_in_the_kernel(self, start: Start) -> None:
+        """A system call that does not return: a vfork waits for its child."""
+        child, reported = start("vfork", 1)
+        wait_until(lambda: procfs.watch([child.pid])[child.pid].halt)
+
+        found = ask_host({1: info_of(1, reported)}, [1], SHORT)
+
+        assert (found[1].state, found[1].detail) == ("stopped", procfs.IN_KERNEL)
 
     def test_killed_process(self, start: Start, runtime_dir: Path) -> None:
         """A killed process is gone, and the next process removes its socket."""
@@ -251,8 +274,7 @@ class TestAnswers:
             "subprocess.run([sys.executable, '-m',"
             " 'integration.children.answering', 'load_dataset'])\n"
         )
-        path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-        environ = {**os.environ, "RANK": "4", "PYTHONPATH": os.pathsep.join(path)}
+        environ = {**os.environ, "RANK": "4", "PYTHONPATH": python_path()}
         with subprocess.Popen(
             [sys.executable, "-c", script],
             env=environ,
@@ -558,3 +580,51 @@ class TestHostilePeers:
         assert list(replies.values()) == [None] * 3
         # One after the other would take 12 s.
         assert time.monotonic() - began < 12
+
+
+FORKS_A_WORKER = """
+import multiprocessing
+import os
+import sys
+
+import tracedstore
+
+tracedstore.instrument()
+import torch.distributed
+
+
+def work():
+    os.environ["RANK"] = "3"
+    print(os.getpid(), flush=True)
+    os.read(int(sys.argv[1]), 1)  # until the test ends
+
+
+context = multiprocessing.get_context("fork")
+worker = context.Process(target=work)
+worker.start()
+worker.join()
+"""
+
+
+def test_forked_worker_answers_before_it_registers() -> None:
+    """It gets its rank after the fork, as the workers of a notebook do."""
+    reading, writing = os.pipe()
+    environ = {name: one for name, one in os.environ.items() if name != "RANK"}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS_A_WORKER, str(reading)],
+        env=environ | JOB,
+        pass_fds=(reading,),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        os.close(reading)
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+
+        reply = wait_until(lambda: local_processes(LONG).get(pid))
+        os.close(writing)
+
+    assert reply.identity.rank == 3
+    assert not reply.identity.registered
+    assert reply.answer is not None
+    assert launcher.returncode == 0

@@ -88,18 +88,22 @@ class TestNativeThreads:
         port = tcp_server.next_report()["port"]
         first = start_child("lazy_rank", 0, port, env=LAZY)
         (blocked,) = first.next_report()["in_flight"]
-        (stalled, *_) = wait_until(lambda: first.events("store.operation.stalled"))
+        # The watcher's own report has level debug once there is a verdict.
+        (stalled, *_) = wait_until(
+            lambda: (
+                first.events("store.operation.stalled") or first.events("job.stalled")
+            )
+        )
         second = start_child("lazy_rank", 1, port, env=LAZY)
 
         reports = [first.next_report(), second.next_report()]
         statuses = [first.exit_status(), second.exit_status()]
 
         assert blocked["thread"].startswith("native-")
-        assert (stalled["thread"], stalled["key"], stalled["operation"]) == (
-            blocked["thread"],
-            blocked["key"],
-            blocked["operation"],
-        )
+        assert stalled["key"] == blocked["key"]
+        if stalled["event"] == "store.operation.stalled":
+            assert stalled["thread"] == blocked["thread"]
+            assert stalled["operation"] == blocked["operation"]
         for report in reports:
             assert report["sum"] == 3
             if core == "python":

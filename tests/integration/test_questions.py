@@ -105,6 +105,10 @@ class TestStores:
         assert answers[2].source == "itself"
         assert "MainThread" in stacks[1].stacks
 
+    def test_answers_so_far(self, connect: Connect) -> None:
+        """Who waits for the answers may not want more of them, after any time."""
+        assert ask(connect(), "status", [0], 600, hurry=lambda: True) == {}
+
     def test_rank_that_does_not_answer(self, connect: Connect) -> None:
         """After the timeout, the answers of the others are returned."""
         with polled(poll_of(connect(), 0, 4)):

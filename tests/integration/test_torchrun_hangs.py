@@ -1,24 +1,30 @@
 """Hangs of torchrun's agents: what a traced rendezvous reports, with real agents."""
 
+import base64
 import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import etcd
 import pytest
+from torch.distributed import TCPStore
 
 from integration.conftest import StartAgent
 from integration.harness import Child, wait_until
 from support.etcd import EtcdServer, free_port
 from support.events import check
+from support.processes import descendants
 from support.rendezvous import new_run_id
 from support.torchrun import Agent
 from support.versions import SERVES_LATER_ROUNDS, TORCH
+from tracedstore.rendezvous.state import parse_state
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -99,6 +105,124 @@ class TestReplacedNode:
         assert failed["cause"] == "rank_0_replaced"
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in failed["message"]
         assert agents[1].exit_status() == 1
+
+
+# Nodes of one machine: another host name, and processes that /proc of the machine's
+# other processes identifies, but not as theirs.
+_NODE = ("unshare", "--pid", "--fork", "--mount-proc", "--uts", "sh", "-c")
+
+
+def has_namespaces() -> bool:
+    """Return whether this user may have namespaces of its own."""
+    return subprocess.run([*_NODE, "exit 0"], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="namespaces need root")
+class TestSilentHost:
+    """A host on which nothing runs any more, as after a crash or a broken link."""
+
+    def test_frozen_host(
+        self, start_agent: StartAgent, tcp_server: Child, tmp_path: Path
+    ) -> None:
+        """Its ranks are named with one sentence on the host, and no other cause."""
+        script = tmp_path / "wait.py"
+        script.write_text(
+            "import os, time\n"
+            "from datetime import timedelta\n"
+            "import tracedstore\n"
+            "tracedstore.instrument()\n"
+            "import torch.distributed as dist\n"
+            "dist.init_process_group('gloo')\n"
+            "print('started', flush=True)\n"
+            "store = dist.distributed_c10d._get_default_store()\n"
+            "if os.environ['RANK'] == '0': store.wait(['go'], timedelta(hours=1))\n"
+            "time.sleep(3600)\n"
+        )
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        run_id = new_run_id()
+        # A node counts as silent after four seconds without a heartbeat.
+        conf = "is_host=0,keep_alive_interval=2,keep_alive_max_attempt=3"
+        first, second = (
+            start_agent(
+                *("traced-c10d", endpoint, run_id, "--nnodes", "2"),
+                *("--nproc-per-node", str(size), "--rdzv-conf", conf),
+                *("--local-addr", address, str(script)),
+                command=(*_NODE, f'hostname {host}; exec "$@"', "sh"),
+                GLOO_SOCKET_IFNAME="lo",
+                TRACEDSTORE_STALL_AFTER="2",
+            )
+            for host, address, size in (
+                ("nodea", "127.0.0.1", 1),
+                ("nodeb", "127.0.0.2", 2),
+            )
+        )
+        wait_until(lambda: (first.out() + second.out()).count("started") == len("abb"))
+        for pid in descendants(second.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+        def silent() -> list[dict[str, Any]]:
+            stalls = first.events("job.stalled")
+            return [one for one in stalls if one["cause"] == "host_silent"]
+
+        (stall, *_) = wait_until(silent)
+
+        check(stall)
+        assert stall["awaited_ranks"] == [1, 2]
+        assert stall["awaited_causes"] == ["host_silent"] * 2
+        assert re.fullmatch(
+            r"ranks 1-2 on nodeb: no process of nodeb answers, its agent has been"
+            r" silent for \d+ s: the host is down, frozen or cut off",
+            stall["awaited"],
+        )
+        assert "check the host of each awaited rank" in stall["remedy"]
+
+
+class TestNodesThatEndAtDifferentTimes:
+    """The agent of a node that has finished waits for the others: all are healthy."""
+
+    def test_nobody_is_accused(
+        self, start_agent: StartAgent, tcp_server: Child, tmp_path: Path
+    ) -> None:
+        """Neither the node that runs on, nor the one that sends no heartbeats."""
+        script, end = tmp_path / "until_told.py", tmp_path / "end"
+        script.write_text(
+            "import os, pathlib, sys, time\n"
+            "print('started', flush=True)\n"
+            "end = pathlib.Path(sys.argv[1])\n"
+            "while os.environ['RANK'] == '0' and not end.exists(): time.sleep(0.05)\n"
+        )
+        port, run_id = tcp_server.next_report()["port"], new_run_id()
+        endpoint = f"127.0.0.1:{port}"
+        # A node counts as silent after four seconds without a heartbeat.
+        conf = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5"
+        running, finished = (
+            start_agent(
+                *("traced-c10d", endpoint, run_id, "--nnodes", "2"),
+                *("--nproc-per-node", "1", "--rdzv-conf", conf),
+                *("--local-addr", address, str(script), str(end)),
+                TRACEDSTORE_STALL_AFTER="2",
+            )
+            for address in ("127.0.0.1", "127.0.0.2")
+        )
+        wait_until(
+            lambda: (running.out() + finished.out()).count("started") == len("ab")
+        )
+        store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+        def removed() -> bool:
+            value = store.get(f"torch.rendezvous.{run_id}")
+            state = parse_state(base64.b64decode(value))
+            return state is not None and len(state.participants) == 1
+
+        # torch removes it from the round, a second after it counts as silent.
+        wait_until(removed)
+        end.touch()
+
+        for agent in (running, finished):
+            assert agent.exit_status() == 0
+            names = ("job.stalled", "rendezvous.waiting", "store.operation.stalled")
+            assert [event for name in names for event in agent.events(name)] == []
 
 
 class TestTwoJobs:
@@ -189,6 +313,21 @@ class TestKilledAgent:
 class TestNoServer:
     """No agent serves the c10d store."""
 
+    def test_stall_after(self, start_agent: StartAgent, tcp_server: Child) -> None:
+        """It is the time after which an agent reports that it waits for others."""
+        endpoint = f"127.0.0.1:{tcp_server.next_report()['port']}"
+        agent = start_agent(
+            *("traced-c10d", endpoint, new_run_id(), "--nnodes", "2"),
+            *("--nproc-per-node", "1", "--rdzv-conf", "is_host=0"),
+            *("--no-python", "true"),
+            TRACEDSTORE_STALL_AFTER="1",
+        )
+
+        (first, *_) = wait_until(lambda: agent.events("rendezvous.waiting"))
+
+        # The default of both is 30 s.
+        assert 1 <= first["waited_seconds"] < 25
+
     @pytest.mark.parametrize("conf", ["is_host=0,", ""])
     def test_waiting_and_failed(self, start_agent: StartAgent, conf: str) -> None:
         """Both events say why this agent does not serve it, and what to change."""
@@ -207,7 +346,9 @@ class TestNoServer:
         waiting = agent.events("rendezvous.waiting")
         assert waiting
         reason = (
-            "is_host is false" if conf else f"no name or address of it matches '{host}'"
+            "is_host is false"
+            if conf
+            else f"torch compares '{host}' with the name {socket.gethostname()} and"
         )
         for event in (*waiting, failed):
             check(event)

@@ -13,6 +13,7 @@ from torch.distributed import DistStoreError, HashStore
 
 import tracedstore
 from integration.harness import in_background, wait_until
+from support.waits import all_wait_as_ranks
 from tracedstore import names
 
 
@@ -21,6 +22,7 @@ def rank_0_of_100(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 0 of 100; the other ones were never started."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "100")
+    all_wait_as_ranks(monkeypatch)
 
 
 def families(registry: CollectorRegistry) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ ENTRY = {
     "local_rank": 0,
     "world_size": 2,
     "run_id": "job-7",
-    "metrics": "http://node0:9400/metrics",
+    "metrics": "http://node0:27400/metrics",
     "started": 1.0,
 }
 REPORT = json.loads(MissingReport.unknown(4).to_bytes())

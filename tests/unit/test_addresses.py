@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,23 @@ def gloo_value(host: bytes, address: str) -> bytes:
     return struct.pack("=Q", len(host)) + host + struct.pack("=Q", len(peer)) + peer
 
 
+class TestComparison:
+    """Why torch does not take an endpoint for this machine's."""
+
+    def test_name_that_is_loopback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The address is one of this machine, and is not what torch compares with."""
+        monkeypatch.setattr(addresses, "own_addresses", lambda: ["10.99.0.1"])
+        monkeypatch.setattr(socket, "gethostname", lambda: "nodea")
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kw: found)
+
+        assert addresses.describe_comparison("10.99.0.1") == (
+            "torch compares '10.99.0.1' with the name nodea and what that resolves to,"
+            " which is 127.0.1.1; 10.99.0.1 is an address of this machine all the same"
+        )
+        assert "all the same" not in addresses.describe_comparison("10.99.0.2")
+
+
 class TestGloo:
     """Addresses that gloo's ranks publish."""
 
@@ -324,6 +342,30 @@ class TestReach:
         assert (found.result, found.joined) == (connection_attempt.ANSWERED, 1)
         assert connection_attempt.verdict_on(target, found, 3) is None
         del joined
+
+    def test_own_address_of_a_later_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each node was given its own address as that of rank 0."""
+        monkeypatch.setenv("RANK", "3")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setenv("NODE_RANK", "1")
+        own = ip_address("192.0.2.7")
+        monkeypatch.setattr(connection_attempt, "is_local", lambda one: one == own)
+        target = ConnectTarget(host="192.0.2.7", port_text="29500", rank=3)
+        found = connection_attempt.ConnectionAttempt(
+            result=causes.REFUSED, addresses=(own,)
+        )
+
+        verdict = connection_attempt.verdict_on(target, found, 3)
+
+        assert verdict is not None
+        assert (verdict.cause, verdict.awaited_ranks) == ("address", ())
+        assert "MASTER_ADDR is '192.0.2.7': it is an address of" in verdict.known
+        assert "where rank 3 runs, and rank 0 does not" in verdict.known
+        # A rank of the first node: rank 0 should be here, and is not.
+        monkeypatch.setenv("NODE_RANK", "0")
+        verdict = connection_attempt.verdict_on(target, found, 3)
+        assert verdict is not None
+        assert verdict.cause == "server_unreachable"
 
     def test_no_count(self) -> None:
         """A TCPStore that hangs up when it is asked for the count has answered."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -29,6 +30,7 @@ import tracedstore
 from integration.harness import forked, in_background, wait_until
 from support.native import on_both_bases
 from support.stores import KINDS, is_listening
+from support.waits import all_wait_as_ranks
 from tracedstore.common import procfs
 from tracedstore.coordination import rank_registry, store_access
 from tracedstore.coordination.rank_registry import Member
@@ -37,22 +39,23 @@ from tracedstore.diagnosis import service, store_diagnosis
 from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.judgement.stall_reports import VERDICT, StalledJob
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe.blocked_calls import blocked_calls
+from tracedstore.diagnosis.observe import waits
 from tracedstore.diagnosis.observe.blocked_record import (
     BlockedRecord,
     publish_blocked,
     read_blocked,
 )
+from tracedstore.diagnosis.observe.waits import PendingCall, Repeated, Waits
+from tracedstore.diagnosis.rounds import Wait
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.store_diagnosis import (
-    Repeats,
     StoreDiagnoses,
     StoreDiagnosis,
-    Wait,
 )
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.recording.counters import handle_of
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.signals.inflight import StallReporter
 
 Events = Callable[[], list[dict[str, Any]]]
 STALL_AFTER = 0.4
@@ -66,6 +69,11 @@ def rank_0_of_2(monkeypatch: pytest.MonkeyPatch, core: str) -> None:
     """This process is rank 0 of 2; rank 1 was never started."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    # Processes of other tests on this host are of other jobs.
+    monkeypatch.setenv(
+        "TRACEDSTORE_RUN_ID", f"test-{os.getpid()}-{time.monotonic_ns()}"
+    )
+    all_wait_as_ranks(monkeypatch)
     tracedstore.configure(stall_after=STALL_AFTER, log_format="json")
 
 
@@ -143,6 +151,31 @@ def test_rank_that_arrives_meanwhile_is_not_named(
 
     assert stall["awaited_ranks"] == [1]
     wait_until(lambda: read_blocked(bare, 3) == {})
+
+
+def test_stalled_call_shows_an_absent_key(bare: HashStore) -> None:
+    """The first key of the wait exists."""
+    # Long after the call is examined, so that its record is there.
+    tracedstore.configure(stall_after=600, log_format="off")
+    store = tracedstore.wrap(bare)
+    bare.set("here", "")
+    timeout = timedelta(seconds=60)
+    waiting = in_background(lambda: store.wait(["here", "absent"], timeout))
+    diagnosis = Diagnosis(RECORDER, 0.1, answers=False)
+    emitted = wait_until(RECORDER.counters.calls)
+
+    def keys() -> list[str]:
+        diagnosis.visit_stores()
+        return [diagnosis.absent_key(active.call) for active in emitted]
+
+    wait_until(lambda: keys() == ["absent"])
+    fields: dict[str, Any] = {}
+    telemetry: Any = SimpleNamespace(emit=lambda _event, **kw: fields.update(kw))
+    StallReporter(RECORDER, telemetry, 0.001, absent_key=diagnosis.absent_key).report()
+    bare.set("absent", "")
+    waiting.result(60)
+
+    assert (fields["operation"], fields["key"]) == ("wait", "absent")
 
 
 def test_rank_that_arrives_late_is_not_in_the_note(
@@ -361,36 +394,40 @@ def test_server_that_ends_resumes_nothing(events: Events) -> None:
     assert not named(events, "job.resumed")
 
 
+@pytest.mark.parametrize("timeout", [0.05, 0.6])
 def test_repeated_wait_is_reported_when_it_has_doubled(
-    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
     """A wait that a program repeats after each timeout is one wait."""
     # A busy machine makes waits and pauses longer, so the measured times count.
-    monkeypatch.setattr(store_diagnosis, "_PAUSE", 60.0)
-    is_due, begun = Repeats.is_due, math.inf
+    monkeypatch.setattr(waits, "PAUSE", 60.0)
+    monkeypatch.setattr(service, "PAUSE", 60.0)
+    is_due = Repeated.is_due
     reported: list[tuple[float, float]] = []
 
-    def timed(repeats: Repeats, wait: Wait, waited: float) -> bool:
-        nonlocal begun
-        before = time.monotonic()
-        due = is_due(repeats, wait, waited)
-        after = time.monotonic()
-        begun = min(begun, after - waited)
+    def timed(repeated: Repeated) -> bool:
+        before = repeated.waited()
+        due = is_due(repeated)
         if due:
-            reported.append((before, after))
+            reported.append((before, repeated.waited()))
         return due
 
-    monkeypatch.setattr(Repeats, "is_due", timed)
+    monkeypatch.setattr(Repeated, "is_due", timed)
     store = tracedstore.wrap(bare)
     count = 0
     while count < 8 or len(reported) < 2:
         with pytest.raises(DistStoreError):
-            store.wait(["go"], timedelta(seconds=0.6))
+            store.wait(["go"], timedelta(seconds=timeout))
         count += 1
 
-    assert 2 <= len(named(events, "job.stalled")) == len(reported) < count
+    stalls = named(events, "job.stalled")
+    assert 2 <= len(stalls) == len(reported) < count
+    assert reported[0][0] >= STALL_AFTER
     for (before, _), (_, after) in pairwise(reported):
-        assert after - begun >= (1 + store_diagnosis._DOUBLED) * (before - begun)
+        assert after >= (1 + waits._DOUBLED) * before
+    assert [one["waited_seconds"] for one in stalls] == pytest.approx(
+        [after for _, after in reported], abs=1
+    )
     assert not named(events, "job.resumed")
 
 
@@ -426,6 +463,7 @@ def test_timeout_before_the_stall_is_explained(bare: HashStore, events: Events) 
     assert note.startswith("tracedstore: waiting in key go for rank 1")
     (failed,) = named(events, "store.operation.failed")
     assert (failed["cause"], failed["awaited_ranks"]) == ("not_started", [1])
+    assert named(events, "job.stalled") == []
 
 
 def test_stall_that_is_explained_at_its_timeout_is_reported(
@@ -468,6 +506,43 @@ def test_verdict_of_another_rank_is_used(bare: HashStore, events: Events) -> Non
 
     assert error is not None
     assert error.__notes__ == [f"tracedstore: {verdict.describe()}"]
+    assert named(events, "job.stalled") == []
+
+
+@pytest.mark.parametrize("found", ["while this rank asks", "at the same time"])
+def test_two_ranks_find_the_same(
+    bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    """One of them reports it: the one whose verdict is in the store."""
+
+    def publish_another(verdict: Verdict) -> None:
+        theirs = replace(verdict, time=verdict.time + 0.001)
+        bare.set(VERDICT, theirs.to_bytes().decode())
+        bare.add("tracedstore/VERDICTS", 1)
+
+    inquire, publish = inquiry.inquire, StoreDiagnosis.publish_verdict
+
+    def asks(*args: Any, **keywords: Any) -> Verdict | None:
+        verdict = inquire(*args, **keywords)
+        if verdict is not None:
+            publish_another(verdict)
+        return verdict
+
+    def publishes(self: StoreDiagnosis, verdict: Verdict) -> None:
+        publish(self, verdict)
+        publish_another(verdict)
+
+    if found == "while this rank asks":
+        monkeypatch.setattr(store_diagnosis, "inquire", asks)
+    else:
+        monkeypatch.setattr(StoreDiagnosis, "publish_verdict", publishes)
+    store = tracedstore.wrap(bare)
+    error = in_background(
+        lambda: store.wait(["go"], timedelta(seconds=4 * STALL_AFTER))
+    ).exception(60)
+
+    assert error is not None
+    assert "waiting in key go for rank 1" in error.__notes__[0]
     assert named(events, "job.stalled") == []
 
 
@@ -607,11 +682,11 @@ def test_description_is_progress(bare: HashStore) -> None:
     """A store that is slow, but responds, is not reported as one that does not."""
     store = tracedstore.wrap(bare)
     waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
-    (call,) = wait_until(lambda: blocked_calls(RECORDER))
+    (call,) = wait_until(Waits(RECORDER).pending)
     diagnosis = diagnosis_of(bare)
     before = time.monotonic()
 
-    record = diagnosis._describe(Wait(call, diagnosis), 0.0)
+    record = diagnosis._describe(Wait(call, call.repeated, diagnosis), 0.0)
 
     bare.set("go", "")
     waiting.result(60)
@@ -629,11 +704,12 @@ def test_verdict_of_a_large_job_takes_longer(
     store = tracedstore.wrap(bare)
     diagnosis = Diagnosis(RECORDER, 30.0, answers=False)
     waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
-    (active,) = wait_until(lambda: blocked_calls(RECORDER))
-    diagnosis._advance(diagnosis_of(bare, world_size=world_size), active)
-    diagnosis._waits[id(active.call)].round_started -= 10.0
+    (call,) = wait_until(Waits(RECORDER).pending)
+    diagnosis._advance(diagnosis_of(bare, world_size=world_size), call, failed=False)
+    diagnosis._waits[call.key].round_started -= 10.0
 
-    covered = diagnosis.covers(active.call)
+    assert isinstance(call, PendingCall)
+    covered = diagnosis.covers(call.active.call)
 
     bare.set("go", "")
     waiting.result(60)

@@ -1,6 +1,12 @@
 """Facts about a process: their encoding, and how this process collects its own."""
 
+import inspect
 import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,8 +15,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
+from torch.distributed.elastic.utils import store as elastic_store
 
 import tracedstore
+from integration.harness import wait_until
 from tracedstore.common import procfs
 from tracedstore.common.identity import set_group_identity
 from tracedstore.coordination import rank_registry
@@ -22,6 +30,7 @@ from tracedstore.local.facts import (
     LastCall,
     ProcessFacts,
     WrittenFamily,
+    place_of,
 )
 from tracedstore.recording.recorder import RECORDER
 
@@ -101,6 +110,54 @@ class TestProcessAnswer:
     def test_any_bytes(self, value: bytes) -> None:
         """Any bytes are an answer or none; nothing raises."""
         ProcessFacts.from_bytes(value)
+
+
+class TestPlace:
+    """The line of the program that a process is in, below torch and others."""
+
+    PLACE = r"unit/test_facts.py:\d+ TestPlace.test_[a-z_]+"
+
+    def test_torch(self) -> None:
+        """What of torch it calls is named."""
+        found = []
+
+        class Watching(dist.HashStore):
+            def multi_get(self, keys: list[str]) -> list[bytes]:
+                caller = inspect.currentframe()
+                found.append(place_of(caller and caller.f_back))
+                return list(super().multi_get(keys))
+
+        elastic_store.synchronize(Watching(), b"", 0, 1, "all/")
+
+        assert re.fullmatch(f"{self.PLACE}, in torch: synchronize", found[0])
+
+    def test_standard_library(self) -> None:
+        """Not the line of contextlib."""
+        found = []
+
+        @contextmanager
+        def looking() -> Iterator[None]:
+            inner = inspect.currentframe()
+            assert inner is not None
+            assert str(inner.f_back).startswith("<frame")
+            found.append(place_of(inner.f_back))
+            yield
+
+        with looking():
+            pass
+
+        assert re.fullmatch(self.PLACE, found[0])
+
+    def test_no_program(self) -> None:
+        """A thread that has no other line has its innermost one."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()
+            (thread,) = pool._threads
+            place = wait_until(
+                lambda: place_of(sys._current_frames().get(thread.ident or 0))
+            )
+
+        assert place.startswith("futures/thread.py:")
 
 
 class TestRegistryEntry:

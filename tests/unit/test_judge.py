@@ -2,11 +2,19 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
+from tracedstore.common.causes import REMEDIES
+from tracedstore.common.procfs import IN_KERNEL
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.verdict import Verdict, find_suspects, judge
+from tracedstore.diagnosis.judgement.verdict import (
+    Verdict,
+    find_suspects,
+    judge,
+    still_waits,
+)
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
 from tracedstore.local.facts import Frame, ProcessFacts
 
@@ -78,6 +86,11 @@ def running(rank: int) -> ProcessFacts:
     )
 
 
+def waits_for_go(*ranks: int) -> list[BlockedRecord]:
+    """Return the waits of ranks for a key whose writer is unknown."""
+    return [record(rank, phase="key go", protocol="", group="") for rank in ranks]
+
+
 class TestWriters:
     """Keys whose writers are known."""
 
@@ -88,7 +101,7 @@ class TestWriters:
         )
         assert verdict.awaited_ranks == (2,)
         assert verdict.cause == "busy"
-        assert verdict.describe_awaited() == (
+        assert verdict.describe_awaited(NOW) == (
             "rank 2 on node2 (pid 102): alive, no store call for 612 s,"
             " in data.py:88 load_dataset"
         )
@@ -148,28 +161,42 @@ class TestElimination:
         assert "2-3" in verdict.describe_awaited()
 
     def test_process_that_cannot_arrive_is_named(self) -> None:
-        """A rank that has ended cannot write the key, a busy one can."""
-        waits = [record(rank, phase="key go", protocol="", group="") for rank in (0, 1)]
-        gone = ProcessFacts(rank=3, host="node3", pid=103, state="gone")
-        verdict = verdict_on(*waits, answers=(running(2), gone))
-        assert (verdict.cause, verdict.awaited_ranks) == ("gone", (3,))
+        """A stopped rank has work left; the busy one, which may too, is listed."""
+        stopped = ProcessFacts(rank=3, host="node3", pid=103, state="stopped")
+        verdict = verdict_on(*waits_for_go(0, 1), answers=(running(2), stopped))
+        assert (verdict.cause, verdict.awaited_ranks) == ("stopped", (3,))
+        assert any("rank 2 on node2" in text for text in verdict.evidence)
 
     @pytest.mark.parametrize(
         ("state", "detail"),
         [
+            ("gone", ""),
             ("gone", "exited with code 0"),
-            ("stopped", "did not answer within 2 s: it holds the GIL, or gets no CPU"),
+            ("gone", "exited with code 1"),
+            ("gone", "killed by SIGKILL"),
+            ("unresponsive", "did not answer within 2 s (state R)"),
         ],
     )
     def test_process_that_finished_or_is_slow_is_not_named(
         self, state: str, detail: str
     ) -> None:
         """The busy rank may be the writer; the text has what is known of both."""
-        waits = [record(rank, phase="key go", protocol="", group="") for rank in (0, 1)]
         answer = ProcessFacts(rank=3, host="node3", state=state, detail=detail)  # type: ignore[arg-type]  # parametrized
-        verdict = verdict_on(*waits, answers=(running(2), answer))
+        verdict = verdict_on(*waits_for_go(0, 1), answers=(running(2), answer))
         assert (verdict.cause, verdict.awaited_ranks) == ("unknown", ())
         assert detail in verdict.describe()
+        assert "rank 2 on node2" in verdict.describe()
+        assert "ranks 2-3" in verdict.describe_awaited()
+
+    def test_ended_ranks_are_named_if_no_other_candidate_is_left(self) -> None:
+        """Neither writes the key any more, and one of them has failed."""
+        failed = ProcessFacts(
+            rank=3, state="gone", host="n", detail="killed by SIGKILL"
+        )
+        done = ProcessFacts(rank=2, state="gone", host="n", detail="exited with code 0")
+        verdict = verdict_on(*waits_for_go(0, 1), answers=(done, failed))
+        assert (verdict.cause, verdict.awaited_ranks) == ("gone", (3,))
+        assert "exited with code 0" in verdict.describe()
 
     def test_ranks_outside_the_group_are_not_candidates(self) -> None:
         """The barrier of ranks 0 and 1 does not wait for rank 2."""
@@ -177,6 +204,116 @@ class TestElimination:
             record(0, members=(0, 1), protocol="store_barrier"), answers=(running(1),)
         )
         assert verdict.awaited_ranks == (1,)
+
+
+class TestSilentHost:
+    """Ranks of a host of which no process answers, and whose agent is silent."""
+
+    def test_all_its_ranks_are_said_once(self) -> None:
+        """Also one whose record says that it waits itself: it does not any more."""
+        blocked = {
+            0: record(0, awaits=(2, 3)),
+            1: record(1, awaits=(2, 3)),
+            3: record(3, awaits=(0,), group="2"),
+        }
+        silent = {rank: on_nodeb(rank, "silent") for rank in (2, 3)}
+        still = {
+            rank: one
+            for rank, one in blocked.items()
+            if still_waits(one, silent.get(rank), NOW)
+        }
+        verdict = judge(
+            still,
+            find_suspects(still, 4),
+            4,
+            silent,
+            {rank: info(rank) for rank in range(4)},
+            lambda _rank: "",
+            NOW,
+        )
+        assert (verdict.cause, verdict.awaited_ranks) == ("host_silent", (2, 3))
+        assert verdict.describe_awaited(NOW + 5) == (
+            "ranks 2-3 on nodeb: no process of nodeb answers, its agent has been silent"
+            " for 15 s: the host is down, frozen or cut off"
+        )
+        assert verdict.remedy == REMEDIES["host_silent"]
+
+    def test_host_of_which_a_process_answers(self) -> None:
+        """Only its agent is silent, and a rank does not answer."""
+        verdict = verdict_on(
+            record(0, awaits=(2, 3)),
+            answers=(on_nodeb(2, "silent"), on_nodeb(3, "running")),
+        )
+        assert [one.cause for one in verdict.awaited] == ["unknown", "busy"]
+        assert "the host is down" not in verdict.describe()
+
+
+def on_nodeb(rank: int, state: str) -> ProcessFacts:
+    """Return what is known about a rank of a host with two ranks."""
+    return ProcessFacts(
+        rank=rank,
+        host="nodeb",
+        pid=100 + rank,
+        state=state,  # type: ignore[arg-type]  # one of them
+        idle_seconds=10.0,
+    )
+
+
+class TestSeveralCauses:
+    """Cause, evidence and remedy are of each awaited rank."""
+
+    def test_four_living_ranks_and_one_that_has_ended(self) -> None:
+        """The head is the rank that has ended, and the others are not said to have."""
+        ranks = (1, 2, 3, 4, 5)
+        gone = ProcessFacts(rank=5, host="node5", pid=105, state="gone", source="x")
+        verdict = verdict_on(
+            record(0, awaits=ranks),
+            world_size=6,
+            answers=(*map(running, ranks[:-1]), gone),
+            registered=tuple(range(6)),
+        )
+        assert (verdict.cause, verdict.awaited_ranks) == ("gone", ranks)
+        fields = verdict.event_fields(NOW)
+        assert fields["awaited_causes"] == [*["busy"] * 4, "gone"]
+        assert verdict.describe_awaited(NOW).startswith("rank 5 on node5")
+        assert "[gone (rank 5), busy (ranks 1-4): " in verdict.describe(NOW)
+        assert verdict.remedy == (
+            f"rank 5: {REMEDIES['gone']}; ranks 1-4: {REMEDIES['busy']}"
+        )
+        assert "state of ranks 1-4 from itself" in verdict.evidence
+
+    def test_every_remedy_of_a_living_process_lets_it_live(self) -> None:
+        """Not even one that does not answer, or is in the kernel, is to be ended."""
+        answers = (
+            ProcessFacts(rank=1, host="n", state="stopped", detail="by a signal (T)"),
+            ProcessFacts(rank=2, host="n", state="stopped", detail=IN_KERNEL),
+            ProcessFacts(rank=3, host="n", state="unresponsive", detail="no answer"),
+        )
+        verdict = verdict_on(record(0, awaits=(1, 2, 3)), answers=answers)
+        causes = [one.cause for one in verdict.awaited]
+        assert causes == ["stopped", "stopped", "unknown"]
+        assert len({one.action for one in verdict.awaited}) == 3
+        assert "kill each" not in verdict.remedy
+        assert "end that" not in verdict.remedy
+
+    def test_living_process_that_has_not_come_is_late(self) -> None:
+        """It was started, whatever it does, and is told from one that was not."""
+        late = replace(running(2), registered=False)
+        verdict = verdict_on(
+            record(0, awaits=(2, 3)), answers=(late,), registered=(0, 1)
+        )
+        assert [one.cause for one in verdict.awaited] == ["late", "not_started"]
+        assert "data.py:88 load_dataset" in verdict.describe_awaited(NOW)
+        assert f"rank 2: {REMEDIES['late']}" in verdict.remedy
+
+    def test_durations_are_of_the_time_at_which_they_are_shown(self) -> None:
+        """Three minutes later the rank has made no call for three minutes more."""
+        verdict = verdict_on(record(0, awaits=(2,)), answers=(running(2),))
+        assert "no store call for 612 s" in verdict.describe(NOW)
+        assert "no store call for 792 s" in verdict.describe(NOW + 180)
+        read = Verdict.from_bytes(verdict.to_bytes())
+        assert read is not None
+        assert read.describe(NOW + 180) == verdict.describe(NOW + 180)
 
 
 class TestCycles:

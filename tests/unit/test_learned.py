@@ -63,9 +63,25 @@ def test_one_unknown_key_makes_all_uncertain() -> None:
 def test_number_that_cannot_be_a_rank_names_no_rank(number: int) -> None:
     """A key may have a time in it."""
     written = {rank: wrote(f"ready/{rank}", 0) for rank in (0, 1)}
-    assert learned_writers([f"ready/{number}"], written) == ()
+    assert learned_writers([f"ready/{number}"], written, 16) == ()
 
 
 def test_nothing_is_learned_from_other_families() -> None:
     """No rank wrote this family."""
     assert learned_writers(["go/1"], {0: wrote("stop/1")}) == ()
+
+
+def test_ranks_that_write_in_turn() -> None:
+    """Rank N % 4 writes epoch/N/go: after 0 to 3 it is the turn of rank 0 again."""
+    written = {rank: wrote(f"epoch/{rank}/go", 0) for rank in range(4)}
+    assert learned_writers(["epoch/4/go"], written, 4) == (0,)
+    later = {rank: wrote(f"epoch/{rank + 4}/go") for rank in (1, 2)}
+    assert learned_writers(["epoch/7/go"], later, 4) == (3,)
+
+
+def test_number_beyond_the_world_is_no_rank() -> None:
+    """Keys with the rank of their writer; the job has two."""
+    written = {rank: wrote(f"ready/{rank}", 0) for rank in (0, 2)}
+    assert learned_writers(["ready/5"], written, 3) == (2,)
+    written = {rank: wrote(f"ready/{rank + 4}") for rank in (0, 2)}
+    assert learned_writers(["ready/7"], written, 3) == ()

@@ -34,11 +34,10 @@ class TestProcessState:
         assert state_of(child.pid) == "running"
 
     def test_stopped(self, child: "subprocess.Popen[bytes]") -> None:
-        """A process after SIGSTOP is stopped, and its state is described."""
+        """A process after SIGSTOP is stopped."""
         pause(child.pid)
 
         assert state_of(child.pid) == "stopped"
-        assert procfs.describe_state(child.pid) == "stopped by a signal (T)"
 
     def test_zombie_is_gone(self, child: "subprocess.Popen[bytes]") -> None:
         """A killed process is gone before its parent has waited for it."""
@@ -89,6 +88,30 @@ class TestProcessState:
     def test_process_of_other_user_is_not_gone(self) -> None:
         """Process 1 exists, whether /proc shows it or not."""
         assert not procfs.is_absent(1)
+
+
+class TestCommand:
+    """read_command()."""
+
+    def test_program_of_many_lines(self) -> None:
+        """Its line breaks and escape sequences reach no log."""
+        script = "import time\n# \x1b[31m\ttext\ntime.sleep(100)"
+        with subprocess.Popen([sys.executable, "-c", script]) as process:
+
+            def started() -> bool:
+                # Before the exec it is a copy of this process.
+                return "sleep" in procfs.read_command(process.pid)
+
+            try:
+                wait_until(started)
+                words = procfs.read_command(process.pid)
+            finally:
+                process.kill()
+
+        assert words.isprintable()
+        assert words.endswith(
+            "-c import time # \N{REPLACEMENT CHARACTER}[31m text time.sleep(100)"
+        )
 
 
 class TestNamespaces:

@@ -18,7 +18,7 @@ def store() -> HashStore:
     """A store in which ranks 0 and 1 created group 0 in attempt 0."""
     store = HashStore()
     for rank in (0, 1):
-        incarnations.write_stamp(store, "0", rank)
+        incarnations.write_stamp(store, "0", rank, range(3))
     return store
 
 
@@ -32,7 +32,7 @@ def test_rank_of_an_earlier_attempt_is_named(
 ) -> None:
     """Rank 0 has created the group again, rank 1 has not."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    incarnations.write_stamp(store, "0", 0)
+    incarnations.write_stamp(store, "0", 0, range(3))
 
     verdict = incarnations.find_stale(store, "0", (0, 1))
 
@@ -69,7 +69,52 @@ def test_stamp_of_another_rank(
 ) -> None:
     """A rank that is no member of the group is not named."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    incarnations.write_stamp(store, "0", 0)
+    incarnations.write_stamp(store, "0", 0, range(3))
     store.set("tracedstore/STAMPS/0/1", json.dumps(STAMP | {"rank": 999}))
 
     assert incarnations.find_stale(store, "0", (0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("members", "awaited", "text"),
+    [
+        ({4: (4, 5), 5: (1, 5), 6: (4, 5)}, (5,), "created group 2 with ranks 1,5"),
+        ({4: (4, 5), 5: (1, 5)}, (), "different members"),
+        ({4: (4, 5), 5: (4, 5)}, None, ""),
+    ],
+)
+def test_groups_of_one_name_with_different_members(
+    members: dict[int, tuple[int, ...]], awaited: tuple[int, ...] | None, text: str
+) -> None:
+    """The ranks that fewer others agree with are named; of two, none is."""
+    store = HashStore()
+    for rank, ranks in members.items():
+        incarnations.write_stamp(store, "2", rank, ranks)
+
+    found = incarnations.find_diverged(store, "2", range(8), (4, 6))
+
+    assert (None if found is None else found.awaited_ranks) == awaited
+    assert text in ("" if found is None else found.describe())
+
+
+def test_groups_of_an_earlier_default_group() -> None:
+    """The program has destroyed all groups, and torch counts from the beginning."""
+    store = HashStore()
+    incarnations.write_stamp(store, "1", 0, (0, 1))
+    for rank in range(3):
+        incarnations.write_stamp(store, "0", rank, range(3))
+    incarnations.write_stamp(store, "1", 2, (1, 2))
+
+    assert incarnations.find_diverged(store, "1", range(3), (2,)) is None
+
+
+def test_stamp_of_a_large_group() -> None:
+    """It is short, and still differs from that of another one."""
+    store = HashStore()
+    incarnations.write_stamp(store, "2", 0, range(0, 16_384, 2))
+    incarnations.write_stamp(store, "2", 1, range(0, 16_386, 2))
+
+    found = incarnations.find_diverged(store, "2", (0, 1), (0, 1))
+
+    assert found is not None
+    assert len(store.get("tracedstore/STAMPS/2/0")) < 1024

@@ -18,8 +18,9 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPSt
 import tracedstore
 from integration.harness import in_background, wait_until
 from support.native import on_both_bases
+from support.waits import all_wait_as_ranks
 from tracedstore.common import threads as own_threads
-from tracedstore.diagnosis import service
+from tracedstore.diagnosis import service, store_diagnosis
 
 Events = Callable[[], list[dict[str, Any]]]
 
@@ -33,6 +34,7 @@ def rank_0_of_2(monkeypatch: pytest.MonkeyPatch, core: str) -> None:
     """This process is rank 0 of 2; rank 1 was never started."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    all_wait_as_ranks(monkeypatch)
     tracedstore.configure(stall_after=0.4, log_format="json")
 
 
@@ -108,6 +110,22 @@ def test_timeout_next_to_a_store_that_hangs_is_explained(
     assert isinstance(wait.exception(120), DistStoreError)
     (note,) = raised.value.__notes__
     assert "waiting in key other for rank 1" in note
+
+
+def test_short_call_is_explained_by_the_answers_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Processes may take far longer to answer than the call lasts; none does here."""
+    tracedstore.configure(stall_after=600, log_format="off")
+    monkeypatch.setattr(service, "_EXPLAIN_BOUNDS", (60.0, 60.0))
+    monkeypatch.setattr(store_diagnosis, "_ANSWER_TIMEOUT", 600.0)
+    store = tracedstore.wrap(HashStore())
+
+    with pytest.raises(DistStoreError) as raised:
+        store.wait(["go"], timedelta(seconds=4))
+
+    (note,) = raised.value.__notes__
+    assert "waiting in key go for rank 1" in note
 
 
 def test_thread_that_hung_ends(events: Events) -> None:

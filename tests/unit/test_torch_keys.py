@@ -344,3 +344,25 @@ class TestGroups:
         torch_keys.forget_groups()
 
         assert torch_keys.members_of("0") is None
+
+
+class TestShownGroup:
+    """Names of process groups for people."""
+
+    def test_hash_of_a_known_group(self) -> None:
+        """It is shown by its members, also in what a rank executes."""
+        name = "3dc4379e" * 5
+        known = torch_keys.meaning(f"0//{name}//cpu//0/1")
+        assert known is not None
+        assert torch_keys.shown_phase(known) == f"new_group {name}"
+        torch_keys.record_members(name, (1, 5), 8)
+        try:
+            assert torch_keys.shown_group(name) == "of ranks 1,5"
+            assert torch_keys.shown_phase(known) == "new_group of ranks 1,5"
+        finally:
+            torch_keys.forget_groups()
+
+    @pytest.mark.parametrize("name", ["0", "default_pg", "mesh_dp", "f" * 40])
+    def test_other_names(self, name: str) -> None:
+        """A name that is none, or of an unknown group, is shown as it is."""
+        assert torch_keys.shown_group(name) == name

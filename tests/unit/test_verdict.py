@@ -42,8 +42,8 @@ def test_text() -> None:
     """One line with the ranks, the cause, the evidence and the remedy."""
     assert VERDICT.describe() == (
         "waiting in new_group 1 for rank 2 on node4 (pid 812): alive, in data.py:88 f;"
-        " rank 5 [busy: each awaited rank writes a key that does not exist]; "
-        + REMEDIES["busy"]
+        " rank 5 [busy (rank 2), unknown (rank 5): each awaited rank writes a key that"
+        " does not exist]; " + REMEDIES["busy"]
     )
 
 

@@ -15,12 +15,16 @@ from typing import Final, Literal, get_args
 
 from tracedstore.common.errors import error_message
 
-# Why a rank does not arrive where others wait for it, the worst first.
+# Why a rank does not arrive where others wait for it, the worst first: first what does
+# not end by itself.
 Cause = Literal[
-    "not_started",
     "gone",
-    "busy",
+    "host_silent",
+    "not_started",
     "stopped",
+    "late",
+    "busy",
+    "mismatch",
     "diverged",
     "circular",
     "stale",
@@ -29,17 +33,24 @@ Cause = Literal[
     "server_gone",
     "server_unreachable",
     "address",
+    "all_entered",
     "unknown",
 ]
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 
 # What to do about each cause. A verdict with a better remedy has its own.
 REMEDIES: Final[Mapping[Cause, str]] = {
+    "gone": "read the log of each awaited rank: it ended before the others",
+    "host_silent": "check the host of each awaited rank, and the network to it: it is"
+    " down, frozen or cut off",
     "not_started": "check that the launcher started each awaited rank, and read its"
     " log",
-    "gone": "read the log of each awaited rank: it ended before the others",
+    "stopped": "resume each awaited process (kill -CONT), or detach the debugger",
+    "late": "look at what each awaited rank executes: its process runs, but has not"
+    " come to this store yet",
     "busy": "look at what each awaited rank executes: it is alive, but elsewhere",
-    "stopped": "resume or kill each awaited process: it does not run Python code",
+    "mismatch": "make all ranks call the same collectives in the same order, with equal"
+    " sizes",
     "diverged": "make all ranks create the same groups in the same order",
     "circular": "change the order in which these ranks write and wait",
     "stale": "start with a new store, port or prefix: values of an earlier attempt"
@@ -49,8 +60,21 @@ REMEDIES: Final[Mapping[Cause, str]] = {
     "server_gone": "read the log of the process that served the store",
     "server_unreachable": "check the network and the process that serves the store",
     "address": "correct the address",
+    "all_entered": "check the network and the devices: no rank is late, so the backend"
+    " does not end it",
     "unknown": "run tracedstore stacks to see what every rank executes",
 }
+
+
+# What to do about a process that executes nothing, but waits for a device, and about
+# one that did not answer. Neither says to end it: it may go on.
+BLOCKED_IN_KERNEL: Final = (
+    "check the file systems and devices of its host: its system call does not return,"
+    " and no signal reaches it"
+)
+NO_ANSWER_YET: Final = (
+    "look at it on its host, with top or py-spy dump: it may be slow, or hold the GIL"
+)
 
 
 def worst(causes: Iterable[Cause]) -> Cause:
@@ -142,7 +166,8 @@ FAILURES: Final = {
     SILENT: ConnectionFailure(
         finding="{server} accepts connections and does not answer: its process is"
         " stopped, or it is no store",
-        remedy="resume or end the process that holds the port, or use another port",
+        remedy="use another port, or resume the process that holds this one if it is"
+        " of this job",
     ),
     FOREIGN: ConnectionFailure(
         finding="{server} answers, but not as a TCPStore: another program listens"

@@ -11,6 +11,8 @@ from typing import Any
 OTHER_FAMILIES = "other"
 MAX_FAMILIES = 64
 MAX_KEYS_SHOWN = 16
+# What is in every key of this package, below whatever prefixes.
+OWN_KEYS = "tracedstore/"
 _MAX_KEY_LENGTH = 256
 _MAX_DIGITS = 18
 

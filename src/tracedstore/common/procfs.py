@@ -8,7 +8,7 @@ has its own. A process is certain by its pid, its start time and its namespace.
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from tracedstore.common.keys import key_text
+from tracedstore.common.text import printable
+from tracedstore.common.threads import pause
 
 IPAddress = IPv4Address | IPv6Address
 ProcState = Literal["running", "stopped", "disk_wait", "gone"]
@@ -32,13 +33,16 @@ _STATES: Final[dict[str, ProcState]] = {
 }
 # Fields of /proc/<pid>/stat after the command, which is in parentheses.
 _STATE, _PARENT, _START_TICKS, _EXIT_STATUS = 0, 1, 19, 49
+_USER_TICKS, _SYSTEM_TICKS = 11, 12
+# Seconds between two looks at a process.
+_BETWEEN_LOOKS: Final = 0.2
 _MAX_ENVIRON_BYTES = 1 << 20
 # The state of a socket in /proc/net/tcp.
 _LISTEN: Final = "0A"
 _MAX_SOCKETS = 200_000
 _MAX_WORDS = 4
 _MAX_ANCESTORS = 32
-_MAX_COMMAND = 120
+_MAX_COMMAND, _MAX_COMMAND_READ = 120, 4096
 
 
 class Stat(NamedTuple):
@@ -49,12 +53,14 @@ class Stat(NamedTuple):
         parent: The pid of its parent.
         start_ticks: When it started, in clock ticks since the boot.
         exit_status: The wait status of a zombie; 0 where it cannot be read.
+        cpu_ticks: The CPU time that it has used, in clock ticks.
     """
 
     letter: str
     parent: int
     start_ticks: int
     exit_status: int
+    cpu_ticks: int
 
 
 def read_stat(pid: int | str) -> Stat | None:
@@ -67,6 +73,7 @@ def read_stat(pid: int | str) -> Stat | None:
             int(fields[_PARENT]),
             int(fields[_START_TICKS]),
             int(fields[_EXIT_STATUS]) if len(fields) > _EXIT_STATUS else 0,
+            int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]),
         )
     except (OSError, ValueError, IndexError):
         return None
@@ -76,6 +83,21 @@ def start_ticks(pid: int | str) -> int | None:
     """Return when a process started; None if there is none, or no /proc."""
     stat = read_stat(pid)
     return None if stat is None else stat.start_ticks
+
+
+def thread_cpu_seconds(thread: int | None) -> float | None:
+    """Return the CPU time of a thread of this process; None if it is unknown.
+
+    Args:
+        thread: Its id as the kernel has it.
+    """
+    try:
+        text = (_PROC / f"self/task/{thread}/stat").read_text("utf-8", "replace")
+        fields = text.rpartition(")")[2].split()
+        ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+    except (OSError, ValueError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def own_start_ticks() -> int | None:
@@ -144,15 +166,65 @@ def is_absent(pid: int) -> bool:
     return False
 
 
-def describe_state(pid: int) -> str:
-    """Describe the state of a process for people; "" for one that runs or is gone."""
-    stat = read_stat(pid)
-    state = "running" if stat is None else _STATES.get(stat.letter, "running")
-    if stat is None or state in ("running", "gone"):
-        return ""
-    if state == "disk_wait":
-        return "in disk wait (D)"
-    return f"stopped by a {'debugger' if stat.letter == 't' else 'signal'} (T)"
+IN_KERNEL: Final = "blocked in the kernel (D)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a process did between two looks at it.
+
+    Attributes:
+        letter: Its state at the second look.
+        halt: Why it executes nothing, for people; "" if it may execute something. One
+            look does not tell: a debugger halts a process for moments, and a process
+            that reads from a disk is in state D most of the time.
+        cpu_seconds: The CPU time that it used.
+        seconds: The time between the looks.
+    """
+
+    letter: str
+    halt: str
+    cpu_seconds: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"state {self.letter}, {self.cpu_seconds:.2f} s of CPU time in"
+            f" {self.seconds:.1f} s"
+        )
+
+
+def watch(pids: Iterable[int]) -> dict[int, Activity]:
+    """Look at processes twice, 0.2 s apart; those that cannot be read are omitted."""
+    first = {pid: stat for pid in pids if (stat := read_stat(pid)) is not None}
+    if not first:
+        return {}
+    started = time.monotonic()
+    pause(_BETWEEN_LOOKS)
+    found = {}
+    for pid, before in first.items():
+        now = read_stat(pid)
+        if now is not None and now.start_ticks == before.start_ticks:
+            ticks = now.cpu_ticks - before.cpu_ticks
+            found[pid] = Activity(
+                letter=now.letter,
+                halt=_halt(before.letter, now.letter, ticks),
+                cpu_seconds=ticks / os.sysconf("SC_CLK_TCK"),
+                seconds=time.monotonic() - started,
+            )
+    return found
+
+
+def _halt(before: str, now: str, ticks: int) -> str:
+    if is_halted(before) and is_halted(now):
+        return f"stopped by a {'debugger' if now == 't' else 'signal'} (T)"
+    # One tick may be of the moment before it was blocked.
+    return IN_KERNEL if before == now == "D" and ticks <= 1 else ""
+
+
+def is_halted(letter: str) -> bool:
+    """Return whether a state is that of a process that a signal or debugger stopped."""
+    return _STATES.get(letter) == "stopped"
 
 
 def describe_exit(returncode: int) -> str:
@@ -208,7 +280,8 @@ def read_command(pid: int) -> str:
     except OSError:
         return ""
     text = b" ".join(word for word in words if word).decode("utf-8", "replace")
-    return key_text(text)[:_MAX_COMMAND]
+    # A word may be a program of many lines: python -c "...".
+    return printable(" ".join(text[:_MAX_COMMAND_READ].split()))[:_MAX_COMMAND]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

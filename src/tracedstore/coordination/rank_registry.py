@@ -27,7 +27,7 @@ from tracedstore.common.codec import (
     Small,
     Text,
 )
-from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.common.identity import ProcessIdentity, number, restart_count
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.threads import run_with_timeout
@@ -64,6 +64,7 @@ class RankInfo:
         run_id: The run id of the job, if known.
         metrics: The URL of its metrics, if they are served.
         agent: The pid of torchrun's agent, if that serves them for its node.
+        node: The group rank of its agent, if torchrun started it.
         started: When it registered, in seconds since the epoch.
         attempt: The attempt of torchrun that it belongs to, 0 without torchrun.
         start_ticks: When its process started, in ticks since the boot of its host.
@@ -79,6 +80,7 @@ class RankInfo:
     run_id: Text | None = None
     metrics: HttpUrl | None = None
     agent: Pid | None = None
+    node: Small | None = None
     started: Seconds
     attempt: Annotated[Small, LATER] = 0
     start_ticks: Large | None = None
@@ -158,6 +160,7 @@ def own_entry(rank: int, world_size: int) -> RankInfo:
         local_rank=identity.local_rank,
         world_size=world_size,
         run_id=identity.run_id,
+        node=number(os.environ.get("GROUP_RANK")),
         started=time.time(),
         attempt=restart_count(os.environ),
         start_ticks=procfs.own_start_ticks(),
@@ -217,6 +220,11 @@ def rank_of_thread(handle: Any, thread_id: int) -> int | None:
     if len(ranks) == 1:
         return next(iter(ranks))
     return next((rank for rank, thread in ranks.items() if thread == thread_id), None)
+
+
+def registered_threads() -> set[int]:
+    """Return the threads of this process that have registered a rank."""
+    return {thread for _, ranks in _threads.items() for thread in list(ranks.values())}
 
 
 def reset() -> None:

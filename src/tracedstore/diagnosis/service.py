@@ -9,7 +9,7 @@ other thread, and reports stores that do not respond.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -20,6 +20,7 @@ from tracedstore.common.errors import TIMEOUT, error_type
 from tracedstore.common.identity import process_identity
 from tracedstore.common.signal_safety import calling_thread
 from tracedstore.common.threads import DaemonThread
+from tracedstore.diagnosis.collective_notes import CollectiveNotes
 from tracedstore.diagnosis.connection.connection_attempt import examine_server
 from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.judgement.verdict import Verdict
@@ -28,14 +29,24 @@ from tracedstore.diagnosis.observe.blocked_calls import (
     examine_after,
     is_barrier,
     waited_seconds,
+    waits_for_end_of_job,
 )
+from tracedstore.diagnosis.observe.collectives import Collectives
+from tracedstore.diagnosis.observe.movement import Movement
+from tracedstore.diagnosis.observe.pending_collectives import (
+    PendingCollective,
+    PendingCollectives,
+)
+from tracedstore.diagnosis.observe.torch_groups import note_groups
+from tracedstore.diagnosis.observe.waits import PAUSE, Pending, PendingCall, Waits
+from tracedstore.diagnosis.rounds import Wait
 from tracedstore.diagnosis.store_diagnosis import (
     STORE_ERRORS,
     StoreDiagnoses,
     StoreDiagnosis,
-    Wait,
     step_interval,
 )
+from tracedstore.local import facts
 from tracedstore.recording.counters import ActiveCall, Call
 from tracedstore.recording.recorder import Recorder
 
@@ -48,6 +59,8 @@ _MIN_EXPLAINED_WAIT = 1.0
 _HAND_OVER_AFTER = 3.5
 # Seconds without an answer after which a store does not respond.
 _STEP_TIMEOUT: Final = 5.0
+# A call that has timed out, and what its thread waits for; None if it does not.
+_Request = tuple[PendingCall, threading.Event | None]
 _EXPLAINED: Final = ("awaited", "awaited_ranks", "cause", "phase")
 
 
@@ -66,9 +79,15 @@ class Diagnosis:
     """Finds whom the blocked calls of this process wait for."""
 
     def __init__(
-        self, recorder: Recorder, stall_after: float, *, answers: bool
+        self,
+        recorder: Recorder,
+        stall_after: float,
+        *,
+        answers: bool,
+        collectives: bool = True,
     ) -> None:
         self._recorder = recorder
+        self._watches_groups = collectives
         self._stall_after = stall_after
         self._answers = answers
         self._interval = step_interval(stall_after)
@@ -80,10 +99,18 @@ class Diagnosis:
         self._thread: DaemonThread | None = None
         # The store that it is in, or was in last.
         self._visited: StoreDiagnosis | None = None
-        # By the identity of the call.
-        self._waits: dict[int, Wait] = {}
-        # Calls that have just timed out, and whose threads wait for a verdict.
-        self._requests: list[tuple[ActiveCall, threading.Event]] = []
+        self._pending = Waits(self._recorder)
+        after = self._stall_after if self._watches_groups else 0.0
+        self._collectives = Collectives(after)
+        self._pending_collectives = PendingCollectives(self._collectives)
+        self._movement = Movement(self._collectives, self._stall_after)
+        self._notes = CollectiveNotes(self._explain_collective)
+        # By the identity of what is pending.
+        self._waits: dict[Hashable, Wait] = {}
+        # The identities of calls in flight that are no waits of a rank.
+        self._background: frozenset[int] = frozenset()
+        # Calls that have just timed out, with what their threads wait for.
+        self._requests: list[_Request] = []
         self._has_new_request = False
         self._stores = StoreDiagnoses(
             self._recorder, self._stall_after, answers=self._answers
@@ -105,10 +132,13 @@ class Diagnosis:
         with self._changed:
             if self._stall_after:
                 self._start_instead_of(None)
+        if self._collectives.is_on:
+            self._notes.install()
 
     def _start_instead_of(self, present: DaemonThread | None) -> None:
         if self._thread is not present:
             return
+        facts.COLLECTIVES.answer = self._collectives.answer
         # Set before it starts, because it ends when it finds another one here.
         self._thread = DaemonThread(self._run, name="tracedstore-diagnosis")
         try:
@@ -122,15 +152,37 @@ class Diagnosis:
         with self._changed:
             thread, self._thread = self._thread, None
             self._changed.notify_all()
+        facts.COLLECTIVES.answer = None
+        self._notes.remove()
         if thread is not None:
             thread.join(timeout)
 
     def covers(self, call: Call) -> bool | None:
-        """Return whether a verdict covers a call; None if one is to be expected."""
-        wait = self._waits.get(id(call))
-        if wait is None or wait.verdict is not None:
-            return wait is not None
+        """Return whether a verdict covers a call; None if one is to be expected.
+
+        A call in which no rank waits needs none.
+        """
+        if waits_for_end_of_job(self._recorder):
+            return True
+        wait = self._wait_of(call)
+        if wait is None:
+            return id(call) in self._background
+        if wait.verdict is not None:
+            return True
         return None if wait.store.expects_verdict(wait) else False
+
+    def absent_key(self, call: Call) -> str:
+        """Return a key that a call waits for, "" if none is known to be absent."""
+        wait = self._wait_of(call)
+        record = None if wait is None else wait.record
+        return record.keys[0] if record is not None and record.keys else ""
+
+    def _wait_of(self, call: Call) -> Wait | None:
+        for wait in list(self._waits.values()):
+            pending = wait.pending
+            if isinstance(pending, PendingCall) and pending.active.call is call:
+                return wait
+        return None
 
     def explain(self, call: Call, error: BaseException | None) -> Mapping[str, Any]:
         """Return what is known about a call that ended, as event fields.
@@ -146,8 +198,25 @@ class Diagnosis:
         fields = verdict.event_fields()
         return {name: fields[name] for name in _EXPLAINED}
 
+    def _explain_collective(self, error: BaseException) -> None:
+        """Add the verdict to the exception of a collective that has failed."""
+        for wait in list(self._waits.values()):
+            pending = wait.pending
+            if not isinstance(pending, PendingCollective) or (
+                pending.thread_id != calling_thread()
+            ):
+                continue
+            wait.failed = pending.failed = True
+            # A function that calls another one logs the same exception again.
+            explained = any(
+                note.startswith("tracedstore:")
+                for note in getattr(error, "__notes__", ())
+            )
+            if wait.verdict is not None and not (wait.refuted or explained):
+                error.add_note(f"tracedstore: {wait.verdict.describe()}")
+
     def _verdict_on(self, call: Call, error: BaseException | None) -> Verdict | None:
-        wait = self._waits.get(id(call))
+        wait = self._wait_of(call)
         if error is None:
             if wait is None or wait.verdict is None:
                 return None
@@ -158,10 +227,18 @@ class Diagnosis:
             wait.failed = True
         if error_type(error) != TIMEOUT:
             return _with_earlier(examine_server(call, error), wait)
+        return self._verdict_on_timeout(call, wait)
+
+    def _verdict_on_timeout(self, call: Call, wait: Wait | None) -> Verdict | None:
+        active = ActiveCall(*call, calling_thread(), call)
+        pending = self._pending.of(active)
+        if pending is None:
+            return None  # no rank waited in it
+        self._pending.timed_out(active)
         if wait is None or wait.verdict is None or wait.verdict.awaited_ranks:
             # Also with names: a rank may have arrived since.
-            self._request(ActiveCall(*call, calling_thread(), call))
-            wait = self._waits.get(id(call))
+            self._request(pending)
+            wait = self._waits.get(pending.key)
         if wait is None or wait.verdict is None:
             return None
         wait.failed = True
@@ -171,23 +248,38 @@ class Diagnosis:
             wait.store.report(wait)
         return wait.verdict
 
-    def _request(self, active: ActiveCall) -> None:
-        """Let the thread look at a call that has just timed out, and wait for that."""
-        waited = waited_seconds(self._recorder, active)
-        if self._thread is None or waited < _MIN_EXPLAINED_WAIT or is_barrier(active):
+    def _request(self, pending: PendingCall) -> None:
+        """Let the thread look at a call that has just timed out.
+
+        The caller waits for that, unless the call was short. One that is repeated is
+        seen by the thread so, however short it is.
+        """
+        if self._thread is None or is_barrier(pending.active):
+            return
+        waited = waited_seconds(self._recorder, pending.active)
+        is_short = waited < _MIN_EXPLAINED_WAIT
+        if is_short and pending.repeated.waited() < self._examine_after(pending):
             return
         self._recorder.failures.guarded(names.DIAGNOSIS, self._hand_over)
-        request = active, threading.Event()
+        done = None if is_short else threading.Event()
+        request = pending, done
         with self._changed:
+            if is_short and self._requests:
+                return
             self._requests.append(request)
             self._has_new_request = True
             self._changed.notify_all()
+        if done is None:
+            return
         shortest, longest = _EXPLAIN_BOUNDS
-        request[1].wait(min(longest, max(shortest, _EXPLAIN_SHARE * waited)))
+        done.wait(min(longest, max(shortest, _EXPLAIN_SHARE * waited)))
         # Its store hangs: nobody waits for this verdict any more.
         self._forget_request(request)
 
-    def _forget_request(self, request: tuple[ActiveCall, threading.Event]) -> None:
+    def _examine_after(self, pending: Pending) -> float:
+        return examine_after(pending.timeout, self._stall_after)
+
+    def _forget_request(self, request: _Request) -> None:
         with self._changed, suppress(ValueError):
             self._requests.remove(request)
 
@@ -218,21 +310,38 @@ class Diagnosis:
 
     def visit_stores(self) -> None:
         """Take the next step in each store in which there is something to do."""
+        note_groups()
         stores = dict.fromkeys([*self._stores.registered(), *self._marked])
+        stores |= dict.fromkeys(self._stores.unregistered())
         stores |= dict.fromkeys(wait.store for wait in list(self._waits.values()))
-        due: dict[StoreDiagnosis, list[ActiveCall]] = {}
-        for active in blocked_calls(self._recorder):
-            waited = waited_seconds(self._recorder, active)
-            if waited >= examine_after(active, self._stall_after):
-                store = self._stores.of(active)
+        # The first one is the wait of the rank.
+        due: dict[StoreDiagnosis, Pending] = {}
+        waits = self._pending.pending()
+        for pending in waits:
+            if pending.repeated.waited() >= self._examine_after(pending):
+                store = self._stores.of_pending(pending)
                 if store is not None:
-                    due.setdefault(store, []).append(active)
-        requested: dict[StoreDiagnosis | None, list[tuple[ActiveCall, Any]]] = {}
+                    due.setdefault(store, pending)
+        self._add_collectives(due)
+        of_ranks = {
+            id(pending.active.call)
+            for pending in waits
+            if isinstance(pending, PendingCall)
+        }
+        self._background = frozenset(
+            id(active.call)
+            for active in blocked_calls(self._recorder)
+            if id(active.call) not in of_ranks
+            and self._stores.of(active.state, active.thread_id) is not None
+        )
+        requested: dict[StoreDiagnosis | None, list[_Request]] = {}
         for request in list(self._requests):
-            requested.setdefault(self._stores.of(request[0]), []).append(request)
+            store = self._stores.of_pending(request[0])
+            requested.setdefault(store, []).append(request)
         for request in requested.pop(None, ()):  # of an unknown rank
             self._forget_request(request)
-            request[1].set()
+            if request[1] is not None:
+                request[1].set()
         # The stores of calls that wait come first.
         for store in dict.fromkeys([*requested, *due, *stores]):
             if store is None or store.worker is not None:
@@ -245,7 +354,7 @@ class Diagnosis:
                     names.DIAGNOSIS,
                     self._work_in,
                     store,
-                    due.get(store, ()),
+                    due.get(store),
                     requested.get(store, ()),
                 )
             finally:
@@ -253,30 +362,49 @@ class Diagnosis:
             if self._thread not in (None, threading.current_thread()):
                 return  # another thread goes on with the others
 
+    def _add_collectives(self, due: dict[StoreDiagnosis, Pending]) -> None:
+        """Add the collective that this rank waits in, if it waits in one."""
+        store = self._stores.of_job()
+        if store is None:
+            return
+        found = self._pending_collectives.pending(store.handle)
+        self._movement.export()
+        if not found:
+            return
+        pending = min(found, key=lambda one: (one.order, one.repeated.since))
+        present = due.get(store)
+        if present is None or pending.order < present.order:
+            due[store] = pending
+
     def _work_in(
         self,
         store: StoreDiagnosis,
-        due: Sequence[ActiveCall],
-        requests: Sequence[tuple[ActiveCall, threading.Event]],
+        due: Pending | None,
+        requests: Sequence[_Request],
     ) -> None:
         """Take the next step in a store. Its errors are no failures of the telemetry.
 
         A server that has ended is reported by the calls that fail.
         """
-        self._end_waits(store, {id(active.call) for active, _ in requests})
+        with suppress(*STORE_ERRORS):
+            store.register()
+        self._end_waits(store, due, {pending.key for pending, _ in requests})
         for request in requests:
             self._forget_request(request)
-            active, done = request
+            pending, done = request
             with suppress(*STORE_ERRORS):
                 try:
-                    self._advance(store, active, at_once=True)
+                    self._advance(store, pending, failed=True, at_once=done is not None)
                 finally:
-                    done.set()
+                    if done is not None:
+                        done.set()
         with suppress(*STORE_ERRORS):
-            for active in due:
-                self._advance(store, active)
+            if due is not None:
+                self._advance(store, due, failed=False)
         with suppress(*STORE_ERRORS):
             store.withdraw_outlived()
+            if store is self._stores.of_job():
+                self._movement.publish(store.connection, store.member)
         if store.is_marked:
             self._marked.add(store)
         else:
@@ -284,25 +412,56 @@ class Diagnosis:
         store.poll()
 
     def _advance(
-        self, store: StoreDiagnosis, active: ActiveCall, *, at_once: bool = False
+        self,
+        store: StoreDiagnosis,
+        pending: Pending,
+        *,
+        failed: bool,
+        at_once: bool = False,
     ) -> None:
-        wait = self._waits.setdefault(id(active.call), Wait(active, store))
-        waited = waited_seconds(self._recorder, active)
-        store.advance(wait, waited, at_once=at_once)
+        wait = self._wait_for(store, pending)
+        wait.failed, wait.seen_ended = failed, False
+        store.advance(wait, at_once=at_once)
 
-    def _end_waits(self, store: StoreDiagnosis, requested: set[int]) -> None:
+    def _wait_for(self, store: StoreDiagnosis, pending: Pending) -> Wait:
+        """Return the wait that is pending; a call that is repeated is the same one."""
+        wait = self._waits.get(pending.key)
+        if wait is not None and wait.store is not store:
+            wait.store.end(self._waits.pop(pending.key), superseded=True)
+            wait = None
+        if wait is None:
+            wait = Wait(pending, pending.repeated, store)
+            wait = self._waits.setdefault(pending.key, wait)
+        wait.pending, wait.repeated = pending, pending.repeated
+        return wait
+
+    def _end_waits(
+        self, store: StoreDiagnosis, due: Pending | None, requested: set[Hashable]
+    ) -> None:
         """End the waits of calls that are not in flight any more."""
         own = [key for key, wait in list(self._waits.items()) if wait.store is store]
         in_flight = {id(active.call) for active in blocked_calls(self._recorder)}
         for key in own:
-            wait = self._waits[key]
-            if key in in_flight or key in requested:
+            if key in requested or (due is not None and key == due.key):
                 continue
+            wait = self._waits[key]
+            pending = wait.pending
+            wait.failed = wait.failed or (pending is not None and pending.failed)
+            if (
+                isinstance(pending, PendingCall)
+                and id(pending.active.call) in in_flight
+            ):
+                if wait.record is not None:
+                    # Another wait is that of the rank now, or none is.
+                    store.end(self._waits.pop(key), superseded=True)
+            elif wait.failed and _may_be_repeated(wait):
+                store.pause(wait)
             # A call is not in flight any more before it is known that it has failed.
-            if wait.record is not None and not (wait.failed or wait.seen_ended):
+            elif wait.record is not None and not (wait.failed or wait.seen_ended):
                 wait.seen_ended = True
             else:
                 store.end(self._waits.pop(key))
+                self._pending.forget(key)
 
     # In the watcher.
 
@@ -313,15 +472,15 @@ class Diagnosis:
         """
         self._hand_over()
         due = [
-            active
-            for active in blocked_calls(self._recorder)
-            if waited_seconds(self._recorder, active) >= self._stall_after
+            pending
+            for pending in self._pending.calls()
+            if pending.repeated.waited() >= self._stall_after
         ]
-        for active in due:
-            store = self._stores.of(active)
+        for pending in due:
+            store = self._stores.of_pending(pending)
             if store is not None and store.is_busy_for(_STEP_TIMEOUT):
-                self._report_server(active, store)
-        return any(not self.covers(active.call) for active in due)
+                self._report_server(pending, store)
+        return any(not self.covers(pending.active.call) for pending in due)
 
     def _hand_over(self) -> None:
         """Start another thread if the present one hangs in a store."""
@@ -334,21 +493,27 @@ class Diagnosis:
             with self._changed:
                 self._start_instead_of(thread)
 
-    def _report_server(self, active: ActiveCall, store: StoreDiagnosis) -> None:
-        wait = self._waits.setdefault(id(active.call), Wait(active, store))
+    def _report_server(self, pending: PendingCall, store: StoreDiagnosis) -> None:
+        wait = self._wait_for(store, pending)
         if wait.verdict is not None:
             return
-        verdict = examine_server(active.call, None)
+        verdict = examine_server(pending.active.call, None)
         if verdict is None:
             return
         rank = process_identity().rank
         wait.verdict = replace(
             verdict,
             waiting_ranks=() if rank is None else (rank,),
-            waited_seconds=waited_seconds(self._recorder, active),
+            waited_seconds=wait.repeated.waited(),
         )
         # The store does not respond, so the ranks cannot agree on one.
-        what = f"{active.state.identity.server}/{verdict.cause}"
+        what = f"{pending.state.identity.server}/{verdict.cause}"
         if stall_reports.keep_claim(what):
             wait.claimed = what
             stall_reports.report(wait, wait.verdict)
+
+
+def _may_be_repeated(wait: Wait) -> bool:
+    """Return whether a call that has failed has timed out a moment ago."""
+    ended_at = wait.repeated.ended_at
+    return ended_at is not None and time.monotonic() < ended_at + PAUSE

@@ -10,11 +10,10 @@ next round begins when the wait has doubled.
 """
 
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from weakref import ref
@@ -44,10 +43,8 @@ from tracedstore.diagnosis.judgement.inquiry import inquire, still_holds
 from tracedstore.diagnosis.judgement.stall_reports import LOOKERS, VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_calls import (
-    answer_timeout,
-    describe_call,
+    blocked_calls,
     is_described_completely,
-    timeout_of,
     waited_seconds,
 )
 from tracedstore.diagnosis.observe.blocked_record import (
@@ -56,9 +53,16 @@ from tracedstore.diagnosis.observe.blocked_record import (
     withdraw_blocked,
 )
 from tracedstore.diagnosis.observe.incarnations import check_replaced
+from tracedstore.diagnosis.observe.waits import Pending, PendingCall, PendingPoll
+from tracedstore.diagnosis.rounds import Wait
 from tracedstore.local.sockets import host_has_agent
 from tracedstore.naming import decoders
-from tracedstore.recording.counters import ActiveCall, StoreState, handle_of, store_of
+from tracedstore.recording.counters import (
+    STORES,
+    StoreState,
+    handle_of,
+    store_of,
+)
 from tracedstore.recording.recorder import Recorder
 
 # The number of verdicts so far: each round of looking has a counter of its own.
@@ -72,159 +76,27 @@ _SETTLE: Final = 1.5
 _RECORDS_TIMEOUT = 4.0
 # Seconds after which further ranks look, because those that did have published nothing.
 _VERDICT_TIMEOUT: Final = 6.0
-# Seconds for processes to answer while a call that has timed out waits for the verdict.
+# Seconds for processes to answer: while a call waits, whatever its timeout, because a
+# busy machine takes as long for a short call; and while a call that has timed out waits
+# for the verdict. What was asked before that is judged by the answers so far.
+_ANSWER_TIMEOUT: Final = 3.0
 _ANSWER_TIMEOUT_AT_ONCE: Final = 0.2
+# Seconds before a call times out in which no answers are awaited any more, so that its
+# verdict is ready: at most, and as a share of its timeout.
+_RESERVE, _RESERVED_SHARE = 1.0, 0.1
 # Ranks up to which each reads the store once in an interval; with more, less often.
 _RANKS_PER_INTERVAL: Final = 2048
 # Seconds for the agent of this host to answer, once per store of a large job.
 _AGENT_TIMEOUT: Final = 1.0
-# Seconds from a failed read of questions to the next one.
+# Seconds from a failed read of questions, or a failed registration, to the next one.
 _RETRY_AFTER: Final = 30.0
 # Seconds after which a process has outlived the failure of its call: a wait that it
 # repeats has been published by then in most cases, and no request is needed.
 _OUTLIVED = 15.0
 # Seconds by which the clocks of two hosts may differ.
 _CLOCK_TOLERANCE: Final = 60.0
-# Seconds within which a call that timed out is repeated. A busy machine may take some.
-_PAUSE = 5.0
-_MAX_PHASES: Final = 64
-# Less than 1, because the caller has measured the same wait a moment before.
-_DOUBLED: Final = 0.9
 # What a store raises whose server cannot be reached, or that was freed.
 STORE_ERRORS: Final = (OSError, DistError, ReferenceError)
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """A blocked call that is being examined.
-
-    Attributes:
-        active: The call.
-        store: The diagnosis of its store.
-        record: What this process has published about it.
-        verdict: Whom it waits for, by the latest verdict.
-        current: The verdict is of the current round of looking.
-        refuted: A rank that the verdict names has arrived since.
-        look_at: When to look next, by ``time.monotonic``.
-        refresh_at: When to check next what it waits for, by the same clock.
-        round_started: When the current round of looking began, since the epoch.
-        order: The position of this process among those that look in this round; 0
-            before it took one.
-        allowed: How many of them may look.
-        elected: This process found the verdict, and reports it.
-        reported: It has reported it.
-        failed: The call has raised.
-        seen_ended: The call was not in flight any more at the last look.
-        valid_from: When the verdict was last discarded, since the epoch: one that was
-            found before does not hold any more.
-        claimed: The claim under which it was reported for this host, "" without one.
-    """
-
-    active: ActiveCall
-    store: "StoreDiagnosis"
-    record: BlockedRecord | None = None
-    verdict: Verdict | None = None
-    current: bool = False
-    refuted: bool = False
-    look_at: float = 0.0
-    refresh_at: float = 0.0
-    round_started: float = field(default_factory=time.time)
-    order: int = 0
-    allowed: int = election.REPORTERS
-    elected: bool = False
-    reported: bool = False
-    failed: bool = False
-    seen_ended: bool = False
-    valid_from: float = 0.0
-    claimed: str = ""
-
-    def looking(self) -> float:
-        """Return the seconds since the current round of looking began."""
-        return time.time() - self.round_started
-
-    def begin_round(self) -> None:
-        """Look again."""
-        self.current = self.elected = self.reported = False
-        self.order, self.allowed = 0, election.REPORTERS
-        self.round_started = time.time()
-
-    def accept(self, verdict: Verdict) -> None:
-        """Take a verdict of the current round."""
-        self.verdict, self.current, self.refuted = verdict, True, False
-
-    def discard_verdict(self) -> None:
-        """Look again at once: a rank that the verdict names has arrived.
-
-        The verdict stays: it may have been reported, and its end is reported too.
-        """
-        self.current = self.reported = False
-        self.refuted = True
-        self.look_at = 0.0
-        self.valid_from = time.time()
-
-
-@dataclass(slots=True)
-class _Repeated:
-    """Calls in one phase that follow each other.
-
-    Attributes:
-        since: When the first one began, by ``time.monotonic``.
-        ends_at: When the latest one times out, by the same clock.
-        report_at: When the next report is due, by the same clock.
-    """
-
-    since: float
-    ends_at: float
-    report_at: float
-
-
-class Repeats:
-    """Finds waits that a program repeats as soon as they have timed out.
-
-    torch does so every 10 s in its barrier after the creation of a process group. Such
-    waits are one wait, which is reported again each time it has doubled.
-    """
-
-    def __init__(self) -> None:
-        # By store and phase.
-        self._by_phase: dict[tuple[int, str], _Repeated] = {}
-        # A call that has timed out is reported for the thread that made it, by another
-        # thread than the diagnosis'.
-        self._lock = threading.RLock()
-
-    def is_due(self, wait: Wait, waited: float) -> bool:
-        """Return whether a report on a wait is due; if so, it is taken as made.
-
-        Args:
-            wait: The wait; the caller knows that it is due by itself.
-            waited: How many seconds it has lasted.
-        """
-        with self._lock:
-            return self._is_due(wait, waited)
-
-    def _is_due(self, wait: Wait, waited: float) -> bool:
-        now = time.monotonic()
-        key = _phase_of(wait)
-        known = self._by_phase.pop(key, None)
-        if known is None or now - waited > known.ends_at:
-            known = _Repeated(since=now - waited, ends_at=now, report_at=now)
-        is_due = now >= known.report_at
-        if is_due:
-            known.report_at = now + _DOUBLED * (now - known.since)
-        timeout = timeout_of(wait.active).total_seconds()
-        known.ends_at = now + max(0.0, timeout - waited) + _PAUSE
-        self._by_phase[key] = known
-        if len(self._by_phase) > _MAX_PHASES:
-            del self._by_phase[next(iter(self._by_phase))]
-        return is_due
-
-    def forget(self, wait: Wait) -> None:
-        """Forget a wait that has returned."""
-        self._by_phase.pop(_phase_of(wait), None)
-
-
-def _phase_of(wait: Wait) -> tuple[int, str]:
-    return id(wait.active.state), "" if wait.record is None else wait.record.phase
 
 
 class StoreDiagnosis:
@@ -266,7 +138,8 @@ class StoreDiagnosis:
         self._interval = step_interval(stall_after) * max(
             1.0, member.world_size / _RANKS_PER_INTERVAL
         )
-        self._repeats = Repeats()
+        # The wait that the published record is about.
+        self._leading: Wait | None = None
         self._handle = ref(handle)
         # A clone, where the store itself cannot be used.
         self._clone: Any = None
@@ -280,12 +153,19 @@ class StoreDiagnosis:
         # When to withdraw the record of a failed call, by ``time.monotonic``.
         self._withdraw_at: float | None = None
         self._poll_at = 0.0
+        # When to try to register, by the same clock.
+        self._register_at = 0.0
         self._responder: Responder | None = None
         self._allowance = Allowance(member.world_size)
         # Another one: questions without end do not keep a rank from its verdict.
         self._verdict_allowance = Allowance(member.world_size)
         # Seconds between two reads of questions; None if another process answers.
         self._poll_interval = _poll_interval(member) if answers else None
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the store; None if it was freed."""
+        return self._handle()
 
     @property
     def connection(self) -> Any:
@@ -331,28 +211,27 @@ class StoreDiagnosis:
 
     # A step of a wait, in the thread that works in this store.
 
-    def advance(self, wait: Wait, waited: float, *, at_once: bool = False) -> None:
-        """Take the next step towards a verdict on a call.
+    def advance(self, wait: Wait, *, at_once: bool = False) -> None:
+        """Take the next step towards a verdict on a wait.
 
         Args:
-            wait: The call.
-            waited: How many seconds it has lasted.
-            at_once: It has just timed out, and its caller waits for the verdict.
+            wait: The wait.
+            at_once: Its call has just timed out, and its caller waits for the verdict.
         """
         self._register()
-        now = time.monotonic()
+        now, waited = time.monotonic(), wait.repeated.waited()
         # The record as of this step, if it has everything that the call waits for.
         fresh: BlockedRecord | None = None
         if not wait.current and (now >= wait.refresh_at or at_once):
-            self._publish(wait, waited, now)
+            self._publish(wait, now)
             if is_described_completely(wait.record, self.member):
                 fresh = wait.record
             wait.refresh_at = now + self._interval
-        elif now >= wait.look_at and wait.reported:
+        elif wait.is_to_look_again(now, self._stall_after):
             wait.begin_round()
         if at_once and wait.record is not None:
             # First: when the caller has the exception, the process may end.
-            self._mark_failed(wait.record)
+            self._mark_failed(wait)
         if wait.record is None or (now < wait.look_at and not at_once):
             return
         if at_once and wait.current and not self._holds(wait, wait.verdict):
@@ -368,10 +247,30 @@ class StoreDiagnosis:
                 self._report_if_held(wait)
 
     def _report_if_held(self, wait: Wait) -> None:
-        if self._holds(wait, wait.verdict):
-            self.report(wait)
-        else:
+        if not self._holds(wait, wait.verdict):
             wait.discard_verdict()
+        # Two ranks that found it at the same time: the store has the one that is
+        # reported.
+        elif not self._is_replaced(wait):
+            self.report(wait)
+
+    def _is_replaced(self, wait: Wait) -> bool:
+        """Return whether another rank has published a verdict on a wait since."""
+        if wait.record is None or wait.verdict is None:
+            return False
+        published = self.read_verdict(wait.record, wait.verdict.time)
+        return published is not None and published.time > wait.verdict.time
+
+    @property
+    def is_to_register(self) -> bool:
+        """Whether the rank has no entry in the store, and may get one now."""
+        return not self.is_registered and time.monotonic() >= self._register_at
+
+    def register(self) -> None:
+        """Register the rank, unless that failed lately."""
+        if self.is_to_register:
+            self._register_at = time.monotonic() + _RETRY_AFTER
+            self._register()
 
     def _register(self) -> None:
         if self.is_registered:
@@ -386,18 +285,23 @@ class StoreDiagnosis:
             )
         self.is_registered = True
 
-    def _publish(self, wait: Wait, waited: float, now: float) -> None:
+    def _publish(self, wait: Wait, now: float) -> None:
         before = wait.record
+        waited = wait.repeated.waited()
         started = time.time() - waited if before is None else before.started
         record = self._describe(wait, started)
-        if record == before:
+        if record == before and not (self.is_marked and self._leading is wait):
             return
         wait.record = record
         if record is None:
             # The keys exist now: the call returns.
-            self.withdraw()
+            self._withdraw_of(wait)
             return
-        self.publish(record)
+        leading = self._leading
+        # A call that has failed, and may be repeated, does not hold up another one.
+        if leading is None or leading is wait or leading.pending is None:
+            self._leading = wait
+            self.publish(record)
         if before is None:
             wait.look_at = now + self._settle
             wait.round_started = time.time()
@@ -415,15 +319,7 @@ class StoreDiagnosis:
         record = wait.record
         if record is None:
             return
-        # Ranks look at different times: a verdict holds until the wait nearly doubled.
-        since = time.time() - max(self._settle, waited / 2)
-        since = max(since, record.started, wait.valid_from)
-        published = self.read_verdict(record, since)
-        # Any client can write one. In a large job all ranks would read all records.
-        large = self.member.world_size > MAX_POLLING_RANKS
-        if published and (large or self._holds(wait, published, fresh)):
-            wait.accept(published)
-            wait.elected = False  # the process that found it reports it
+        if self._accept_published(wait, record, waited, fresh):
             return
         # The records of ten thousand ranks take seconds to read.
         late = (_VERDICT_TIMEOUT + self._interval) * wait.allowed / election.REPORTERS
@@ -438,17 +334,55 @@ class StoreDiagnosis:
         verdict = inquire(
             self.connection,
             self.member,
-            _ANSWER_TIMEOUT_AT_ONCE if at_once else answer_timeout(wait.active),
-            call_connection=self.connection_to(wait.active.state),
+            _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT,
+            call_connection=self._connection_of(wait),
             own=fresh,
             describe=partial(self._describe, wait, record.started, complete=True),
             records_until=wait.round_started + _RECORDS_TIMEOUT,
+            hurry=partial(self._is_ending, wait),
+            fruitless=wait.fruitless,
         )
         if verdict is None:
+            wait.fruitless += 1
             wait.look_at = now + step_interval(self._stall_after)
-        else:
+        # Another rank may have found one while this one asked.
+        elif at_once or not self._accept_published(wait, record, waited, None):
             wait.accept(verdict)
             self.publish_verdict(verdict)
+
+    def _accept_published(
+        self,
+        wait: Wait,
+        record: BlockedRecord,
+        waited: float,
+        fresh: BlockedRecord | None,
+    ) -> bool:
+        """Take the verdict of another rank, which reports it; return whether one holds.
+
+        Any client can write one. In a large job all ranks would read all records.
+        """
+        # Ranks look at different times: a verdict holds until the wait nearly doubled.
+        since = time.time() - max(self._settle, waited / 2)
+        since = max(since, record.started, wait.valid_from)
+        published = self.read_verdict(record, since)
+        large = self.member.world_size > MAX_POLLING_RANKS
+        if published is None or not (large or self._holds(wait, published, fresh)):
+            return False
+        wait.accept(published)
+        wait.elected = False
+        return True
+
+    def _is_ending(self, wait: Wait) -> bool:
+        """Return whether a call is about to time out, or not in flight any more."""
+        pending = wait.pending
+        if not isinstance(pending, PendingCall):
+            return pending is None
+        reserve = min(_RESERVE, _RESERVED_SHARE * pending.timeout)
+        waited = waited_seconds(self._recorder, pending.active)
+        if pending.timeout > 0 and pending.timeout - waited < reserve:
+            return True
+        call = pending.active.call
+        return all(one.call is not call for one in blocked_calls(self._recorder))
 
     def _describe(
         self,
@@ -458,15 +392,15 @@ class StoreDiagnosis:
         complete: bool = False,
         also: Sequence[int] = (),
     ) -> BlockedRecord | None:
-        """Return what a call waits for now, as `describe_call` does.
+        """Return what a rank waits for now; None if nothing keeps it any more.
 
         It is progress: a store that is slow, but responds, is not reported.
         """
+        if wait.pending is None:
+            return None  # its call has ended
         self.busy_since = time.monotonic()
-        connection = self.connection_to(wait.active.state)
-        record = describe_call(
-            connection,
-            wait.active,
+        record = wait.pending.describe(
+            self._connection_of(wait),
             self.member,
             started,
             complete=complete,
@@ -474,6 +408,12 @@ class StoreDiagnosis:
         )
         self.busy_since = time.monotonic()
         return record
+
+    def _connection_of(self, wait: Wait) -> Any:
+        """Return a connection to the store whose keys a rank waits for."""
+        if wait.pending is None or wait.pending.state is None:
+            return self.connection
+        return self.connection_to(wait.pending.state)
 
     def _holds(
         self, wait: Wait, verdict: Verdict | None, fresh: BlockedRecord | None = None
@@ -495,34 +435,50 @@ class StoreDiagnosis:
     # The end of a wait, and its report; also in the thread that made the call.
 
     def report(self, wait: Wait) -> None:
-        """Report the verdict on a wait; the event, if it is due."""
-        if wait.verdict is not None:
-            waited = waited_seconds(self._recorder, wait.active)
-            emit = self._repeats.is_due(wait, waited)
-            stall_reports.report(wait, wait.verdict, emit=emit)
+        """Report the verdict on a wait; the event, if it is due.
+
+        It is not before `stall_after`: a call may time out sooner, and be repeated.
+        """
+        if wait.verdict is None or wait.repeated.waited() < self._stall_after:
+            return
+        waited = replace(wait.verdict, waited_seconds=wait.repeated.waited())
+        stall_reports.report(wait, waited, emit=wait.repeated.is_due())
 
     def resumed(self, wait: Wait) -> None:
-        """Report that a call has returned, if its wait was reported."""
-        self._repeats.forget(wait)
+        """Report that a wait is over, if it was reported."""
         stall_reports.release_claim(wait.claimed)
         if wait.verdict is not None:
-            waited = waited_seconds(self._recorder, wait.active)
+            waited = wait.repeated.waited()
             ended = replace(wait.verdict, waited_seconds=waited)
             stall_reports.resumed(wait, ended)
 
-    def end(self, wait: Wait) -> None:
-        """Withdraw what was published about a call that has ended, or mark it.
+    def pause(self, wait: Wait) -> None:
+        """Mark what was published about a call that has failed.
 
-        If the process ends because the call has failed, the record stays: its rank
-        waited for others until then. A process that does not end withdraws it later.
+        If the process ends because of that, the record stays: its rank waited for
+        others until then. A process that does not end withdraws it later.
+        """
+        # The store of the call may be freed from now on.
+        wait.pending = None
+        with suppress(*STORE_ERRORS):
+            self._mark_failed(wait)
+
+    def end(self, wait: Wait, *, superseded: bool = False) -> None:
+        """Withdraw what was published about a wait that has ended.
+
+        Args:
+            wait: The wait.
+            superseded: It lasts, but another one is the wait of the rank.
         """
         # The store may be gone; that the call has ended is reported all the same.
         with suppress(*STORE_ERRORS):
-            if wait.record is not None and wait.failed:
-                self._mark_failed(wait.record)
-            elif wait.record is not None:
-                self.withdraw()
-        if wait.failed:
+            if wait.failed:
+                self._mark_failed(wait)
+            else:
+                self._withdraw_of(wait)
+        if self._leading is wait:
+            self._leading = None
+        if wait.failed or superseded:
             stall_reports.failed(wait)
         else:
             self.resumed(wait)
@@ -539,12 +495,14 @@ class StoreDiagnosis:
         self._published_through = connection
         self._withdraw_at = None
 
-    def _mark_failed(self, record: BlockedRecord) -> None:
+    def _mark_failed(self, wait: Wait) -> None:
         """Mark the record of a call that has failed, once."""
-        if self._withdraw_at is not None:
+        if self._withdraw_at is not None or wait.record is None:
             return
+        if self._leading is not wait:
+            return  # the record is about another wait of the rank
         connection = self._published_through or self.connection
-        marked = replace(record, failed=time.time())
+        marked = replace(wait.record, failed=time.time())
         publish_blocked(connection, marked, first=False)
         # The store itself is not kept for so long.
         self._published_through = self._clone
@@ -554,6 +512,11 @@ class StoreDiagnosis:
     def is_marked(self) -> bool:
         """Whether the record of a failed call is to be withdrawn later."""
         return self._withdraw_at is not None
+
+    def _withdraw_of(self, wait: Wait) -> None:
+        if self._leading is wait:
+            self._leading = None
+            self.withdraw()
 
     def withdraw(self) -> None:
         """Withdraw the record of this rank."""
@@ -628,28 +591,72 @@ class StoreDiagnoses:
         # By handle and rank.
         self._by_store: WeakTable[dict[int, StoreDiagnosis]] = WeakTable()
 
-    def of(self, call: ActiveCall) -> StoreDiagnosis | None:
-        """Return the diagnosis of a call's rank and store; None if its rank is unknown.
+    def of_pending(self, pending: Pending) -> StoreDiagnosis | None:
+        """Return the diagnosis of what a rank waits in; None without a rank."""
+        if pending.state is not None:
+            return self.of(pending.state, pending.thread_id)
+        store = pending.store if isinstance(pending, PendingPoll) else None
+        for handle, _ in rank_registry.registrations():
+            state = _state_of(handle)
+            if state is not None and state.identity == store:
+                return self.of(state, pending.thread_id)
+        return None
+
+    def of(self, state: StoreState, thread_id: int) -> StoreDiagnosis | None:
+        """Return the diagnosis of a thread's rank and a store; None without a rank.
 
         A process that has not registered is registered in the first step, if the
         environment has its rank.
         """
         for handle, own in rank_registry.recorded_agents():
-            if _state_of(handle) is call.state:
+            if _state_of(handle) is state:
                 return self._diagnosis(handle, own.rank, own.world_size)
         for handle, known in rank_registry.registrations():
-            if not _is_store_of(call, handle):
+            if not _is_store_of(state, handle):
                 continue
-            rank = rank_registry.rank_of_thread(handle, call.thread_id)
+            rank = rank_registry.rank_of_thread(handle, thread_id)
             if rank is not None:
                 return self._diagnosis(handle, rank, known[rank].world_size)
         identity = process_identity()
         rank, world_size = identity.rank, identity.world_size
         if rank is None or world_size is None or not rank < world_size:
             return None
-        found = self._diagnosis(call.state, rank, world_size)
-        found.is_registered = rank_registry.is_registered(call.state, rank)
+        found = self._diagnosis(state, rank, world_size)
+        found.is_registered = rank_registry.is_registered(state, rank)
         return found
+
+    def of_job(self) -> StoreDiagnosis | None:
+        """Return that of the store in which the ranks of the job have registered.
+
+        Of several stores, that is the one of all ranks; else the first.
+        """
+        identity = process_identity()
+        found = [one for one in self.registered() if one.member.agents is None]
+        found.sort(
+            key=lambda one: (
+                (one.member.rank, one.member.world_size)
+                != (identity.rank, identity.world_size)
+            )
+        )
+        return found[0] if found else None
+
+    def unregistered(self) -> list[StoreDiagnosis]:
+        """Return the stores in which the rank of this process has not registered.
+
+        A rank that uses a store has started, though nothing told this package its rank
+        but the environment, or torch.
+        """
+        if any(len(known) > 1 for _, known in rank_registry.registrations()):
+            return []  # ranks are threads of this process, and register by themselves
+        found = [
+            self.of(state, 0)
+            for state, _ in STORES.items()
+            if state.below is None
+            and state.original() is None
+            and not state.identity.in_process
+            and rank_registry.agent_in(state) is None
+        ]
+        return [one for one in found if one is not None and one.is_to_register]
 
     def registered(self) -> list[StoreDiagnosis]:
         """Return those of the stores in which this process has registered."""
@@ -730,12 +737,12 @@ def _connect(handle: Any) -> Any:
     return connect()
 
 
-def _is_store_of(call: ActiveCall, handle: Any) -> bool:
-    """Return whether a call is one of a store, or of a clone of it."""
+def _is_store_of(called: StoreState, handle: Any) -> bool:
+    """Return whether the store that was called is that of a handle, or its clone."""
     state = _state_of(handle)
-    if state is None or state is call.state:
-        return state is call.state
-    return state.identity == call.state.identity and not state.identity.in_process
+    if state is None or state is called:
+        return state is called
+    return state.identity == called.identity and not state.identity.in_process
 
 
 def _state_of(handle: Any) -> StoreState | None:

@@ -9,10 +9,12 @@ key families that it wrote, and the stacks of its threads.
 
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final, Literal
@@ -33,6 +35,7 @@ from tracedstore.common.codec import (
 )
 from tracedstore.common.identity import (
     ProcessIdentity,
+    StoreIdentity,
     bottom_of,
     identify,
     process_identity,
@@ -42,22 +45,22 @@ from tracedstore.common.keys import shown
 from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import StalledBarrier
+from tracedstore.local.rank_threads import rank_threads
 from tracedstore.naming.decoders import by_host
 from tracedstore.recording.counters import BUCKETS, StoreState, handle_of, thread_names
 from tracedstore.recording.operation import Operation
 from tracedstore.recording.recorder import RECORDER, Recorder
 from tracedstore.signals.inflight import InFlight, in_flight
 
-State = Literal["running", "stopped", "gone", "silent"]
-
-# How the detail of a process begins that runs and does not answer.
-NO_ANSWER: Final = "did not answer within"
+State = Literal["running", "stopped", "unresponsive", "gone", "silent"]
 
 MAX_FRAMES: Final = 8
 # Of a process, if all stacks are asked for.
 MAX_THREADS: Final = 64
 MAX_STACK_FRAMES: Final = 64
 MAX_FAMILIES: Final = 16
+# Process groups whose numbers are listed.
+MAX_GROUPS: Final = 64
 # Characters of a file, a function and the name of a thread.
 MAX_NAME: Final = 200
 MAX_ANSWER_BYTES: Final = 4 << 20
@@ -110,6 +113,19 @@ class WrittenFamily:
     rank_positions: Annotated[
         tuple[Annotated[int, codec.below(_MAX_LINE)], ...], UpTo(_MAX_POSITIONS)
     ] = ()
+
+
+def _read_called(found: Any, _ranks: int) -> dict[str, int]:
+    if type(found) is not dict:
+        raise ValueError("not an object")
+    return {
+        codec.printable_text(name): validation.integer(number, 2**63)
+        for name, number in islice(found.items(), MAX_GROUPS)
+    }
+
+
+# Numbers of collectives, by process group.
+Called = Annotated[Mapping[str, int], Kind(_read_called, dict)]
 
 
 def _read_barriers(found: Any, _ranks: int) -> tuple[StalledBarrier, ...]:
@@ -165,21 +181,27 @@ class ProcessFacts:
         host: Its host.
         pid: Its process id, None if it is unknown.
         state: ``running``: it answered itself, or its host reports that it runs;
-            ``stopped``: alive, but it does not answer; ``gone``: it has ended;
-            ``silent``: no process of its host answered.
+            ``stopped``: it executes nothing, as /proc shows on its host;
+            ``unresponsive``: alive, but it did not answer; ``gone``: it has ended;
+            ``silent``: no process of its host answered, and its agent is silent.
         registered: It has created its store.
         idle_seconds: Seconds since its last Store call ended; None if it made none or
-            did not answer.
+            did not answer. Of a silent one, since the last heartbeat of its agent.
         operation: The Store call that it is in, with its key; "" without one.
         recording: It answered itself, and records calls.
         in_flight: Its Store calls in flight, oldest first.
         more_in_flight: The number of further calls in flight.
         barriers: Its stalled barriers.
+        collective: The collective that it waits in: ``all_reduce 7 of group 0``; ""
+            without one.
+        called: The last collective that it has called, by process group.
         frames: The innermost frames of its main thread, innermost first.
+        place: The innermost line of the program in its main thread, and what of torch
+            it calls: ``train.py:12 main, in torch: new_group``.
         wrote: Those of the key families in question that it wrote.
         stacks: The frames of all threads, by their names, if they were asked for.
         detail: Further words for people: ``stopped by a signal (T)``, ``exited with
-            code 0``, ``in disk wait (D)``.
+            code 0``, ``blocked in the kernel (D)``.
         source: Where this is from: ``itself``, ``its agent``, ``/proc of its host``.
     """
 
@@ -196,7 +218,10 @@ class ProcessFacts:
     barriers: Annotated[
         tuple[StalledBarrier, ...], Kind(_read_barriers, _write_barriers)
     ] = field(default=(), hash=False)
+    collective: Annotated[Words, codec.LATER] = ""
+    called: Annotated[Called, codec.LATER] = field(default_factory=dict, hash=False)
     frames: Annotated[tuple[Frame, ...], UpTo(MAX_FRAMES)] = ()
+    place: Annotated[Words, codec.LATER] = ""
     wrote: Annotated[tuple[WrittenFamily, ...], UpTo(MAX_FAMILIES)] = ()
     stacks: Annotated[Mapping[Words, Stack], UpTo(MAX_THREADS)] = field(
         default_factory=dict, hash=False
@@ -258,6 +283,7 @@ class LocalIdentity:
         registered: It has registered in a store.
         stores: The stores in which it has registered, as processes of one host can
             compare them.
+        urls: Their addresses, as ``tracedstore status --store`` takes them.
     """
 
     rank: Rank | None
@@ -269,17 +295,22 @@ class LocalIdentity:
     master: Words
     registered: bool
     stores: Annotated[tuple[Printable, ...], UpTo(_MAX_STORES)] = ()
+    urls: Annotated[tuple[Printable, ...], UpTo(_MAX_STORES)] = ()
 
     @classmethod
     def own(cls) -> "LocalIdentity":
         """Return the identity of this process, as far as it is known now."""
-        registered = [handle for handle, _ in rank_registry.registered_stores()]
-        names = {name for handle in registered if (name := _store_name(handle))}
+        registered = [
+            _store_of(handle) for handle, _ in rank_registry.registered_stores()
+        ]
+        names = {name for store in registered if (name := _store_name(store))}
+        urls = {store.url for store in registered if store.url}
         return replace(
             cls._of(process_identity(), os.environ, os.getpid()),
             start_ticks=procfs.own_start_ticks(),
             registered=bool(registered),
             stores=tuple(sorted(names)[:_MAX_STORES]),
+            urls=tuple(sorted(urls)[:_MAX_STORES]),
         )
 
     @classmethod
@@ -332,10 +363,13 @@ class LocalIdentity:
         )
 
 
-def _store_name(handle: Any) -> str:
-    """Return what processes of one host call the same store; "" if they share none."""
+def _store_of(handle: Any) -> StoreIdentity:
     bottom = handle_of(bottom_of(handle))
-    found = bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
+    return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)
+
+
+def _store_name(found: StoreIdentity) -> str:
+    """Return what processes of one host call the same store; "" if they share none."""
     if found.in_process or not (found.port or found.address):
         return ""
     # Processes may use different names of a host, and different paths to a file.
@@ -346,8 +380,6 @@ def _store_name(handle: Any) -> str:
 _WRITES: Final = frozenset(
     ("set", "add", "append", "compare_set", "multi_set", "queue_push")
 )
-# Keys of this package are no keys of the job.
-_OWN_KEYS: Final = "tracedstore/"
 
 
 @dataclass(slots=True)
@@ -397,7 +429,7 @@ class KeyWriters:
         if operation.method.swapped is not None and not operation.swapped:
             return  # a compare-and-set that wrote nothing
         for key in operation.keys:
-            if _OWN_KEYS not in key:
+            if keys.OWN_KEYS not in key:
                 self._learn(key)
 
     def _learn(self, key: str) -> None:
@@ -498,10 +530,39 @@ class LastCall:
 LAST_CALL: Final = LastCall(RECORDER)
 
 
+class CollectiveAnswers:
+    """What this process waits in, as the diagnosis above this package knows it.
+
+    Attributes:
+        answer: Returns the collective, "" without one, and the last one of each group.
+            None without a diagnosis.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Callable[[], tuple[str, Mapping[str, int]]] | None = None
+
+    def facts(self) -> tuple[str, Mapping[str, int]]:
+        """Return both; nothing without a diagnosis, or if it fails."""
+        found = RECORDER.failures.guarded(names.DIAGNOSIS, self.answer or _no_answer)
+        return found or _no_answer()
+
+
+def _no_answer() -> tuple[str, Mapping[str, int]]:
+    return "", {}
+
+
+# One a process, as its groups are.
+COLLECTIVES: Final = CollectiveAnswers()
+
 ITSELF = "itself"
 _PACKAGE = f"{Path(tracedstore.__file__).parent}/"
 # The demo is a job, not a part of the wrapper.
 _DEMO = f"{_PACKAGE}tools/demo/"
+# Where the standard library is, and what is installed inside of it.
+_STANDARD = f"{sysconfig.get_path('stdlib')}/"
+_INSTALLED = tuple(f"{_STANDARD}{name}/" for name in ("site-packages", "dist-packages"))
+# Frames of one stack that are looked at.
+_MAX_DEPTH: Final = 1000
 
 
 def own_facts(
@@ -516,6 +577,7 @@ def own_facts(
     """
     identity = process_identity()
     calls = in_flight(RECORDER)
+    collective, called = COLLECTIVES.facts()
     known = [KEY_WRITERS.wrote(family) for family in list(families)[:MAX_FAMILIES]]
     return ProcessFacts(
         rank=rank,
@@ -529,7 +591,10 @@ def own_facts(
         in_flight=tuple(calls[:MAX_CALLS]),
         more_in_flight=max(0, len(calls) - MAX_CALLS),
         barriers=tuple(RECORDER.cold.states(StalledBarrier)),
+        collective=collective,
+        called=called,
         frames=_main_frames(),
+        place=_main_place(),
         wrote=tuple(written for written in known if written is not None),
         stacks=all_stacks() if with_stacks else {},
         source=ITSELF,
@@ -559,39 +624,79 @@ def all_stacks() -> dict[str, tuple[Frame, ...]]:
     return stacks
 
 
+def is_own_code(file: str) -> bool:
+    """Return whether a file is of the wrapper, and not of the job."""
+    return file.startswith(_PACKAGE) and not file.startswith(_DEMO)
+
+
 def _main_frames() -> tuple[Frame, ...]:
     main = threading.main_thread().ident or 0
     # Not in a variable, which would make a cycle; see above.
     return _frames(sys._current_frames().get(main), MAX_FRAMES)  # noqa: SLF001
 
 
+def _main_place() -> str:
+    main = threading.main_thread().ident or 0
+    return place_of(sys._current_frames().get(main))  # noqa: SLF001 - see above
+
+
+def place_of(innermost: FrameType | None) -> str:
+    """Return the innermost line of the program, and what of torch it calls.
+
+    The innermost line of all is often one of torch or of the standard library, and the
+    same for many programs. It is returned if there is no other.
+    """
+    # Looked up now: this may run before torch is imported, and must not import it.
+    torch = getattr(sys.modules.get("torch"), "__file__", None) or ""
+    of_torch = f"{os.path.dirname(torch)}/" if torch else "\0"  # noqa: PTH120 - no Path is needed
+    frame, called, depth = innermost, "", 0
+    while frame is not None and depth < _MAX_DEPTH:
+        file, function = frame.f_code.co_filename, frame.f_code.co_qualname
+        if file.startswith(of_torch):
+            # Without the functions of its decorators.
+            called = called if "<locals>" in function else function
+        elif not (is_own_code(file) or _is_standard(file)):
+            where = str(describe_frame(frame))
+            return f"{where}, in torch: {called[:MAX_NAME]}" if called else where
+        frame, depth = frame.f_back, depth + 1
+    frames = _frames(innermost, 1)
+    return str(frames[0]) if frames else ""
+
+
+def _is_standard(file: str) -> bool:
+    if file.startswith("<frozen "):
+        return True
+    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+
+
 def _frames(innermost: FrameType | None, limit: int) -> tuple[Frame, ...]:
     frames: list[Frame] = []
     frame = innermost
     while frame is not None and len(frames) < limit:
-        code = frame.f_code
-        file = code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_DEMO):
-            # The wrapper's own frames are between those of the job.
-            frame = frame.f_back
-            continue
-        frames.append(
-            Frame(
-                file="/".join(file.split("/")[-2:])[-MAX_NAME:],
-                # None between two lines of some instructions
-                line=frame.f_lineno or 0,
-                function=code.co_qualname[:MAX_NAME],
-            )
-        )
+        # The wrapper's own frames are between those of the job.
+        if not is_own_code(frame.f_code.co_filename):
+            frames.append(describe_frame(frame))
         frame = frame.f_back
     return tuple(frames)
 
 
+def describe_frame(frame: FrameType) -> Frame:
+    """Return file, line and function of a frame."""
+    code = frame.f_code
+    return Frame(
+        file="/".join(code.co_filename.split("/")[-2:])[-MAX_NAME:],
+        # None between two lines of some instructions
+        line=frame.f_lineno or 0,
+        function=code.co_qualname[:MAX_NAME],
+    )
+
+
 def _operation() -> str:
-    """Return the oldest Store call in flight, preferring one of the main thread."""
-    main = threading.main_thread().ident
+    """Return the Store call that the rank is in; not those of helper threads."""
+    threads = rank_threads()
     calls = sorted(
-        RECORDER.counters.calls(), key=lambda active: active.thread_id != main
+        (one for one in RECORDER.counters.calls() if one.thread_id in threads),
+        key=lambda active: threads[active.thread_id],
     )
     if not calls:
         return ""

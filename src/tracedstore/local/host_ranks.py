@@ -13,7 +13,7 @@ from typing import Any, Final
 from tracedstore.common import procfs
 from tracedstore.common.identity import process_identity
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.local.facts import NO_ANSWER, LocalIdentity, ProcessFacts
+from tracedstore.local.facts import LocalIdentity, ProcessFacts
 from tracedstore.local.sockets import (
     LOCAL_SOCKET,
     LocalReply,
@@ -90,11 +90,27 @@ class AgentWorkers:
 
     def answers(self) -> list[ProcessFacts]:
         """Return what this agent knows about its workers."""
-        return [self._answer(worker) for worker in self.workers]
+        states = {worker: worker.state for worker in self.workers}
+        # A look at those that seem to execute nothing takes time.
+        halted = [
+            worker.pid
+            for worker, state in states.items()
+            if state in ("stopped", "disk_wait")
+        ]
+        activities = procfs.watch(halted)
+        return [
+            self._answer(worker, state, activities.get(worker.pid))
+            for worker, state in states.items()
+        ]
 
-    def _answer(self, worker: Worker) -> ProcessFacts:
+    def _answer(
+        self,
+        worker: Worker,
+        state: procfs.ProcState | None,
+        activity: procfs.Activity | None,
+    ) -> ProcessFacts:
         answer = replace(
-            _from_proc(worker.rank, worker.pid, worker.state, ITS_AGENT),
+            _from_proc(worker.rank, worker.pid, state, activity, ITS_AGENT),
             registered=False,
         )
         code = _exit_code(self._processes, worker.local_rank)
@@ -169,12 +185,44 @@ def ask_host(
     Args:
         infos: The ranks that have registered.
         ranks: The ranks in question; those about which nothing is known are omitted.
+            A rank of another host is ``silent`` if its agent is.
         timeout: Seconds for all processes of this host to answer.
         kind: ``status`` or ``stacks``.
         families: The key families in question.
     """
     replies = local_processes(timeout, kind, families)
-    return known_ranks(replies, infos, ranks, LocalIdentity.own(), timeout)
+    job, wanted = LocalIdentity.own(), set(ranks)
+    answers = known_ranks(replies, infos, wanted, job, timeout)
+    return _on_silent_nodes(replies, infos, wanted, job) | answers
+
+
+def _on_silent_nodes(
+    replies: Replies,
+    infos: Mapping[int, RankInfo],
+    ranks: Iterable[int],
+    job: LocalIdentity,
+) -> dict[int, ProcessFacts]:
+    """Return the ranks whose agents send no heartbeats, as the agent of this host saw.
+
+    They may answer all the same.
+    """
+    silent = {
+        agent.rank: agent
+        for reply in replies.values()
+        if reply is not None and reply.identity.same_job(job)
+        for agent in reply.silent_agents
+    }
+    return {
+        rank: ProcessFacts(
+            rank=rank,
+            host=infos[rank].host,
+            pid=infos[rank].pid,
+            idle_seconds=silent[infos[rank].node].idle_seconds,
+            source="heartbeats of its agent",
+        )
+        for rank in set(ranks) & infos.keys()
+        if infos[rank].node is not None and infos[rank].node in silent
+    }
 
 
 def ranks_of_host(replies: Replies, job: LocalIdentity) -> set[int]:
@@ -211,8 +259,9 @@ def known_ranks(
         timeout: Seconds that the processes had to answer.
     """
     wanted = set(ranks)
-    registered = _registered(infos, wanted, replies, timeout)
-    claimed = _claimed(replies, wanted, job, infos, timeout)
+    host = _Host(replies, infos, wanted, timeout)
+    registered = _registered(infos, wanted, host)
+    claimed = _claimed(wanted, job, infos, host)
     by_agents = {
         worker.rank: replace(worker, registered=_has_registered(worker, infos))
         for reply in replies.values()
@@ -250,39 +299,77 @@ def _best(
     return {rank: found}
 
 
+class _Host:
+    """What the processes of this host replied, and what /proc has about the others.
+
+    Args:
+        replies: The replies.
+        infos: The ranks that have registered.
+        wanted: The ranks in question.
+        timeout: Seconds that the processes had to answer.
+    """
+
+    def __init__(
+        self,
+        replies: Replies,
+        infos: Mapping[int, RankInfo],
+        wanted: set[int],
+        timeout: float,
+    ) -> None:
+        self.replies = replies
+        self.namespace = procfs.own_namespace()
+        self._timeout = timeout
+        registered = {
+            infos[rank].pid
+            for rank in wanted & infos.keys()
+            if infos[rank].namespace == self.namespace
+        }
+        answered = {pid for pid, reply in replies.items() if reply is not None}
+        # One look for all of them.
+        self._activities = procfs.watch((registered | replies.keys()) - answered)
+
+    def unanswered(self, rank: int, pid: int, state: procfs.ProcState) -> ProcessFacts:
+        """Return what /proc has about a process that did not answer itself."""
+        activity = self._activities.get(pid)
+        answer = _from_proc(rank, pid, state, activity, FROM_PROC)
+        if answer.state != "running":
+            return answer
+        if pid in self.replies and pid != os.getpid():
+            seen = "" if activity is None else f" ({activity})"
+            return replace(
+                answer,
+                state="unresponsive",
+                detail=f"did not answer within {self._timeout:.2g} s{seen}",
+            )
+        return replace(answer, detail="it does not listen for questions")
+
+
 def _registered(
-    infos: Mapping[int, RankInfo], wanted: set[int], replies: Replies, timeout: float
+    infos: Mapping[int, RankInfo], wanted: set[int], host: _Host
 ) -> dict[int, ProcessFacts]:
     """Return the answers of registered ranks whose processes are on this host."""
     answers: dict[int, ProcessFacts] = {}
-    namespace = procfs.own_namespace()
     for rank in wanted & infos.keys():
         info = infos[rank]
-        if info.namespace != namespace:
+        if info.namespace != host.namespace:
             continue
         state = procfs.process_state(info.pid, info.start_ticks, info.namespace)
         if state is None:
             continue
-        reply = replies.get(info.pid)
+        reply = host.replies.get(info.pid)
         if state != "gone" and reply is not None and reply.answer is not None:
             answers[rank] = replace(reply.answer, rank=rank, registered=True)
             continue
-        answers[rank] = _unanswered(
-            rank, info.pid, state, listens=info.pid in replies, timeout=timeout
-        )
+        answers[rank] = host.unanswered(rank, info.pid, state)
     return answers
 
 
 def _claimed(
-    replies: Replies,
-    wanted: set[int],
-    job: LocalIdentity,
-    infos: Mapping[int, RankInfo],
-    timeout: float,
+    wanted: set[int], job: LocalIdentity, infos: Mapping[int, RankInfo], host: _Host
 ) -> dict[int, ProcessFacts]:
     """Return the answers of processes that have a rank and have not registered it."""
     candidates: dict[int, list[LocalIdentity]] = {}
-    for pid, reply in replies.items():
+    for pid, reply in host.replies.items():
         found = LocalIdentity.of_process(pid) if reply is None else reply.identity
         if found is None or found.rank not in wanted or not found.same_job(job):
             continue
@@ -292,15 +379,13 @@ def _claimed(
     answers: dict[int, ProcessFacts] = {}
     for rank, claimants in candidates.items():
         pid = _eldest(claimants).pid
-        reply = replies[pid]
+        reply = host.replies[pid]
         if reply is not None and reply.answer is not None:
             answers[rank] = reply.answer
             continue
-        state = procfs.process_state(
-            pid, procfs.start_ticks(pid), procfs.own_namespace()
-        )
+        state = procfs.process_state(pid, procfs.start_ticks(pid), host.namespace)
         if state is not None:
-            answer = _unanswered(rank, pid, state, listens=True, timeout=timeout)
+            answer = host.unanswered(rank, pid, state)
             answers[rank] = replace(answer, registered=False)
     return answers
 
@@ -319,24 +404,12 @@ def _eldest(claimants: list[LocalIdentity]) -> LocalIdentity:
     return min(outermost or claimants, key=lambda found: found.start_ticks or 0)
 
 
-def _unanswered(
-    rank: int, pid: int, state: procfs.ProcState, *, listens: bool, timeout: float
-) -> ProcessFacts:
-    """Return what /proc has about a process that did not answer itself."""
-    answer = _from_proc(rank, pid, state, FROM_PROC)
-    if answer.state != "running":
-        return answer
-    if listens and pid != os.getpid():
-        return replace(
-            answer,
-            state="stopped",
-            detail=f"{NO_ANSWER} {timeout:g} s: it holds the GIL, or gets no CPU time",
-        )
-    return replace(answer, detail="it does not listen for questions")
-
-
 def _from_proc(
-    rank: int, pid: int, state: procfs.ProcState | None, source: str
+    rank: int,
+    pid: int,
+    state: procfs.ProcState | None,
+    activity: procfs.Activity | None,
+    source: str,
 ) -> ProcessFacts:
     """Return whether a process runs, is stopped or gone, as far as /proc has that."""
     facts = ProcessFacts(
@@ -346,6 +419,6 @@ def _from_proc(
     if code is not None or state == "gone":
         detail = "" if code is None else procfs.describe_exit(code)
         return replace(facts, state="gone", detail=detail)
-    if state in ("stopped", "disk_wait"):
-        return replace(facts, state="stopped", detail=procfs.describe_state(pid))
+    if activity is not None and activity.halt:
+        return replace(facts, state="stopped", detail=activity.halt)
     return facts

@@ -13,7 +13,7 @@ Collecting metrics may run code of the application, so it is done in a thread of
 own. While that thread is busy, further requests for them are not answered.
 
 A process that is stopped, or that holds the GIL, does not answer in time. Its client
-reads /proc then.
+reads /proc then, and does not wait for one that stays stopped.
 
 The sockets are in a private directory. It may be below /tmp, where any user can create
 it first. So it is used only if it is a real directory of this user that no other user
@@ -42,7 +42,7 @@ from typing import Annotated, Any, Final
 
 from tracedstore import names
 from tracedstore.common import codec, procfs, validation
-from tracedstore.common.codec import Unchecked, UpTo
+from tracedstore.common.codec import LATER, Unchecked, UpTo
 from tracedstore.common.keys import key_text
 from tracedstore.common.procfs import ancestors
 from tracedstore.common.threads import DaemonThread
@@ -62,6 +62,10 @@ _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})\.sock")
 _MAX_CONNECTIONS = 256
 # Workers of one agent.
 _MAX_WORKERS = 1024
+# Silent agents that are read. The job waits for one of them, mostly.
+_MAX_AGENTS = 1024
+# Seconds between two looks at the processes that have not answered yet.
+_BETWEEN_LOOKS: Final = 0.25
 _MAX_REPLY_BYTES = 2 * MAX_ANSWER_BYTES
 
 
@@ -206,6 +210,7 @@ class LocalSocket:
         enabled: The setting ``answers``: nothing is started while it is off.
         identity: Returns the identity of this process.
         workers: Returns what an agent of torchrun knows about its workers.
+        silent_agents: Returns the other agents that send it no heartbeats.
         metrics: Returns the metrics that this process lets its agent serve.
     """
 
@@ -229,6 +234,7 @@ class LocalSocket:
         self.metrics: Page | None = None
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
+        self.silent_agents: Workers = list
 
     def enable(self, *, on: bool) -> None:
         """Apply the setting ``answers``."""
@@ -348,6 +354,7 @@ class LocalSocket:
             "identity": codec.to_fields(identity),
             "answer": answer,
             "workers": [worker.to_fields() for worker in self.workers()],
+            "silent_agents": [agent.to_fields() for agent in self.silent_agents()],
         }
 
 
@@ -430,12 +437,15 @@ class LocalReply:
         identity: The process.
         answer: What it does; None for an agent.
         workers: What an agent knows about its workers.
+        silent_agents: The other agents that send it no heartbeats: their group ranks,
+            and how long they have been silent.
         page: The page that was asked for, as JSON values that are not validated.
     """
 
     identity: LocalIdentity
     answer: ProcessFacts | None
     workers: Annotated[tuple[ProcessFacts, ...], UpTo(_MAX_WORKERS)]
+    silent_agents: Annotated[tuple[ProcessFacts, ...], UpTo(_MAX_AGENTS), LATER] = ()
     page: Unchecked = None
 
     @classmethod
@@ -493,11 +503,16 @@ def ask_processes(
         try:
             remaining = iter(sockets)
             _open_more(selector, remaining, replies, request, end, share)
+            look_at, halted = time.monotonic(), set[int]()
             while selector.get_map() and time.monotonic() < end:
                 first = min(key.data.deadline for key in selector.get_map().values())
-                for key, _ in selector.select(max(0.0, first - time.monotonic())):
+                until = min(first, look_at)
+                for key, _ in selector.select(max(0.0, until - time.monotonic())):
                     _receive(selector, key.data, replies)
                 _close_expired(selector)
+                if time.monotonic() >= look_at:
+                    halted = _close_halted(selector, halted)
+                    look_at = time.monotonic() + _BETWEEN_LOOKS
                 _open_more(selector, remaining, replies, request, end, share)
         finally:
             for key in list(selector.get_map().values()):
@@ -582,6 +597,24 @@ def _close_expired(selector: selectors.BaseSelector) -> None:
         if key.data.deadline <= now:
             selector.unregister(key.fileobj)
             key.data.connection.close()
+
+
+def _close_halted(selector: selectors.BaseSelector, halted: set[int]) -> set[int]:
+    """Close the connections to processes that stay stopped; return those stopped now.
+
+    Args:
+        selector: The connections.
+        halted: The processes that were stopped at the last look.
+    """
+    now = set()
+    for key in list(selector.get_map().values()):
+        found = procfs.read_stat(key.data.pid)
+        if found is not None and procfs.is_halted(found.letter):
+            now.add(key.data.pid)
+            if key.data.pid in halted:
+                selector.unregister(key.fileobj)
+                key.data.connection.close()
+    return now
 
 
 def host_has_agent(timeout: float) -> bool:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from tracedstore.common.identity import StoreIdentity
 from tracedstore.common.signal_safety import off_main_thread
+from tracedstore.common.weak_table import WeakTable
 from tracedstore.recording.operation import Arguments, Attempts, Method
 from tracedstore.recording.telemetry import Telemetry
 
@@ -134,6 +135,10 @@ def _freed() -> None:
     return None
 
 
+# The states of the traced stores of this process.
+STORES: Final[WeakTable[None]] = WeakTable()
+
+
 class StoreState:
     """The state of one wrapper.
 
@@ -187,6 +192,7 @@ class StoreState:
         self.timeout = timedelta()
         self.losses_in_a_row = 0
         self.wrapper: Callable[[], Any] = _freed
+        STORES.set(self, None)
 
     def stands_on(self, other: "StoreState") -> bool:
         """Return whether this store's calls go through the other one."""

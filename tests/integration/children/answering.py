@@ -20,6 +20,17 @@ def hold_gil() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
+def vfork() -> None:
+    """Be in a system call that no signal interrupts, for a minute.
+
+    Until its child ends, which has its memory and keeps its GIL.
+    """
+    libc = ctypes.PyDLL(None)
+    if libc.vfork() == 0:
+        libc.sleep(60)
+        libc._exit(0)
+
+
 def backtrack() -> None:
     """Hold the GIL in a regular expression that backtracks without end."""
     re.match(r"(a|a)*$", "a" * 64 + "b")

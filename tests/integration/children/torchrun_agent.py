@@ -1,4 +1,7 @@
-"""torchrun, with a report of its metrics when it ends."""
+"""torchrun, with a report of its metrics when it ends.
+
+If it is forked itself, it forks its workers.
+"""
 
 import os
 import sys
@@ -6,6 +9,7 @@ from datetime import datetime, timedelta, tzinfo
 from functools import partialmethod
 from typing import Any
 
+from forked_python import fork_workers, in_forked_process
 from prometheus_client import generate_latest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -25,6 +29,8 @@ class WrongClock(datetime):
 
 
 if __name__ == "__main__":
+    if in_forked_process():
+        fork_workers()
     if "CLOCK_SKEW" in os.environ:
         vars(dynamic_rendezvous)["datetime"] = WrongClock
     if "EXIT_BARRIER_TIMEOUT" in os.environ:

@@ -311,6 +311,7 @@ def ask(
     families: Iterable[str] = (),
     asked_by: str = "",
     answers: dict[int, ProcessFacts] | None = None,
+    hurry: Callable[[], bool] = bool,
 ) -> dict[int, ProcessFacts]:
     """Ask ranks through the store; return the answers that arrived in time.
 
@@ -325,6 +326,7 @@ def ask(
         families: The key families in question.
         asked_by: The asking process, for people.
         answers: Where to collect the answers, for a caller that may not wait.
+        hurry: Returns whether the answers so far are enough.
     """
     answers = {} if answers is None else answers
     named = frozenset(ranks)
@@ -345,7 +347,7 @@ def ask(
     try:
         while missing := named - answers.keys():
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not pause(min(delay, remaining)):
+            if remaining <= 0 or hurry() or not pause(min(delay, remaining)):
                 break
             delay = min(2 * delay, _LONGEST_READ)
             answers |= reader.read(missing)
@@ -450,6 +452,7 @@ def ask_ranks(
     *,
     kind: str = "status",
     families: Iterable[str] = (),
+    hurry: Callable[[], bool] = bool,
 ) -> dict[int, ProcessFacts]:
     """Return what is known about these ranks; those without any answer are omitted.
 
@@ -465,6 +468,7 @@ def ask_ranks(
         timeout: Seconds for all of it.
         kind: ``status`` or ``stacks``.
         families: The key families in question.
+        hurry: Returns whether the answers so far are enough.
     """
     deadline = time.monotonic() + timeout
     wanted = {rank for rank in ranks if 0 <= rank < world_size}
@@ -475,7 +479,11 @@ def ask_ranks(
     with suppress(OSError, ValueError):
         host_timeout = min(_HOST_TIMEOUT, _HOST_SHARE * timeout)
         answers = ask_host(infos, wanted, host_timeout, kind=kind, families=families)
-    elsewhere = wanted - answers.keys()
+    elsewhere = {
+        rank
+        for rank in wanted
+        if rank not in answers or answers[rank].state == "silent"
+    }
     remaining = deadline - time.monotonic()
     if elsewhere and remaining > 0:
         through_store: dict[int, ProcessFacts] = {}
@@ -491,6 +499,7 @@ def ask_ranks(
                     families=families,
                     asked_by=_own_name(),
                     answers=through_store,
+                    hurry=hurry,
                 ),
             )
         answers |= dict(through_store)

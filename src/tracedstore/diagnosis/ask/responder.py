@@ -41,8 +41,9 @@ from tracedstore.recording.recorder import RECORDER
 _MAX_QUESTIONS: Final = 4
 # Reads of a question that is counted but not there: it is not written yet, or over.
 _MAX_READS: Final = 3
-# Seconds for the processes of this host to answer.
-_HOST_TIMEOUT: Final = 2.0
+# Seconds for the processes of this host to answer. The asking process waits 3 s, and
+# the question is read up to a second after it was asked, and again a second later.
+_HOST_TIMEOUT: Final = 1.0
 # Seconds that a question is worth, and a read that finds none. A job asks less than one
 # a second: two ranks diagnose, and operators watch.
 _COST_OF_QUESTION, _COST_OF_READ = 1.0, 0.5

@@ -208,6 +208,27 @@ def describe_own() -> str:
     return f"this machine is {socket.gethostname()}, with {shown}"
 
 
+def describe_comparison(host: str) -> str:
+    """Describe why torch takes an endpoint for that of another machine.
+
+    It compares the endpoint with this machine's name, and with what that resolves to,
+    and not with the addresses of its interfaces. In Debian the name is 127.0.1.1.
+    """
+    here = socket.gethostname()
+    found: list[str] = []
+    with suppress(OSError, ValueError):
+        infos = socket.getaddrinfo(here, None, proto=socket.IPPROTO_TCP)
+        found = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    resolved = ", ".join(found[:_MAX_OWN_ADDRESSES]) or "nothing"
+    text = (
+        f"torch compares {quoted(key_text(host))} with the name {here} and what that"
+        f" resolves to, which is {resolved}"
+    )
+    if host in own_addresses():
+        text += f"; {host} is an address of this machine all the same"
+    return text
+
+
 def spans_hosts(environ: Mapping[str, str]) -> bool:
     """Return whether the job has ranks on other nodes, by the launcher's variables.
 

@@ -45,9 +45,12 @@ from tracedstore.diagnosis.judgement.verdict import (
     AwaitedRank,
     Verdict,
     describe_rank,
+    remedy_of,
+    sources_of,
 )
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.diagnosis.observe.blocked_record import (
+    CONNECTS,
     BlockedRecord,
     publish_blocked,
     withdraw_blocked,
@@ -96,6 +99,8 @@ class ServerSide:
         self._client: Any = None
         self._lock = threading.Lock()
         self._published = self._withdrawn = False
+        # The ranks that were started twice, in words.
+        self._duplicates: list[str] = []
 
     def publish(self) -> set[int]:
         """Register this rank, publish its wait; return the ranks without an entry."""
@@ -126,7 +131,8 @@ class ServerSide:
         others: tuple[str, ...] = ()
         absent, joined = self._count(attempt)
         if joined is None or self._can_name(absent, joined):
-            answers, others = self._ask(absent), self._other_servers()
+            answers = self._ask(absent)
+            others = (*self._other_servers(), *self._duplicates[:_MAX_SERVERS_SHOWN])
             # Asking takes seconds. A rank that has connected by now is not awaited.
             absent, joined = self._count(attempt)
         if not absent or (joined is not None and joined >= self._world_size):
@@ -146,6 +152,8 @@ class ServerSide:
         """
         for wait in (*_REGISTRATION_DELAYS, 0.0):
             absent = self.publish()
+            replaced = incarnations.read_replacements(self._client)
+            self._duplicates = incarnations.duplicates_in(replaced)
             # It cannot be read if the protocol is another one. This rank has joined,
             # so 0 is not the count either: torch keeps it elsewhere.
             joined = count_joined(self._target.port) or None if attempt.joined else None
@@ -157,8 +165,13 @@ class ServerSide:
         return absent, joined
 
     def _can_name(self, absent: Collection[int], joined: int | None) -> bool:
-        """Return whether none of the ranks without an entry has joined."""
-        return joined is not None and joined <= self._world_size - len(absent)
+        """Return whether none of the ranks without an entry has joined.
+
+        Of a rank that was started twice both processes have joined, with one entry.
+        """
+        if joined is None:
+            return False
+        return joined - len(self._duplicates) <= self._world_size - len(absent)
 
     def withdraw(self) -> None:
         """Delete what was published: the wait has ended."""
@@ -194,8 +207,12 @@ class ServerSide:
         evidence = self._evidence(absent, joined, attempt)
         awaited = self._awaited(ranks, answers)
         cause = worst(one.cause for one in awaited)
+        evidence = (*evidence, *sources_of(awaited))
+        # Without a name, ranks that never registered are all that is known.
+        remedy = remedy_of(awaited) if ranks else REMEDIES["not_started"]
         if others:
             cause, evidence = "duplicate", (*others, *evidence)
+            remedy = REMEDIES[cause]
         return Verdict(
             phase=PHASE,
             cause=cause,
@@ -204,8 +221,7 @@ class ServerSide:
             known=known,
             waiting_ranks=(self._rank,),
             evidence=evidence,
-            # Without a name, ranks that never registered are all that is known.
-            remedy=REMEDIES[cause if ranks or others else "not_started"],
+            remedy=remedy,
             time=time.time(),
         )
 
@@ -274,7 +290,7 @@ class ServerSide:
             host=host_name(),
             pid=os.getpid(),
             attempt=restart_count(os.environ),
-            operation="connect",
+            operation=CONNECTS,
             keys=(),
             phase=PHASE,
             awaits=tuple(sorted(absent)),
@@ -290,12 +306,12 @@ class ServerSide:
         self, ranks: Collection[int], answers: Answers
     ) -> tuple[AwaitedRank, ...]:
         """Describe the first absent ranks."""
-        decoder = auto(os.environ)
+        decoder, now = auto(os.environ), time.time()
         awaited = []
         for rank in sorted(ranks)[:MAX_AWAITED]:
             host = name_of(decoder, rank)
             host = "" if host == default_name(rank) else host
-            awaited.append(describe_rank(rank, answers.get(rank), None, host))
+            awaited.append(describe_rank(rank, answers.get(rank), None, host, now))
         return tuple(awaited)
 
 

@@ -24,9 +24,15 @@ from typing import Any, Final
 from tracedstore.common import causes, procfs
 from tracedstore.common.causes import REMEDIES, Cause, probe_endpoint
 from tracedstore.common.errors import error_message, error_type
+from tracedstore.common.identity import (
+    ProcessIdentity,
+    number,
+    process_identity,
+)
 from tracedstore.common.keys import shown
 from tracedstore.common.procfs import IPAddress
-from tracedstore.common.threads import run_with_timeout
+from tracedstore.common.text import printable
+from tracedstore.common.threads import pause, run_with_timeout
 from tracedstore.diagnosis.connection.addresses import (
     AddressDefect,
     ConnectTarget,
@@ -35,7 +41,9 @@ from tracedstore.diagnosis.connection.addresses import (
     is_local,
 )
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe.torch_keys import meaning
+from tracedstore.diagnosis.observe.torch_keys import meaning, shown_phase
+from tracedstore.local.facts import LocalIdentity
+from tracedstore.local.sockets import ask_processes
 from tracedstore.recording.counters import Call
 
 # VALIDATE (0) with torch's magic number, PING (13) with ours.
@@ -60,15 +68,22 @@ ANSWERED: Final = "answered"
 HUNG_UP: Final = "hung_up"
 # Who holds the port matters then.
 _NO_STORE: Final = (causes.SILENT, causes.FOREIGN)
-# Seconds for connecting once, name lookup included, and for which the result is used:
-# a job that tries again must not wait for it each time.
+# Seconds for connecting once, name lookup included, and for which the result of a probe
+# is used that took so long: a job that tries again must not wait for it each time.
 _PROBE_TIMEOUT: Final = 1.0
 _PROBE_VALID: Final = 10.0
 _MAX_PROBED: Final = 64
+# Variables with the number of the node, of torchrun, Slurm and others.
+_NODE_RANKS: Final = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+# Seconds for the process that holds a port to answer who it is.
+_HOLDER_TIMEOUT: Final = 0.5
+# Seconds after which a server that accepts connections after an error is probed again:
+# a process that is being killed closes its sockets one after the other.
+_PROBE_AGAIN: Final = 0.1
 _NETWORK_ERRORS: Final = ("torch.distributed.DistNetworkError",)
 
-# When a server was probed, by ``time.monotonic``, and with which result.
-_probed: dict[tuple[str, int], tuple[float, str]] = {}
+# When a server was probed that did not answer, by ``time.monotonic``.
+_unanswered: dict[tuple[str, int], float] = {}
 
 
 def probe_tcpstore(connection: socket.socket) -> bool | None:
@@ -223,6 +238,9 @@ def verdict_on(
         evidence.insert(0, f"{target.host_name} {target.host!r} resolves to {shown}")
     if attempt.holder:
         evidence.append(f"the port is held by {attempt.holder}")
+    own_address = _own_address(target, attempt)
+    if own_address is not None:
+        return from_defect(target, own_address)
     evidence.append(f"torch has tried for {waited_seconds:.0f} s")
     refused = attempt.result == causes.REFUSED
     cause: Cause = "server_unreachable"
@@ -241,6 +259,31 @@ def verdict_on(
         awaited = (AwaitedRank(rank=0, cause=cause, doing=doing),)
     return _verdict(
         target, cause, awaited, known=known, evidence=tuple(evidence), remedy=remedy
+    )
+
+
+def _own_address(
+    target: ConnectTarget, attempt: ConnectionAttempt
+) -> AddressDefect | None:
+    """Return that a rank of another node than the first has its own node's address."""
+    rank = target.rank or 0
+    nodes = (number(os.environ.get(name)) for name in _NODE_RANKS)
+    # Where rank 0 runs, it is local rank 0. Ranks need not be numbered node by node.
+    is_elsewhere = process_identity().local_rank == 0 or any(nodes)
+    if not (rank and is_elsewhere and attempt.addresses) or target.agents:
+        return None
+    if attempt.result != causes.REFUSED:
+        return None
+    if any(one.is_loopback or not is_local(one) for one in attempt.addresses):
+        return None
+    here = socket.gethostname()
+    return AddressDefect(
+        name=target.host_name,
+        value=target.host,
+        defect=f"it is an address of {here} itself, where rank {rank} runs, and rank 0"
+        " does not",
+        remedy=f"set {target.host_name} to the address of the machine of rank 0, the"
+        " same on all nodes",
     )
 
 
@@ -288,13 +331,16 @@ def port_in_use(target: ConnectTarget) -> Verdict:
     who = "a process that is not visible here" if found is None else found.describe()
     rank = target.rank or 0
     cause: Cause = "address"
-    remedy = f"end that process, or set {target.port_name} to another port"
+    # Whatever it is, it may be healthy: nothing is said about ending it.
+    remedy = f"set {target.port_name} to another port"
     evidence = [f"port {target.port} of {here} is held by {who}"]
     awaited: tuple[AwaitedRank, ...] = ()
     if found is not None and found.pid == os.getpid():
         evidence.append("that is this process, which has a server at this port already")
         remedy = f"release the earlier store, or set {target.port_name} to another port"
-    elif found is not None and found.is_rank(rank, target.port):
+    elif found is not None and (job := _other_job_of(found)):
+        evidence.append(f"that process belongs to another job: {job}")
+    elif found is not None and _is_same_rank(found, rank, target.port):
         cause = "duplicate"
         remedy = REMEDIES[cause]
         doing = f"also started as pid {os.getpid()} on {here}"
@@ -312,28 +358,66 @@ def port_in_use(target: ConnectTarget) -> Verdict:
     )
 
 
+def _other_job_of(found: procfs.PortHolder) -> str:
+    """Describe the job of a process if it is another one than this; else "".
+
+    Jobs are told apart by their run ids, and without these by the number of ranks.
+    """
+    theirs, own = ProcessIdentity.from_environment(found.environ), process_identity()
+    rank = "a process" if theirs.rank is None else f"rank {theirs.rank}"
+    if theirs.run_id and own.run_id and theirs.run_id != own.run_id:
+        text = f"{rank} of run {theirs.run_id!r}; this is run {own.run_id!r}"
+        return printable(text)
+    if theirs.world_size and own.world_size and theirs.world_size != own.world_size:
+        return f"{rank} of {theirs.world_size}; this job has {own.world_size} ranks"
+    return ""
+
+
+def _is_same_rank(found: procfs.PortHolder, rank: int, port: int) -> bool:
+    """Return whether a process was started as this rank, or answers that it is.
+
+    A forked process has the variables of its parent in /proc, and its own only for
+    those that ask it.
+    """
+    if found.pid is None or found.is_rank(rank, port):
+        return found.pid is not None
+    reply = ask_processes([found.pid], "status", _HOLDER_TIMEOUT).get(found.pid)
+    if reply is None or reply.identity.rank != rank:
+        return False
+    return reply.identity.same_job(LocalIdentity.own())
+
+
 def reset() -> None:
     """Forget the results, as a forked child must: a thread may have been writing."""
-    _probed.clear()
+    _unanswered.clear()
 
 
 def probe_server(host: str, port: int) -> str:
     """Connect once; return "" or why that failed, a constant of `common/causes`.
 
-    Takes a second at most. The result is used again for 10 s.
+    Takes a second at most. Only that it took so long is used again, for 10 s: any other
+    result is of now.
     """
+    return _probe(host, port)[0]
+
+
+def _probe(host: str, port: int) -> tuple[str, float]:
+    """Return the result of `probe_server`, and its age in seconds."""
     now = time.monotonic()
-    probed_at, result = _probed.get((host, port), (-math.inf, ""))
-    if now - probed_at < _PROBE_VALID:
-        return result
+    age = now - _unanswered.get((host, port), -math.inf)
+    if age < _PROBE_VALID:
+        return causes.NO_ANSWER, age
     try:
         result = run_with_timeout(_PROBE_TIMEOUT, partial(probe_endpoint, host, port))
     except TimeoutError:
         result = causes.NO_ANSWER
-    if len(_probed) >= _MAX_PROBED:
-        _probed.clear()
-    _probed[host, port] = now, result
-    return result
+    if result == causes.NO_ANSWER:
+        if len(_unanswered) >= _MAX_PROBED:
+            _unanswered.clear()
+        _unanswered[host, port] = time.monotonic()
+    else:
+        _unanswered.pop((host, port), None)
+    return result, 0.0
 
 
 def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
@@ -359,7 +443,11 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
     if error is not None:
         evidence.append(error_message(error))
     return Verdict(
-        phase=known.phase if known else f"key {keys[0]}" if keys else method.name,
+        phase=shown_phase(known)
+        if known
+        else f"key {keys[0]}"
+        if keys
+        else method.name,
         cause=cause,
         known=f"the store's server {identity.server}{_served_by(identity.port)}",
         key=keys[0] if keys else "",
@@ -370,14 +458,15 @@ def examine_server(call: Call, error: BaseException | None) -> Verdict | None:
 
 
 def _server_cause(host: str, port: int, *, responded: bool) -> tuple[Cause, str]:
-    result = probe_server(host, port)
+    result, age = _probe(host, port)
+    if not result and responded and pause(_PROBE_AGAIN):
+        result, age = _probe(host, port)
     if result == causes.REFUSED:
         return "server_gone", "it refuses connections: its process has ended"
     if result == causes.NO_ANSWER:
-        return (
-            "server_unreachable",
-            f"connecting took longer than {_PROBE_TIMEOUT:g} s",
-        )
+        when = f", {age:.0f} s before" if age >= 1 else ""
+        finding = f"connecting took longer than {_PROBE_TIMEOUT:g} s{when}"
+        return "server_unreachable", finding
     if result:
         return "server_unreachable", f"connecting failed: {result}"
     if responded:

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,10 +25,16 @@ from tracedstore import names
 from tracedstore.common import election, ranges
 from tracedstore.common.codec import printable_text
 from tracedstore.common.errors import error_message
-from tracedstore.common.identity import bottom_of, process_identity, restart_count
+from tracedstore.common.identity import (
+    ProcessIdentity,
+    bottom_of,
+    process_identity,
+    restart_count,
+)
 from tracedstore.common.procfs import IPAddress
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.threads import run_with_timeout, start_bounded_thread
+from tracedstore.coordination.rank_registry import Member
 from tracedstore.coordination.store_access import (
     bare_store,
     find_absent,
@@ -39,6 +45,9 @@ from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.judgement.stall_reports import LOOKERS
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import incarnations
+from tracedstore.diagnosis.observe.blocked_record import CONNECTS, BlockedRecord
+from tracedstore.diagnosis.observe.waits import OF_GROUP, PENDING, Pending, Repeated
+from tracedstore.recording.counters import StoreState, handle_of
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
 
@@ -195,10 +204,12 @@ class GroupCreation:
     def stamp(self) -> None:
         """Stamp the keys that this rank is about to write."""
         with RECORDER.unrecorded():
-            incarnations.write_stamp(bottom_of(self.store), self.name, self._own_rank())
+            incarnations.write_stamp(
+                bottom_of(self.store), self.name, self._own_rank(), self._all_members()
+            )
 
     def look_and_report(self) -> None:
-        """Look for stale keys and bad addresses; emit `job.stalled` if there are some.
+        """Look for what is wrong in the store; emit `job.stalled` if something is.
 
         While the thread that creates the group is in a Store call, that call's own
         diagnosis reports.
@@ -209,8 +220,8 @@ class GroupCreation:
             if self.verdict is not None and not self._is_in_store_call():
                 self._report(self.verdict)
 
-    def _look(self) -> None:
-        self._look_for_stale_keys()
+    def _look(self, *, failed: bool = False) -> None:
+        self._look_at_stamps(failed=failed)
         if self.verdict is None:
             self._look_for_bad_addresses()
 
@@ -253,6 +264,9 @@ class GroupCreation:
             waited_seconds=time.monotonic() - self.started,
         )
 
+    def _all_members(self) -> tuple[int, ...]:
+        return self.ranks or tuple(range(self.size))
+
     def _members(self) -> Mapping[int, int]:
         return dict(enumerate(self.ranks))
 
@@ -262,15 +276,22 @@ class GroupCreation:
     def _look_after_failure(self, error: Exception) -> None:
         """Look for keys of an earlier attempt, and for addresses that cannot work."""
         with suppress(RuntimeError, OSError):
-            run_with_timeout(_READ_TIMEOUT, self._look)
+            run_with_timeout(_READ_TIMEOUT, partial(self._look, failed=True))
             # A Store call that failed has been reported by its own diagnosis.
-            if self.verdict is not None and not getattr(error, "__notes__", ()):
+            is_reported = bool(getattr(error, "__notes__", ()))
+            if self.verdict is None or self.verdict.cause == "diverged":
+                return
+            if not is_reported:
                 run_with_timeout(_READ_TIMEOUT, partial(self._report, self.verdict))
 
-    def _look_for_stale_keys(self) -> None:
+    def _look_at_stamps(self, *, failed: bool) -> None:
+        """Look for stale keys, and after a failure for ranks that diverged."""
         with RECORDER.unrecorded(), side_connection(bottom_of(self.store)) as store:
-            members = self.ranks or tuple(range(self.size))
+            members = self._all_members()
             verdict = incarnations.find_stale(store, self.name, members)
+            if verdict is None and failed:
+                # The diagnosis of the wait reports it.
+                verdict = incarnations.find_diverged(store, self.name, members, members)
             jobs = incarnations.jobs_in(
                 incarnations.read_replacements(store), process_identity().run_id
             )
@@ -297,6 +318,63 @@ class GroupCreation:
             error.add_note(f"tracedstore: {text}")
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingCreation(Pending):
+    """A rank that creates a process group: in gloo it connects to the other ranks."""
+
+    creation: GroupCreation
+
+    def describe(
+        self,
+        connection: Any,  # noqa: ARG002 - of the base
+        member: Member,
+        started: float,
+        *,
+        complete: bool = False,  # noqa: ARG002 - of the base
+        also: Sequence[int] = (),  # noqa: ARG002 - of the base
+    ) -> BlockedRecord | None:
+        """Return that it waits for the members; None if it is known what is wrong."""
+        creation = self.creation
+        if creation.verdict is not None:
+            return None
+        return BlockedRecord(
+            rank=member.rank,
+            host=ProcessIdentity().host,
+            pid=os.getpid(),
+            attempt=restart_count(os.environ),
+            operation=CONNECTS,
+            keys=(),
+            phase=incarnations.phase_of(creation.name),
+            members=creation.ranks or None,
+            creates=creation.name,
+            started=started,
+        )
+
+
+@contextmanager
+def _announced(creation: GroupCreation) -> Iterator[None]:
+    """Let the diagnosis know that a rank waits for the other members meanwhile."""
+    state = handle_of(bottom_of(creation.store))
+    if creation.rank < 0 or not isinstance(state, StoreState):
+        yield
+        return
+    pending = PendingCreation(
+        key=(creation.thread_id, "group", creation.name),
+        repeated=Repeated(since=creation.started),
+        thread_id=creation.thread_id,
+        order=OF_GROUP,
+        state=state,
+        creation=creation,
+    )
+    PENDING.add(pending)
+    pending.failed = True
+    try:
+        yield
+        pending.failed = False
+    finally:
+        PENDING.discard(pending)
+
+
 @contextmanager
 def watched(creation: GroupCreation) -> Iterator[None]:
     """Diagnose the creation of a process group that runs in this context."""
@@ -316,7 +394,8 @@ def watched(creation: GroupCreation) -> Iterator[None]:
     if math.isfinite(after):
         _guarded(WATCHER.add, watch)
     try:
-        yield
+        with _announced(creation):
+            yield
     except Exception as error:
         if not raised_by_handler(error):
             _guarded(creation.add_note, error)

@@ -6,9 +6,10 @@ bounded in requests; a store that does not respond is noticed by the watcher.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 from tracedstore.common import procfs, validation
 from tracedstore.common.causes import REMEDIES
@@ -19,6 +20,11 @@ from tracedstore.coordination.arrivals import Finding
 from tracedstore.coordination.rank_registry import Member, RankInfo
 from tracedstore.coordination.store_access import read_key
 from tracedstore.diagnosis.ask.questions import ask_ranks
+from tracedstore.diagnosis.judgement.collective_waits import (
+    Known,
+    judge_waits,
+    resolve,
+)
 from tracedstore.diagnosis.judgement.verdict import (
     MAX_AWAITED,
     Suspects,
@@ -26,12 +32,13 @@ from tracedstore.diagnosis.judgement.verdict import (
     describe_rank,
     describe_wait,
     find_suspects,
-    judge,
+    remedy_of,
     still_waits,
 )
 from tracedstore.diagnosis.observe import incarnations, torch_keys
 from tracedstore.diagnosis.observe.blocked_calls import find_awaited, learned_writers
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, read_blocked
+from tracedstore.diagnosis.observe.collective_ledger import read_entered
 from tracedstore.diagnosis.observe.torch_keys import meaning
 from tracedstore.local.facts import LocalIdentity, ProcessFacts, WrittenFamily
 from tracedstore.local.host_ranks import known_ranks
@@ -39,9 +46,20 @@ from tracedstore.local.sockets import ask_processes
 from tracedstore.recording.operation import METHODS
 
 _MAX_FAMILIES_ASKED = 16
+_AGENTS_REMEDY = "read the log of each awaited agent: agents are not asked"
 _BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
 Answers = Mapping[int, ProcessFacts]
 _MAX_COUNT = 2**63
+# Groups that are created at the same time, and compared.
+_MAX_GROUPS_READ = 16
+# Ledgers of collectives that are read in one look.
+_MAX_LEDGERS = 16
+# Ranks of a job up to which all records are read, and records in one step of a larger
+# one; and how many steps from rank to rank there are.
+_MAX_RECORDS = 256
+_MAX_STEPS = 4
+# Looks without a verdict until a reason for that is left out.
+_MAX_FRUITLESS: Final = 2
 # Seconds for the processes of missing ranks to answer, on this host and elsewhere. The
 # verdict of a barrier is due within 5 s of its timeout.
 _HOST_TIMEOUT = 0.5
@@ -57,6 +75,8 @@ def inquire(
     own: BlockedRecord | None = None,
     describe: Callable[[], BlockedRecord | None],
     records_until: float,
+    hurry: Callable[[], bool] = bool,
+    fruitless: int = 0,
 ) -> Verdict | None:
     """Find out whom the job waits for; None if the caller shall look again.
 
@@ -71,22 +91,28 @@ def inquire(
         describe: Returns the record of that call as of now; None if nothing keeps it.
         records_until: Until when suspects in a Store call may publish their records,
             since the epoch. A suspect that has not by then is in another store.
+        hurry: Returns whether the call has ended: then the answers so far count.
+        fruitless: The number of looks before this one without a verdict. What they may
+            have failed for is left out then: first what was learned about the writers
+            of keys, then that the records have to stay as they are.
     """
     started = time.time()
     own = own or describe()
     if own is None:
         return None
-    excess = find_excess(call_connection, connection, own, member)
-    if excess is not None:
-        return excess
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
+    counted = find_excess(call_connection, connection, own, member)
+    if (known := counted or _find_diverged(connection, blocked)) is not None:
+        return known
     suspects = find_suspects(blocked, world_size)
     suspected = suspects.all_ranks
     asked = [*suspected, *_doubtful(blocked, own.rank, suspects)]
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
-        answers = _ask(connection, registered, asked, member, blocked, answer_timeout)
+        answers = _ask(
+            connection, registered, asked, member, blocked, answer_timeout, hurry
+        )
     else:
         registered = _agents(member.agents, world_size, time.time())
         answers = _examine_agents(member, asked)
@@ -98,29 +124,57 @@ def inquire(
     blocked = _blocked(connection, again, world_size)
     # A suspect that is blocked by now has arrived where the others wait, or waits for
     # another rank. Look again.
-    if not blocked.keys().isdisjoint(suspected):
+    is_last = fruitless >= 2 * _MAX_FRUITLESS
+    if not (is_last or blocked.keys().isdisjoint(suspected)):
         return None
     blocked = {
         rank: one
         for rank, one in blocked.items()
         if still_waits(one, answers.get(rank), now)
     }
-    if member.agents is None:
-        blocked = _apply_learned(blocked, answers)
+    called = {rank: answer.called for rank, answer in answers.items()}
+    blocked = _resolve(connection, blocked, own.rank, world_size, called)
+    if member.agents is None and fruitless < _MAX_FRUITLESS:
+        blocked = _apply_learned(blocked, answers, world_size)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
     suspects = find_suspects(blocked, world_size)
-    new = not set(asked).issuperset(suspects.ranks)  # these have not been asked
+    # Some have not been asked.
+    new = not (is_last or set(asked).issuperset(suspects.ranks))
     # The next look takes as long as this one.
+    # A rank in a collective publishes that, now that it was asked.
+    new |= any(_is_in_collective(answers.get(rank)) for rank in suspects.ranks)
     may_publish = now + (now - started) < records_until and any(
         _is_blocked(answers.get(rank)) for rank in suspects.ranks
     )
     if new or may_publish:
         return None
-    verdict = judge(
+    verdict = judge_waits(
         blocked, suspects, world_size, answers, registered, member.host_of, now
     )
-    verdict = replace(verdict, agents=member.agents is not None)
-    return _with_replacements(connection, verdict)
+    verdict = _with_all_waiting(connection, verdict, again, world_size)
+    if member.agents is not None:
+        verdict = _of_agents(verdict)
+    verdict = _with_replacements(connection, verdict)
+    is_idle = all(one.may_be_idle for one in blocked.values())
+    return verdict if verdict.awaited_ranks or not is_idle else None
+
+
+def _find_diverged(
+    connection: Any, blocked: Mapping[int, BlockedRecord]
+) -> Verdict | None:
+    """Return a verdict if blocked ranks create groups of one name, but not the same."""
+    creators: dict[str, set[int]] = {}
+    for rank, record in blocked.items():
+        # The default group has all ranks.
+        if record.creates and record.members is not None:
+            ranks = creators.setdefault(record.creates, set())
+            ranks |= {rank, *record.members}
+    for name, ranks in list(creators.items())[:_MAX_GROUPS_READ]:
+        found = incarnations.find_diverged(connection, name, ranks, blocked)
+        if found is not None:
+            started = min(record.started for record in blocked.values())
+            return replace(found, waited_seconds=max(0.0, found.time - started))
+    return None
 
 
 def still_holds(
@@ -140,16 +194,27 @@ def still_holds(
     suspects = find_suspects(blocked, member.world_size)
     # A rank whose call has failed may be awaited, or what it waited for.
     awaited = {*suspects.all_ranks, *suspects.failed}
-    if verdict.cause in ("diverged", "circular", "gone"):
+    causes = {verdict.cause, *(one.cause for one in verdict.awaited)}
+    if causes.intersection(("mismatch", "diverged", "circular", "gone")):
         awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
     return awaited.issuperset(verdict.awaited_ranks)
+
+
+def _is_in_collective(answer: ProcessFacts | None) -> bool:
+    return answer is not None and answer.collective != ""
 
 
 def _is_blocked(answer: ProcessFacts | None) -> bool:
     """Return whether a process answered that it is in a Store call that may block."""
     if answer is None or answer.state != "running":
         return False
-    return answer.operation.partition(" ")[0] in _BLOCKING
+    if answer.operation.partition(" ")[0] in _BLOCKING:
+        return True
+    # A helper thread that creates a process group.
+    return any(
+        call.operation in _BLOCKING and meaning(call.key) is not None
+        for call in answer.in_flight
+    )
 
 
 def _doubtful(
@@ -170,7 +235,8 @@ def _blocked(
     connection: Any, own: BlockedRecord, world_size: int
 ) -> dict[int, BlockedRecord]:
     """Return the records of this attempt and stall."""
-    records = read_blocked(connection, world_size)
+    few = _of_few(connection, own, world_size)
+    records = read_blocked(connection, world_size) if few is None else few
     if own.group and own.awaits is not None:
         # All ranks of a group wait for the same keys, and these records are older.
         awaits = frozenset(own.awaits)
@@ -179,11 +245,77 @@ def _blocked(
                 still = tuple(one for one in record.awaits if one in awaits)
                 records[rank] = replace(record, awaits=still)
     records[own.rank] = own
-    return {
+    current = {
         rank: record
         for rank, record in records.items()
         if record.attempt == own.attempt and record.is_of_stall(own.started)
     }
+    return _resolve(connection, current, own.rank, world_size, {})
+
+
+def _of_few(
+    connection: Any, own: BlockedRecord, world_size: int
+) -> dict[int, BlockedRecord] | None:
+    """Return the records that matter in a large job; None to read all.
+
+    The ledger of a collective has the ranks that are there, and with digests what they
+    called. So the records of those that are not there are read, of the ranks that these
+    wait for, and of one rank of each kind.
+    """
+    position = own.collective
+    if world_size <= _MAX_RECORDS or position is None or own.awaits is None:
+        return None
+    there = read_entered(connection, position, own.attempt, world_size)
+    if not there:
+        return None  # a store without ledgers
+    of_kind = {digest: rank for rank, digest in there.items()}
+    wanted = {*own.awaits[:_MAX_RECORDS], *list(of_kind.values())[:_MAX_LEDGERS]}
+    found = {own.rank: own}
+    read = {own.rank}
+    for _ in range(_MAX_STEPS):
+        wanted -= read
+        if not wanted:
+            break
+        found |= read_blocked(connection, world_size, wanted)
+        read |= wanted
+        resolved = _resolve(connection, found, own.rank, world_size, {})
+        awaited = (rank for one in resolved.values() for rank in one.awaits or ())
+        wanted = set(islice(awaited, _MAX_RECORDS))
+    return found
+
+
+def _with_all_waiting(
+    connection: Any, verdict: Verdict, own: BlockedRecord, world_size: int
+) -> Verdict:
+    """Return a verdict with all ranks that wait in a collective of a large job."""
+    position = own.collective
+    if world_size <= _MAX_RECORDS or position is None:
+        return verdict
+    there = read_entered(connection, position, own.attempt, world_size)
+    waiting = {*verdict.waiting_ranks, *there}.difference(verdict.awaited_ranks)
+    return replace(verdict, waiting_ranks=tuple(sorted(waiting)))
+
+
+def _resolve(
+    connection: Any,
+    blocked: Mapping[int, BlockedRecord],
+    own: int,
+    world_size: int,
+    called: Mapping[int, Mapping[str, int]],
+) -> dict[int, BlockedRecord]:
+    """Find whom the collectives wait for, from the records, ledgers and answers."""
+    entered: dict[tuple[str, int], Collection[int]] = {}
+    # The own one first: not all ledgers are read.
+    for record in sorted(blocked.values(), key=lambda one: one.rank != own):
+        position = record.collective
+        if position is None or position.number is None:
+            continue
+        key = position.group, position.number
+        if key not in entered and len(entered) < _MAX_LEDGERS:
+            entered[key] = read_entered(
+                connection, position, record.attempt, world_size
+            )
+    return resolve(blocked, world_size, Known(entered=entered, called=called))
 
 
 def _registered(
@@ -201,6 +333,7 @@ def _ask(
     member: Member,
     blocked: Mapping[int, BlockedRecord],
     timeout: float,
+    hurry: Callable[[], bool],
 ) -> Answers:
     # A rank that has never connected may have a process all the same. Those that have
     # connected come first: more than 64 are not asked.
@@ -213,6 +346,7 @@ def _ask(
         member.world_size,
         timeout,
         families=sorted(families)[:_MAX_FAMILIES_ASKED],
+        hurry=hurry,
     )
 
 
@@ -226,7 +360,7 @@ def _of_users(blocked: Mapping[int, BlockedRecord]) -> list[BlockedRecord]:
 
 
 def _apply_learned(
-    blocked: Mapping[int, BlockedRecord], answers: Answers
+    blocked: Mapping[int, BlockedRecord], answers: Answers, world_size: int
 ) -> dict[int, BlockedRecord]:
     """Add the writers of users' keys, where ranks wrote keys of the same family."""
     written: dict[int, Sequence[WrittenFamily]] = {
@@ -235,8 +369,9 @@ def _apply_learned(
     written |= {rank: answer.wrote for rank, answer in answers.items()}
     refined = dict(blocked)
     for record in _of_users(blocked):
-        writers = learned_writers(record.keys, written)
-        if writers:
+        writers = learned_writers(record.keys, written, world_size)
+        # A rank does not wait for what it writes itself.
+        if writers and record.rank not in writers:
             refined[record.rank] = replace(record, awaits=writers)
     return refined
 
@@ -263,6 +398,18 @@ def _agents(
         )
         for rank, (host, pid) in processes.items()
     }
+
+
+def _of_agents(verdict: Verdict) -> Verdict:
+    """Return a verdict on agents, of which only those of this host are examined."""
+    awaited = tuple(
+        one
+        if one.source
+        else replace(one, doing="has joined the rendezvous", remedy=_AGENTS_REMEDY)
+        for one in verdict.awaited
+    )
+    remedy = remedy_of(awaited) if awaited else verdict.remedy
+    return replace(verdict, agents=True, awaited=awaited, remedy=remedy)
 
 
 def _examine_agents(member: Member, ranks: Sequence[int]) -> Answers:
@@ -388,7 +535,9 @@ def find_causes(
         and still_waits(record, answers.get(rank), now)
     }
     return {
-        rank: _finding(rank, answers.get(rank), registered.get(rank), current.get(rank))
+        rank: _finding(
+            rank, answers.get(rank), registered.get(rank), current.get(rank), now
+        )
         for rank in first
     }
 
@@ -398,17 +547,19 @@ def _finding(
     answer: ProcessFacts | None,
     info: RankInfo | None,
     record: BlockedRecord | None,
+    now: float,
 ) -> Finding:
     is_of_process = record is not None and (
         (info is None or info.pid == record.pid)
-        and (answer is None or answer.state != "stopped")
+        and (answer is None or answer.state not in ("stopped", "unresponsive"))
     )
     if record is not None and is_of_process:
         return Finding("diverged", describe_wait(record), "its blocked call")
-    awaited = describe_rank(rank, answer, info, "")
+    awaited = describe_rank(rank, answer, info, "", now)
     if answer is None:
         # A rank that is not traced does not register: without an answer there is
         # nothing to add to its name.
         source = "it has registered" if info else "it has not registered"
         return Finding(awaited.cause, "", f"{source}, and no process answers for it")
-    return Finding(awaited.cause, awaited.doing, f"its state from {answer.source}")
+    doing = awaited.activity(now)
+    return Finding(awaited.cause, doing, f"its state from {answer.source}")

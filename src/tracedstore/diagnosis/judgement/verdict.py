@@ -4,29 +4,55 @@
 reading and asking is `inquiry`'s. A rank is named only if the evidence leaves no other:
 it should write a key that does not exist, or it is the only one that can. Otherwise the
 verdict is ``unknown``, with what is known.
+
+Several ranks may be awaited for several causes. Each has a cause, evidence and a remedy
+of its own. The cause of the verdict is that of its head: the awaited rank without which
+the others cannot go on whatever becomes of the rest, the worst first (`CAUSES`).
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 from tracedstore.common import codec, ranges
-from tracedstore.common.causes import REMEDIES, Cause, worst
-from tracedstore.common.codec import Pid, Printable, Rank, Ranks, Seconds, UpTo, Words
-from tracedstore.common.procfs import EXITED_WELL
+from tracedstore.common.causes import (
+    BLOCKED_IN_KERNEL,
+    CAUSES,
+    NO_ANSWER_YET,
+    REMEDIES,
+    Cause,
+    worst,
+)
+from tracedstore.common.codec import (
+    LATER,
+    Large,
+    Pid,
+    Printable,
+    Rank,
+    Ranks,
+    Seconds,
+    UpTo,
+    Words,
+)
+from tracedstore.common.procfs import EXITED_WELL, IN_KERNEL
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.observe.blocked_record import BlockedRecord
-from tracedstore.local.facts import NO_ANSWER, ProcessFacts
+from tracedstore.diagnosis.observe.blocked_record import CONNECTS, BlockedRecord
+from tracedstore.local.facts import ProcessFacts
 
 # Ranks that are named one by one in a text; the others are counted.
 _MAX_AWAITED_IN_TEXT = 8
 MAX_AWAITED: Final = 64
 _MAX_EVIDENCE = 16
 _MAX_VERDICT_BYTES = 256 * 1024
-# Processes that cannot be waiting for anything: naming them needs no further reason.
-_CANNOT_ARRIVE: tuple[Cause, ...] = ("not_started", "gone", "stopped")
+# Ranks that have work left and cannot do it: naming them needs no further reason.
+_HELD_UP: Final[tuple[Cause, ...]] = ("host_silent", "not_started", "stopped")
 _MAX_CYCLE_SHOWN = 8
+# Ranks with so many causes or remedies are listed with each of them.
+_SEVERAL: Final = 2
+# Why a rank is awaited, where the writer of a key is known.
+WRITES_KEY: Final = "each awaited rank writes a key that does not exist"
 # Seconds within which a process ends whose call has failed, or repeats the call.
 _ENDING = 5.0
 
@@ -40,8 +66,13 @@ class AwaitedRank:
         host: Its host, "" if it is unknown.
         pid: Its process id, None if it is unknown.
         cause: Why it does not arrive.
-        doing: What it does instead, for people: ``alive, no store call for 612 s, in
-            data.py:88 load_dataset``.
+        doing: What it does instead, for people: ``alive``, ``its process has ended``.
+        idle_since: When its last Store call ended, in seconds since the epoch, by the
+            clock of the process that asked; None if it is in one, or that is unknown.
+            On a silent host, when the last heartbeat of its agent was.
+        place: Where its main thread is: ``data.py:88 load_dataset``.
+        source: Where this is from: ``itself``, ``its agent``; "" if it is from nobody.
+        remedy: What to do about it; "" for what its cause always asks for.
     """
 
     rank: Rank
@@ -49,12 +80,38 @@ class AwaitedRank:
     pid: Pid | None = None
     cause: Cause = "unknown"
     doing: Words = ""
+    idle_since: Seconds | None = None
+    place: Annotated[Words, LATER] = ""
+    source: Annotated[Words, LATER] = ""
+    remedy: Annotated[Words, LATER] = ""
 
-    def describe(self, noun: str = "rank") -> str:
+    @property
+    def action(self) -> str:
+        """What to do about it."""
+        return self.remedy or REMEDIES[self.cause]
+
+    def activity(self, now: float) -> str:
+        """Return ``alive, no store call for 612 s, in data.py:88 load_dataset``.
+
+        Args:
+            now: The time as of which the durations are, in seconds since the epoch.
+        """
+        parts = [self.doing] if self.doing else []
+        if self.idle_since is not None:
+            what = "no store call"
+            if self.cause == "host_silent":
+                what = "its agent has been silent"
+            parts.append(f"{what} for {max(0.0, now - self.idle_since):.0f} s")
+        if self.place:
+            parts.append(f"in {self.place}")
+        return ", ".join(parts)
+
+    def describe(self, now: float, noun: str = "rank") -> str:
         """Return ``rank 2 on node4 (pid 812): alive, ...``."""
         host = f" on {self.host}" if self.host else ""
         pid = "" if self.pid is None else f" (pid {self.pid})"
-        doing = f": {self.doing}" if self.doing else ""
+        activity = self.activity(now)
+        doing = f": {activity}" if activity else ""
         return f"{noun} {self.rank}{host}{pid}{doing}"
 
 
@@ -65,8 +122,7 @@ class Verdict:
     Attributes:
         phase: What the waiting ranks execute: ``init_process_group``, ``new_group 1``,
             ``key epoch/3/go``.
-        cause: Why the awaited ranks do not arrive; of several causes the first one in
-            the order of `CAUSES`.
+        cause: Why the head of the awaited ranks does not arrive; see above.
         awaited: The first 64 awaited ranks; empty if they are unknown.
         awaited_ranks: All awaited ranks.
         known: What is known where no rank is named.
@@ -77,6 +133,11 @@ class Verdict:
         remedy: What to do.
         agents: The ranks are those of torchrun's agents.
         time: When it was found, in seconds since the epoch.
+        group: The process group in whose collective the ranks wait; "" without one.
+        group_ranks: The ranks of that group.
+        sequence: The number of the collective in the group; None without one.
+        collective: What it is: ``all_reduce``.
+        sizes: The size of its tensor; "" if the ranks have none in common.
     """
 
     phase: Printable
@@ -91,33 +152,62 @@ class Verdict:
     remedy: Words = ""
     agents: bool = False
     time: Seconds = 0.0
+    group: Annotated[Words, LATER] = ""
+    group_ranks: Annotated[Ranks, LATER] = ()
+    sequence: Large | None = None
+    collective: Annotated[Words, LATER] = ""
+    sizes: Annotated[Words, LATER] = ""
 
-    def describe_awaited(self) -> str:
-        """Describe the awaited ranks in one line; what is known without any."""
+    def describe_awaited(self, now: float | None = None) -> str:
+        """Describe the awaited ranks in one line; what is known without any.
+
+        Args:
+            now: The time as of which the durations are; now by default.
+        """
         if not self.awaited_ranks:
             return self.known or "the awaited ranks are unknown"
         noun = "agent" if self.agents else "rank"
-        shown = self.awaited[:_MAX_AWAITED_IN_TEXT]
-        texts = [awaited.describe(noun) for awaited in shown]
-        named = {awaited.rank for awaited in shown}
+        now = time.time() if now is None else now
+        described = list(_describe_by_host(self.awaited, now, noun))
+        shown = described[:_MAX_AWAITED_IN_TEXT]
+        texts = [text for text, _ in shown]
+        named = {rank for _, ranks in shown for rank in ranks}
         if rest := [rank for rank in self.awaited_ranks if rank not in named]:
             texts.append(f"and {ranges.ranks_text(rest, noun)}")
         return "; ".join(texts)
 
-    def describe(self) -> str:
+    def describe(self, now: float | None = None) -> str:
         """Describe the verdict in one line: for notes, status and report."""
-        text = f"waiting in {self.phase} for {self.describe_awaited()}"
+        text = f"waiting in {self.phase} for {self.describe_awaited(now)}"
         if not self.awaited_ranks:
-            text = f"waiting in {self.phase}: {self.describe_awaited()}"
+            text = f"waiting in {self.phase}: {self.describe_awaited(now)}"
         if self.evidence:
-            text += f" [{self.cause}: {'; '.join(self.evidence)}]"
+            text += f" [{self.describe_cause()}: {'; '.join(self.evidence)}]"
         return f"{text}; {self.remedy}" if self.remedy else text
 
-    def event_fields(self) -> dict[str, Any]:
-        """Return the fields of `job.stalled` and `job.resumed`."""
+    def describe_cause(self) -> str:
+        """Return ``gone``, or ``gone (rank 3), busy (ranks 0-1)`` for several."""
+        by_cause: dict[Cause, list[int]] = {}
+        for one in worst_first(self.awaited):
+            by_cause.setdefault(one.cause, []).append(one.rank)
+        if len(by_cause) < _SEVERAL or self.cause not in by_cause:
+            return self.cause
+        noun = "agent" if self.agents else "rank"
+        return ", ".join(
+            f"{cause} ({ranges.ranks_text(ranks, noun)})"
+            for cause, ranks in by_cause.items()
+        )
+
+    def event_fields(self, now: float | None = None) -> dict[str, Any]:
+        """Return the fields of `job.stalled` and `job.resumed`.
+
+        Args:
+            now: As of `describe_awaited`.
+        """
         return {
-            "awaited": self.describe_awaited(),
+            "awaited": self.describe_awaited(now),
             "awaited_ranks": list(self.awaited_ranks),
+            "awaited_causes": [one.cause for one in self.awaited],
             "cause": self.cause,
             "phase": self.phase,
             "waiting_ranks": ranges.fold(self.waiting_ranks),
@@ -126,6 +216,19 @@ class Verdict:
             "waited_seconds": round(self.waited_seconds, 3),
             "evidence": list(self.evidence),
             "remedy": self.remedy,
+            **self._call_fields(),
+        }
+
+    def _call_fields(self) -> dict[str, Any]:
+        """Return the fields of a wait in a collective; none for a wait in the store."""
+        if not self.group:
+            return {}
+        return {
+            "group": self.group,
+            "group_ranks": ranges.fold(self.group_ranks),
+            "sequence": self.sequence,
+            "collective": self.collective,
+            "sizes": self.sizes,
         }
 
     def to_bytes(self) -> bytes:
@@ -183,8 +286,9 @@ def still_waits(record: BlockedRecord, answer: ProcessFacts | None, now: float) 
         now: The time, in seconds since the epoch.
     """
     if record.failed is None:
-        return answer is None or answer.state != "gone"
-    alive = answer is not None and answer.state in ("running", "stopped")
+        # The record of a process that has ended, or whose host is silent, stays.
+        return answer is None or answer.state not in ("gone", "silent")
+    alive = answer is not None and answer.state not in ("gone", "silent")
     return not alive or now - record.failed < _ENDING
 
 
@@ -238,41 +342,55 @@ def judge(
         host_of: Returns the host on which a rank should run, "" if it is unknown.
         now: The time, in seconds since the epoch.
     """
-    waiting = _describe_waiting(blocked, now)
+    waiting = describe_waiting(blocked, now)
     named = sorted(suspects.writers)
-    why = "each awaited rank writes a key that does not exist"
+    evidence: tuple[str, ...] = (WRITES_KEY,)
     found = {
         rank: describe_rank(
-            rank, answers.get(rank), registered.get(rank), host_of(rank)
+            rank, answers.get(rank), registered.get(rank), host_of(rank), now
         )
         for rank in suspects.ranks
     }
+    # A process of a silent host that answers refutes that the host is.
+    answering = {one.host for one in answers.values() if one.state != "silent"}
+    for rank, one in found.items():
+        if one.cause == "host_silent" and one.host in answering:
+            doing = "registered, but no process answers for it"
+            found[rank] = replace(one, cause="unknown", doing=doing, idle_since=None)
     if not named and suspects.candidates:
-        named, why = _eliminate(suspects.candidates, found, answers)
+        named = _eliminate(found, answers)
         if not named:
-            return _ambiguous(waiting, suspects.candidates, found)
+            return _ambiguous(waiting, found)
+        evidence = _why_not(found, named, now)
     if named:
         awaited = tuple(found[rank] for rank in named[:MAX_AWAITED])
-        cause = worst(one.cause for one in awaited)
-        # They have not connected, but the launcher started them.
-        alive = cause == "not_started" and answers.keys() >= set(named)
         return replace(
             waiting,
-            cause=cause,
+            cause=worst(one.cause for one in awaited),
             awaited=awaited,
             awaited_ranks=tuple(named),
-            evidence=(why, *_evidence(answers, named)),
-            remedy=REMEDIES["busy" if alive else cause],
+            evidence=(*evidence, *sources_of(awaited)),
+            remedy=remedy_of(awaited),
         )
     return _judge_cycle(waiting, blocked, world_size)
 
 
 def describe_rank(
-    rank: int, answer: ProcessFacts | None, info: RankInfo | None, host: str
+    rank: int, answer: ProcessFacts | None, info: RankInfo | None, host: str, now: float
 ) -> AwaitedRank:
-    """Return what is known about a rank that does not arrive."""
+    """Return what is known about a rank that does not arrive.
+
+    Args:
+        rank: The rank.
+        answer: What is known about its process.
+        info: Its registration.
+        host: The host on which it should run, "" if it is unknown.
+        now: When its process was asked, in seconds since the epoch.
+    """
     if answer is not None:
-        awaited = AwaitedRank(rank=rank, host=answer.host, pid=answer.pid)
+        awaited = AwaitedRank(
+            rank=rank, host=answer.host, pid=answer.pid, source=answer.source
+        )
     elif info is not None:
         awaited = AwaitedRank(rank=rank, host=info.host, pid=info.pid)
     else:
@@ -282,26 +400,105 @@ def describe_rank(
             cause="not_started",
             doing="never registered in this store",
         )
-    if answer is None or answer.state == "silent":
+    if answer is None:
         doing = "registered, but no process of its host answers"
-        return replace(awaited, cause="unknown", doing=doing)
+        return replace(awaited, doing=doing)
+    if answer.state == "running":
+        arrived = answer.registered or info is not None
+        return _alive(awaited, answer, now, arrived=arrived)
+    return _not_running(awaited, answer, now)
+
+
+def _not_running(awaited: AwaitedRank, answer: ProcessFacts, now: float) -> AwaitedRank:
+    """Return what is known about a rank whose process has not answered itself."""
+    if answer.state == "silent":
+        since = None if answer.idle_seconds is None else now - answer.idle_seconds
+        doing = f"no process of {awaited.host} answers"
+        return replace(awaited, cause="host_silent", doing=doing, idle_since=since)
     if answer.state == "gone":
         doing = f"its process has ended{_detail(answer)}"
         return replace(awaited, cause="gone", doing=doing)
     if answer.state == "stopped":
         doing = f"alive, but does not answer{_detail(answer)}"
-        return replace(awaited, cause="stopped", doing=doing)
-    if not (answer.registered or info is not None):
-        doing = f"alive, but has not connected to this store{_place(answer)}"
-        return replace(awaited, cause="not_started", doing=doing)
-    return replace(awaited, cause="busy", doing=_activity(answer))
+        remedy = BLOCKED_IN_KERNEL if answer.detail == IN_KERNEL else ""
+        return replace(awaited, cause="stopped", doing=doing, remedy=remedy)
+    # It may be slow, hold the GIL, or be on a machine with too little CPU time.
+    doing = f"alive, {answer.detail}" if answer.detail else "alive"
+    return replace(awaited, doing=doing, remedy=NO_ANSWER_YET)
+
+
+def _alive(
+    awaited: AwaitedRank, answer: ProcessFacts, now: float, *, arrived: bool
+) -> AwaitedRank:
+    """Return what a rank does whose process runs.
+
+    Args:
+        awaited: The rank.
+        answer: What its process does.
+        now: When it was asked, in seconds since the epoch.
+        arrived: It has registered in the store.
+    """
+    place = answer.place or (str(answer.frames[0]) if answer.frames else "")
+    if not arrived:
+        doing = "alive, but has not connected to this store"
+        return replace(awaited, cause="late", doing=doing, place=place)
+    idle_since = None
+    if answer.idle_seconds is not None and not answer.operation:
+        idle_since = max(0.0, now - answer.idle_seconds)
+    doing = f"alive, in {answer.operation}" if answer.operation else "alive"
+    if answer.detail:
+        doing += f", {answer.detail}"
+    return replace(
+        awaited, cause="busy", doing=doing, idle_since=idle_since, place=place
+    )
+
+
+def describe_answer(rank: int, answer: ProcessFacts, info: RankInfo | None) -> str:
+    """Describe a rank whose process has just been asked."""
+    now = time.time()
+    return describe_rank(rank, answer, info, "", now).describe(now)
+
+
+def _describe_by_host(
+    awaited: Iterable[AwaitedRank], now: float, noun: str
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the text on each rank, worst first; one for all ranks of a silent host."""
+    by_host: dict[str, list[AwaitedRank]] = {}
+    for one in worst_first(awaited):
+        if one.cause == "host_silent":
+            by_host.setdefault(one.host, []).append(one)
+    for one in worst_first(awaited):
+        if one.cause != "host_silent":
+            yield one.describe(now, noun), [one.rank]
+        elif found := by_host.pop(one.host, []):
+            ranks = [each.rank for each in found]
+            where = f"{ranges.ranks_text(ranks, noun)} on {one.host}"
+            what = f"{one.activity(now)}: the host is down, frozen or cut off"
+            yield f"{where}: {what}", ranks
+
+
+def worst_first(awaited: Iterable[AwaitedRank]) -> list[AwaitedRank]:
+    """Return ranks in the order in which they are described."""
+    return sorted(awaited, key=lambda one: (CAUSES.index(one.cause), one.rank))
+
+
+def remedy_of(awaited: Iterable[AwaitedRank]) -> str:
+    """Return what to do, with the ranks if it is not the same for all of them."""
+    by_action: dict[str, list[int]] = {}
+    for one in worst_first(awaited):
+        by_action.setdefault(one.action, []).append(one.rank)
+    if len(by_action) < _SEVERAL:
+        return next(iter(by_action), REMEDIES["unknown"])
+    return "; ".join(
+        f"{ranges.ranks_text(ranks)}: {action}" for action, ranks in by_action.items()
+    )
 
 
 def _members(record: BlockedRecord, world_size: int) -> Iterable[int]:
     return range(world_size) if record.members is None else record.members
 
 
-def _describe_waiting(blocked: Mapping[int, BlockedRecord], now: float) -> Verdict:
+def describe_waiting(blocked: Mapping[int, BlockedRecord], now: float) -> Verdict:
     """Return a verdict with the waiting side only."""
     phases = Counter(record.phase for record in blocked.values())
     phase, _ = phases.most_common(1)[0]
@@ -319,42 +516,55 @@ def _describe_waiting(blocked: Mapping[int, BlockedRecord], now: float) -> Verdi
 
 
 def _eliminate(
-    candidates: frozenset[int],
-    found: Mapping[int, AwaitedRank],
-    answers: Mapping[int, ProcessFacts],
-) -> tuple[list[int], str]:
-    """Return the candidates that must be awaited, and why; none if several may be."""
-    if len(candidates) == 1:
-        return sorted(candidates), "all other ranks are blocked"
-    absent = [
-        rank
-        for rank in sorted(candidates)
-        if found[rank].cause in _CANNOT_ARRIVE and not _is_harmless(answers.get(rank))
-    ]
-    if absent:
-        return absent, "the other ranks are blocked, or alive"
-    return [], ""
+    found: Mapping[int, AwaitedRank], answers: Mapping[int, ProcessFacts]
+) -> list[int]:
+    """Return the candidates that must be awaited; none if others may be.
 
-
-def _is_harmless(answer: ProcessFacts | None) -> bool:
-    """Return whether a process may have finished its work, or may be slow.
-
-    Another rank may be the one that should write the key.
+    A process that has ended may have done its work before, whatever its exit code. It
+    is named only where no candidate is left that could still write the key.
     """
-    if answer is None:
-        return False
-    return answer.detail == EXITED_WELL or answer.detail.startswith(NO_ANSWER)
+    if len(found) == 1:
+        return list(found)
+    held_up = [rank for rank, one in found.items() if one.cause in _HELD_UP]
+    ended = [rank for rank, one in found.items() if one.cause == "gone"]
+    if len(held_up) + len(ended) < len(found):
+        return sorted(held_up)
+    unfinished = [
+        rank
+        for rank in ended
+        if rank not in answers or answers[rank].detail != EXITED_WELL
+    ]
+    return sorted([*held_up, *unfinished])
 
 
-def _ambiguous(
-    waiting: Verdict, candidates: frozenset[int], found: Mapping[int, AwaitedRank]
-) -> Verdict:
-    doing = [found[rank].describe() for rank in sorted(found)[:_MAX_CYCLE_SHOWN]]
+def _why_not(
+    found: Mapping[int, AwaitedRank], named: Iterable[int], now: float
+) -> tuple[str, ...]:
+    """Return why no other rank is named than these, with the candidates left."""
+    rest = found.keys() - set(named)
+    if not rest:
+        return ("all other ranks are blocked",)
+    return (
+        "the other ranks are blocked, alive, or have ended",
+        *_describe_each([found[rank] for rank in rest], now),
+    )
+
+
+def _describe_each(candidates: Iterable[AwaitedRank], now: float) -> list[str]:
+    """Describe candidates, one in each text; all of them, at the end by number."""
+    described = worst_first(candidates)
+    shown = [one.describe(now) for one in described[:_MAX_CYCLE_SHOWN]]
+    if rest := [one.rank for one in described[_MAX_CYCLE_SHOWN:]]:
+        shown.append(ranges.ranks_text(rest))
+    return [f"not blocked: {text}" for text in shown]
+
+
+def _ambiguous(waiting: Verdict, found: Mapping[int, AwaitedRank]) -> Verdict:
     return replace(
         waiting,
-        known=f"one or more of {ranges.ranks_text(candidates)}, not blocked;"
+        known=f"one or more of {ranges.ranks_text(found)}, not blocked;"
         " the writer of the key is unknown",
-        evidence=tuple(doing),
+        evidence=tuple(_describe_each(found.values(), waiting.time)),
         remedy=REMEDIES["unknown"],
     )
 
@@ -363,7 +573,14 @@ def _judge_cycle(
     waiting: Verdict, blocked: Mapping[int, BlockedRecord], world_size: int
 ) -> Verdict:
     """Judge a stall in which all ranks that could act are blocked themselves."""
-    cycle = _find_cycle(blocked, world_size)
+    if all(record.operation == CONNECTS for record in blocked.values()):
+        return replace(
+            waiting,
+            known="its ranks are connecting to each other",
+            evidence=tuple(_wait_texts(blocked, sorted(blocked))),
+            remedy=REMEDIES["unknown"],
+        )
+    cycle = find_cycle(blocked, world_size)
     if not cycle:
         return replace(
             waiting,
@@ -379,16 +596,17 @@ def _judge_cycle(
         most = max(groups.values())
         odd = [rank for rank in sorted(blocked) if groups[blocked[rank].group] < most]
         named = odd or cycle
-        return _name_blocked(waiting, blocked, named, "diverged")
-    return _name_blocked(waiting, blocked, cycle, "circular")
+        return name_blocked(waiting, blocked, named, "diverged")
+    return name_blocked(waiting, blocked, cycle, "circular")
 
 
-def _name_blocked(
+def name_blocked(
     waiting: Verdict,
     blocked: Mapping[int, BlockedRecord],
     named: list[int],
     cause: Cause,
 ) -> Verdict:
+    """Return a verdict that names blocked ranks, with what they wait for."""
     awaited = tuple(
         AwaitedRank(
             rank=rank,
@@ -410,7 +628,7 @@ def _name_blocked(
     )
 
 
-def _find_cycle(blocked: Mapping[int, BlockedRecord], world_size: int) -> list[int]:
+def find_cycle(blocked: Mapping[int, BlockedRecord], world_size: int) -> list[int]:
     """Return ranks that wait for each other in a circle, [] if there are none."""
     seen: set[int] = set()
     for start in sorted(blocked):
@@ -456,6 +674,8 @@ def describe_wait(record: BlockedRecord) -> str:
     """Describe what a blocked rank waits for, or waited for."""
     key = f", key {record.keys[0]}" if record.keys else ""
     awaits = f", for {ranges.ranks_text(record.awaits)}" if record.awaits else ""
+    if record.collective is not None and record.collective.place:
+        key = f" at {record.collective.place}"
     phase_has_key = record.keys and record.phase == f"key {record.keys[0]}"
     what = f"in {record.phase}{'' if phase_has_key else key}{awaits}"
     if record.failed is None:
@@ -463,13 +683,12 @@ def describe_wait(record: BlockedRecord) -> str:
     return f"waited {what}, until its call failed"
 
 
-def _evidence(answers: Mapping[int, ProcessFacts], named: Iterable[int]) -> list[str]:
-    """Return the sources of what is known about the named ranks."""
+def sources_of(awaited: Iterable[AwaitedRank]) -> list[str]:
+    """Return the sources of what is known about ranks."""
     by_source: dict[str, list[int]] = {}
-    for rank in named:
-        answer = answers.get(rank)
-        if answer is not None and answer.source:
-            by_source.setdefault(answer.source, []).append(rank)
+    for one in awaited:
+        if one.source:
+            by_source.setdefault(one.source, []).append(one.rank)
     return [
         f"state of {ranges.ranks_text(ranks)} from {source}"
         for source, ranks in by_source.items()
@@ -478,18 +697,3 @@ def _evidence(answers: Mapping[int, ProcessFacts], named: Iterable[int]) -> list
 
 def _detail(answer: ProcessFacts) -> str:
     return f": {answer.detail}" if answer.detail else ""
-
-
-def _place(answer: ProcessFacts) -> str:
-    return f", in {answer.frames[0]}" if answer.frames else ""
-
-
-def _activity(answer: ProcessFacts) -> str:
-    parts = ["alive"]
-    if answer.operation:
-        parts.append(f"in {answer.operation}")
-    elif answer.idle_seconds is not None:
-        parts.append(f"no store call for {answer.idle_seconds:.0f} s")
-    if answer.detail:
-        parts.append(answer.detail)
-    return ", ".join(parts) + _place(answer)

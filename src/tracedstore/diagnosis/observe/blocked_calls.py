@@ -5,11 +5,11 @@ follow from the keys themselves, if every rank writes one with its rank in it, o
 what ranks wrote to keys of the same family.
 """
 
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Final
 
 from tracedstore.common.identity import ProcessIdentity, restart_count
@@ -21,7 +21,7 @@ from tracedstore.coordination.rank_registry import Member
 from tracedstore.coordination.store_access import absent_keys
 from tracedstore.diagnosis.observe import torch_keys
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
-from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning
+from tracedstore.diagnosis.observe.torch_keys import KeyMeaning, meaning, shown_phase
 from tracedstore.local.facts import KEY_WRITERS, WrittenFamily
 from tracedstore.recording.counters import ActiveCall
 from tracedstore.recording.recorder import Recorder
@@ -31,8 +31,6 @@ from tracedstore.recording.recorder import Recorder
 _SHARE_OF_STALL = 0.8
 # The share of its own timeout after which it is examined, if that is sooner.
 _SHARE_OF_TIMEOUT = 0.4
-# Seconds for processes to answer: at most, and as a share of the call's timeout.
-_ANSWER_TIMEOUT, _ANSWER_SHARE = 3.0, 0.15
 # Maximum number of keys of a call that are checked.
 _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
@@ -42,6 +40,8 @@ MAX_SIBLINGS = 16
 _MAX_POSITIONS: Final = 4
 # Ranks whose own key exists, from which on that is no coincidence.
 _MIN_PRESENT: Final = 2
+# The protocols of the creation of a process group.
+_CREATION: Final = ("gloo", "nccl_unique_id")
 # Writers whose rank was a number in their key, from which on that is a rule.
 _MIN_WRITERS = 2
 
@@ -57,6 +57,8 @@ def describe_call(
 ) -> BlockedRecord | None:
     """Return the record of a blocked call; None if nothing keeps it any more.
 
+    The exit barrier of torchrun's agents keeps a call, and is no stall.
+
     Args:
         connection: A connection to the store of the call.
         call: The call.
@@ -66,26 +68,58 @@ def describe_call(
             each rank does not. They wait for the first absent one.
         also: In a large group, check the keys of these ranks as well.
     """
-    keys, count = call.method.keys_of(call.args)
+    keys, _ = call.method.keys_of(call.args)
     texts = [key for key in keys if isinstance(key, str)][:_MAX_KEYS_CHECKED]
-    absent = texts
-    if call.method.name not in ("barrier", "queue_pop"):
+    operation = call.method.name
+    record = describe_keys(
+        connection, operation, texts, member, started, complete=complete, also=also
+    )
+    if record is None or operation != "barrier":
+        return record
+    return replace(record, protocol="store_barrier", members=_counted(call, member))
+
+
+def describe_keys(
+    connection: Any,
+    operation: str,
+    texts: Sequence[str],
+    member: Member,
+    started: float,
+    *,
+    complete: bool = False,
+    also: Sequence[int] = (),
+) -> BlockedRecord | None:
+    """Return the record of a rank that waits for keys; None if they exist.
+
+    Args:
+        connection: A connection to the store.
+        operation: The Store method with which it waits.
+        texts: The keys.
+        member: The rank of this process.
+        started: When it began to wait, in seconds since the epoch.
+        complete: See `describe_call`.
+        also: The same.
+    """
+    absent = list(texts)
+    if operation not in ("barrier", "queue_pop"):
         absent = absent_keys(connection, texts)
-        if count and not absent:
+        if texts and not absent:
             return None
     record = BlockedRecord(
         rank=member.rank,
         host=ProcessIdentity().host,
         pid=os.getpid(),
         attempt=restart_count(os.environ),
-        operation=call.method.name,
+        operation=operation,
         keys=shown(absent[:MAX_KEYS]),
-        phase=_phase(call.method.name, absent),
+        phase=_phase(operation, absent),
         started=started,
     )
     known = meaning(absent[0]) if absent else None
-    if call.method.name == "barrier":
-        return replace(record, protocol="store_barrier", members=_counted(call, member))
+    if known is not None and known.ends_job:
+        return None  # nodes end at different times, and the barrier names its absent
+    if operation == "barrier":
+        return record
     if known is None or known.agents is not (member.agents is not None):
         awaits = awaited_in(texts, absent, member.world_size)
         return replace(record, awaits=awaits, wrote=_wrote(record.keys))
@@ -93,11 +127,12 @@ def describe_call(
     complete = complete or len(members or ()) <= MAX_SIBLINGS
     return replace(
         record,
-        phase=known.phase,
+        phase=shown_phase(known),
         protocol=known.protocol,
         group=known.group,
         # Not listed by each of ten thousand ranks.
         members=None if members == tuple(range(member.world_size)) else members,
+        creates=known.group_name if known.protocol in _CREATION else "",
         awaits=_writers(connection, absent, known, members, None if complete else also),
     )
 
@@ -181,18 +216,10 @@ def waited_seconds(recorder: Recorder, call: ActiveCall) -> float:
     return (recorder.ticks() - call.started) / 1e9
 
 
-def examine_after(call: ActiveCall, stall_after: float) -> float:
-    """Return the seconds after which a call is examined."""
+def examine_after(timeout: float, stall_after: float) -> float:
+    """Return the seconds after which a call with a timeout is examined; 0 is none."""
     after = stall_after * _SHARE_OF_STALL
-    timeout = timeout_of(call).total_seconds()
-    # A timeout of zero or less is none.
     return min(after, timeout * _SHARE_OF_TIMEOUT) if timeout > 0 else after
-
-
-def answer_timeout(call: ActiveCall) -> float:
-    """Return the seconds that processes get to answer while a call waits."""
-    timeout = timeout_of(call).total_seconds()
-    return min(_ANSWER_TIMEOUT, _ANSWER_SHARE * timeout if timeout > 0 else math.inf)
 
 
 def timeout_of(call: ActiveCall) -> timedelta:
@@ -207,6 +234,33 @@ def is_described_completely(record: BlockedRecord | None, member: Member) -> boo
         return False
     members = member.world_size if record.members is None else len(record.members)
     return members <= MAX_SIBLINGS
+
+
+def is_of_group(call: ActiveCall) -> bool:
+    """Return whether a call waits for other ranks in a protocol of torch, or a barrier.
+
+    The thread that creates a process group or is in a barrier is one of its rank.
+    """
+    if call.method.name == "barrier":
+        return True
+    keys, _ = call.method.keys_of(call.args)
+    return any(
+        isinstance(key, str) and meaning(key) is not None
+        for key in islice(iter(keys), MAX_KEYS)
+    )
+
+
+def waits_for_end_of_job(recorder: Recorder) -> bool:
+    """Return whether this is an agent that has finished and waits for the others.
+
+    Its other calls wait too, for the connection: those of its heartbeats.
+    """
+    for call in blocked_calls(recorder):
+        keys, _ = call.method.keys_of(call.args)
+        found = (meaning(key) for key in keys if isinstance(key, str))
+        if any(one is not None and one.ends_job for one in found):
+            return True
+    return False
 
 
 def is_barrier(call: ActiveCall) -> bool:
@@ -279,18 +333,22 @@ def find_awaited(
 
 
 def learned_writers(
-    keys: Sequence[str], written: Mapping[int, Sequence[WrittenFamily]]
+    keys: Sequence[str],
+    written: Mapping[int, Sequence[WrittenFamily]],
+    world_size: int = MAX_RANKS,
 ) -> tuple[int, ...]:
     """Return the ranks that write these keys; none if one of them is unknown.
 
     One rank that wrote all keys of a family writes the next one too. If several ranks
     wrote keys with their own rank in them, the number in a key is the rank that writes
-    it.
+    it. If these ranks are those numbers modulo the number of ranks, it is the rank that
+    follows from that.
 
     Args:
         keys: Keys that do not exist.
         written: The families that each rank wrote. Not all writes are observed: a rank
             that is not listed may have written a family too.
+        world_size: The number of ranks.
     """
     awaited: set[int] = set()
     for key in keys:
@@ -301,7 +359,7 @@ def learned_writers(
             for one in families
             if one.family == family
         }
-        writer = _writer(numbers, writers)
+        writer = _writer(numbers, writers, world_size)
         if writer is None:
             return ()
         awaited.add(writer)
@@ -309,7 +367,7 @@ def learned_writers(
 
 
 def _writer(
-    numbers: Sequence[int | None], writers: Mapping[int, WrittenFamily]
+    numbers: Sequence[int | None], writers: Mapping[int, WrittenFamily], world_size: int
 ) -> int | None:
     if not writers:
         return None
@@ -320,4 +378,31 @@ def _writer(
         (writer,) = writers
         return writer if found <= {writer} else None
     number = found.pop() if len(found) == 1 else None
-    return number if number is not None and number < MAX_RANKS else None
+    if number is not None and number < world_size:
+        return number
+    return _in_turn(numbers, writers, world_size)
+
+
+def _in_turn(
+    numbers: Sequence[int | None], writers: Mapping[int, WrittenFamily], world_size: int
+) -> int | None:
+    """Return the rank whose turn it is; None if the ranks do not write in turn.
+
+    Rank N % world_size writes key N.
+    """
+    last = {rank: fold_numbers(one.last_key)[1] for rank, one in writers.items()}
+    found = set()
+    for position, number in enumerate(numbers):
+        own = {
+            rank: keys[position] for rank, keys in last.items() if position < len(keys)
+        }
+        if number is None or len(own) < len(writers):
+            continue
+        known = [one for one in own.values() if one is not None]
+        in_turn = all(
+            one is not None and one % world_size == rank for rank, one in own.items()
+        )
+        # One of the next turns: a number may be a time as well.
+        if in_turn and number <= max(known) + world_size:
+            found.add(number % world_size)
+    return found.pop() if len(found) == 1 else None

@@ -9,6 +9,7 @@ torch writes its own keys a few times when a process group is created. A stamp n
 them has the attempt, so that a value of an earlier one is not taken for one of this.
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -28,10 +29,16 @@ from tracedstore.common.codec import (
 )
 from tracedstore.common.election import is_elected, take_position
 from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.common.text import clock_time
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.coordination.store_access import read_existing
-from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.judgement.verdict import (
+    MAX_AWAITED,
+    AwaitedRank,
+    Verdict,
+)
+from tracedstore.diagnosis.observe.torch_keys import shown_group
 from tracedstore.recording.telemetry import TELEMETRY
 
 _STALE: Final = "tracedstore/STALE"
@@ -55,6 +62,10 @@ SHARED_REMEDY: Final = (
 _STAMPS: Final = "tracedstore/STAMPS"
 _MAX_STAMP_BYTES = 4096
 _MAX_MEMBERS_READ = 1024
+# Characters of folded ranks in a stamp, and of the digest of more.
+_MAX_MEMBERS_TEXT, _DIGEST_LENGTH = 256, 12
+# The default group, which a program creates before all others.
+_DEFAULT: Final = "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +326,8 @@ class Stamp:
         host: Its host.
         pid: Its process id.
         time: When it began, in seconds since the epoch.
+        members: The ranks of the group, folded; a digest of them if that is long. Ranks
+            that create groups in different orders have different ones for a name.
     """
 
     rank: Rank
@@ -322,6 +335,7 @@ class Stamp:
     host: Printable
     pid: Pid
     time: Seconds
+    members: Printable
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "Stamp | None":
@@ -329,9 +343,14 @@ class Stamp:
         return codec.decode(cls, value, _MAX_STAMP_BYTES)
 
 
-def write_stamp(store: Any, group: str, rank: int) -> None:
+def write_stamp(store: Any, group: str, rank: int, members: Sequence[int]) -> None:
     """Stamp the keys that a rank is about to write for a group."""
+    text = ranges.fold(members)
+    if len(text) > _MAX_MEMBERS_TEXT:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]
+        text = f"{text[:_MAX_MEMBERS_TEXT]}... ({len(members)} ranks, {digest})"
     stamp = Stamp(
+        members=text,
         rank=rank,
         attempt=restart_count(os.environ),
         host=ProcessIdentity().host,
@@ -365,8 +384,8 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
                 host=stamp.host,
                 pid=stamp.pid,
                 cause="stale",
-                doing=f"its keys are of attempt {stamp.attempt}, written"
-                f" {max(0.0, time.time() - stamp.time):.0f} s ago",
+                doing=f"its keys are of attempt {stamp.attempt}, written at"
+                f" {clock_time(stamp.time)} UTC",
             )
             for stamp in stale
         ),
@@ -377,7 +396,88 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
     )
 
 
+def find_diverged(
+    store: Any, group: str, ranks: Iterable[int], waiting: Iterable[int]
+) -> Verdict | None:
+    """Return a verdict if ranks create a group of one name with different members.
+
+    torch's names of groups are numbers: the second group that a rank creates is "2",
+    whatever its members are. The ranks that fewer others agree with are named.
+
+    Args:
+        store: The store.
+        group: The name.
+        ranks: Ranks that create it, and those that they wait for.
+        waiting: The ranks that wait.
+    """
+    stamps = _read_current_stamps(store, group, sorted(set(ranks)))
+    by_members: dict[str, list[Stamp]] = {}
+    for stamp in stamps:
+        by_members.setdefault(stamp.members, []).append(stamp)
+    if len(by_members) < 2:  # noqa: PLR2004 - two opinions
+        return None
+    most = max(map(len, by_members.values()))
+    # Of two that disagree, either may be the odd one.
+    odd = [one for same in by_members.values() if len(same) < most for one in same]
+    named = sorted(odd, key=lambda stamp: stamp.rank)[:MAX_AWAITED]
+    others = (
+        by_members
+        if not odd
+        else {
+            members: same for members, same in by_members.items() if len(same) == most
+        }
+    )
+    awaited_ranks = tuple(stamp.rank for stamp in named)
+    return Verdict(
+        phase=phase_of(group),
+        cause="diverged",
+        awaited=tuple(
+            AwaitedRank(
+                rank=stamp.rank,
+                host=stamp.host,
+                pid=stamp.pid,
+                cause="diverged",
+                doing=f"created group {group} with ranks {stamp.members}",
+            )
+            for stamp in named
+        ),
+        awaited_ranks=awaited_ranks,
+        known="" if odd else f"its ranks created group {group} with different members",
+        waiting_ranks=tuple(sorted(set(waiting).difference(awaited_ranks))),
+        evidence=tuple(
+            f"{ranges.ranks_text(one.rank for one in same)} created it with ranks"
+            f" {members}"
+            for members, same in list(others.items())[:_MAX_HOSTS_SHOWN]
+        ),
+        remedy=REMEDIES["diverged"],
+        time=time.time(),
+    )
+
+
+def _read_current_stamps(store: Any, group: str, ranks: Sequence[int]) -> list[Stamp]:
+    """Return the stamps of this attempt, without those of a default group before.
+
+    torch counts from the beginning after ``destroy_process_group``.
+    """
+    attempt = restart_count(os.environ)
+    found: dict[str, dict[int, Stamp]] = {}
+    for name in (group, _DEFAULT):
+        keys = [f"{_STAMPS}/{name}/{rank}" for rank in ranks[:_MAX_MEMBERS_READ]]
+        stamps = map(Stamp.from_bytes, read_existing(store, keys))
+        found[name] = {
+            stamp.rank: stamp
+            for stamp in stamps
+            if stamp is not None and stamp.attempt == attempt
+        }
+    begun = found[_DEFAULT]
+    return [
+        stamp
+        for rank, stamp in sorted(found[group].items())
+        if rank not in begun or begun[rank].time <= stamp.time
+    ]
+
+
 def phase_of(group: str) -> str:
     """Return what a rank that creates a group executes."""
     default = group in ("0", "default_pg")
-    return "init_process_group" if default else f"new_group {group}"
+    return "init_process_group" if default else f"new_group {shown_group(group)}"

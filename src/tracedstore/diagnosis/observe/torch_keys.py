@@ -62,6 +62,7 @@ _SYMMETRIC_MEMORY = (
     f"(?P<kind>CUDASymmetricMemory|NVSHMEMSymmetricMemory|NCCLAllocation)/{_SEQUENCE}"
 )
 _ELASTIC = f"{_ABOVE}torchelastic"
+_SHA1 = re.compile("[0-9a-f]{40}")
 _RPC = f"{_ABOVE}rpc_prefix_{_NUMBER}"
 
 
@@ -83,6 +84,7 @@ class Row:
         sibling: The key that each rank of the exchange writes, as a format string in
             which ``{{rank}}`` remains.
         agents: The ranks are those of torchrun's agents.
+        ends_job: Agents that have finished wait for the others with it.
         example: A key of this form.
         observed: An integration test has torch wait for such a key.
     """
@@ -95,6 +97,7 @@ class Row:
     counter: str | None = None
     sibling: str | None = None
     agents: bool = False
+    ends_job: bool = False
     example: str
     observed: bool = True
 
@@ -250,6 +253,7 @@ ROWS: Final = (
         last_arrival=True,
         counter="{shared}/num_members",
         agents=True,
+        ends_job=True,
         example="torch.rendezvous.run.0/torchelastic/agent/terminal_state/last_member",
     ),
     # After the timeout of elastic.utils.store.barrier(rank=...). The prefix may end
@@ -373,6 +377,7 @@ class KeyMeaning:
         last_arrival: The last rank to arrive writes it.
         counter: The key that counts arrivals.
         agents: The writers are torchrun's agents, not workers.
+        ends_job: Agents that have finished wait for the others with it.
         sibling: A format string with ``{rank}``: the key that each rank writes in this
             exchange; None if ranks have no key each.
         root: The index of the root that writes an NCCL unique id, where a group has
@@ -389,6 +394,7 @@ class KeyMeaning:
     last_arrival: bool = False
     counter: str | None = None
     agents: bool = False
+    ends_job: bool = False
     sibling: str | None = None
     root: int | None = None
     observed: bool = True
@@ -469,6 +475,7 @@ def _describe(row: Row, found: dict[str, str | None], slash: str) -> KeyMeaning 
         last_arrival=row.last_arrival,
         counter=None if row.counter is None else slash + row.counter.format_map(texts),
         agents=row.agents,
+        ends_job=row.ends_job,
         sibling=None
         if row.sibling is None
         # The result is a format string itself.
@@ -519,6 +526,20 @@ def record_members(name: str, global_ranks: Sequence[int], world_size: int) -> N
 def members_of(name: str) -> tuple[int, ...] | None:
     """Return the global rank of each group rank; None if the group is unknown."""
     return _members.get(name)
+
+
+def shown_phase(known: KeyMeaning) -> str:
+    """Return what a rank executes, with the members of a group whose name is a hash."""
+    return known.phase.replace(known.group_name, shown_group(known.group_name), 1)
+
+
+def shown_group(name: str) -> str:
+    """Return the name of a process group; ``of ranks 1,5`` for a hash of a known group.
+
+    torch names a group by a SHA-1 sum if only its members create it.
+    """
+    members = members_of(name) if _SHA1.fullmatch(name) else None
+    return name if members is None else f"of {ranges.ranks_text(members)}"
 
 
 def forget_groups() -> None:
