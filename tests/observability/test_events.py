@@ -3,6 +3,9 @@
 import io
 import logging
 import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import structlog
@@ -55,6 +58,10 @@ class TestSchema:
         """The fields of a verdict are those of the schema, for every cause."""
         for cause in CAUSES:
             verdict = Verdict(phase="new_group 1", cause=cause, awaited_ranks=(2,))
+            # The fields of a collective are absent without one.
+            in_collective = replace(
+                verdict, group="0", group_ranks=(0, 1), collective="all_reduce"
+            )
             event = {
                 "event": name,
                 "host": "h",
@@ -62,8 +69,9 @@ class TestSchema:
                 "level": names.EVENT_LEVELS[name],
             }
             check(event | verdict.event_fields())
+            check(event | in_collective.event_fields())
             assert documented_fields(name) == set(SCHEMA["properties"]) | set(
-                verdict.event_fields()
+                in_collective.event_fields()
             )
 
     def test_causes(self) -> None:
@@ -218,6 +226,82 @@ class TestWhichCalls:
         assert [event["event"] for event in events()] == ["store.operation.slow"]
 
 
+class TestSlow:
+    """Which calls that do not block are slow."""
+
+    def store(
+        self, registry: CollectorRegistry, **settings: Any
+    ) -> tuple[FakeClock, FlakyStore, Any]:
+        """Return a traced store, and what makes its calls last."""
+        clock, flaky = FakeClock(), FlakyStore()
+        tracedstore.configure(registry=registry, clock=clock.clock, **settings)
+        return clock, flaky, tracedstore.wrap(flaky)
+
+    def test_relative(self, registry: CollectorRegistry, events: Events) -> None:
+        """A call is slow if it takes much longer than this store's calls do."""
+        clock, flaky, store = self.store(registry)
+        for seconds, times in ((0.01, 100), (0.4, 1), (0.6, 1)):
+            flaky.before("set", partial(clock.advance, seconds), times)
+            for _ in range(times):
+                store.set("key", "value")
+
+        assert [event["duration_seconds"] for event in events()] == [0.6]
+
+    def test_first_calls(self, registry: CollectorRegistry, events: Events) -> None:
+        """Without a median, a call is slow after a second."""
+        clock, flaky, store = self.store(registry)
+        flaky.before("set", lambda: clock.advance(0.9))
+        store.set("key", "value")
+        assert events() == []
+
+        flaky.before("set", lambda: clock.advance(1))
+        store.set("key", "value")
+
+        assert len(events()) == 1
+
+    def test_floor(self, registry: CollectorRegistry, events: Events) -> None:
+        """No call of less than 0.1 s is slow, however fast the others are."""
+        clock, flaky, store = self.store(registry)
+        for _ in range(200):
+            store.set("key", "value")
+
+        flaky.before("set", lambda: clock.advance(0.09))
+        store.set("key", "value")
+        assert events() == []
+
+        flaky.before("set", lambda: clock.advance(0.1))
+        store.set("key", "value")
+
+        assert len(events()) == 1
+
+    def test_own_calls(self, registry: CollectorRegistry, events: Events) -> None:
+        """The keys of this package are never reported."""
+        for slow_after in (0.01, 0):
+            clock, flaky, store = self.store(registry, slow_after=slow_after)
+            flaky.before("set", partial(clock.advance, 5))
+            store.set("prefix/tracedstore/RANKS/0", "value")
+
+        assert events() == []
+
+    def test_once_a_minute(self, registry: CollectorRegistry, events: Events) -> None:
+        """A server has one event a minute, with the number of the others."""
+        clock, flaky, store = self.store(registry)
+        for key in ("a", "b", "c", "d"):
+            flaky.before("set", lambda: clock.advance(21))
+            store.set(key, "value")
+
+        emitted = [(event["key"], event["suppressed_count"]) for event in events()]
+        assert emitted == [("a", 0), ("d", 2)]
+
+    def test_every_call(self, registry: CollectorRegistry, events: Events) -> None:
+        """With slow_after=0 a program shows what it calls."""
+        _, _, store = self.store(registry, slow_after=0)
+        store.set("a", "value")
+        store.set("b/c", "value")
+
+        assert [event["key"] for event in events()] == ["a", "b/c"]
+
+
 class TestRepeats:
     """The same failure of the same key family emits one event in ten seconds."""
 
@@ -263,7 +347,7 @@ class TestDestination:
     def test_console(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """log_format="console" writes key=value text."""
+        """log_format="console" writes a sentence for each event."""
         clock = FakeClock()
         tracedstore.configure(
             registry=registry, clock=clock.clock, log_format="console"
@@ -271,7 +355,10 @@ class TestDestination:
 
         provoke_all(clock)
 
-        assert "key=slow/1" in capsys.readouterr().err
+        slow, failed, contended = capsys.readouterr().err.splitlines()
+        assert slow.endswith(": set 'slow/1' of flaky_store took 1 s")
+        assert "get 'failed/1' of flaky_store failed after 0 s" in failed
+        assert "lost 5 compare-and-sets in a row" in contended
 
     def test_off(
         self, registry: CollectorRegistry, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,8 @@ from support.stores import KINDS
 from tracedstore import names
 from tracedstore.coordination.arrivals import StalledBarrier
 from tracedstore.diagnosis.judgement.stall_reports import StalledJob
+from tracedstore.diagnosis.observe.collectives import Collectives, WatchedGroup
+from tracedstore.diagnosis.observe.movement import Movement
 from tracedstore.recording.counters import FULL_OPERATION_BOUNDS, FULL_WAIT_BOUNDS
 from tracedstore.recording.operation import Method
 from tracedstore.recording.recorder import RECORDER
@@ -55,8 +57,17 @@ RENDEZVOUS_GAUGES = (
 )
 
 
+# The gauges of a process group are exported as long as what watches it lives.
+COLLECTIVES = Collectives(30)
+COLLECTIVES.groups["0"] = WatchedGroup(
+    name="0", description="default_pg", members=(0, 1), number=7
+)
+MOVEMENT = Movement(COLLECTIVES, 30)
+
+
 def make_every_metric(store: Any) -> None:
     """Make what has no series before it happened, then a call of `set`."""
+    MOVEMENT.export()
     stalled = StalledBarrier(
         family="barrier", arrived=1, missing={1: "node1"}, possible=0
     )

@@ -6,6 +6,7 @@ Exceptions of torch and etcd pass through the wrapper unchanged. The package's o
     ├── ConfigurationError (also a ValueError)
     ├── BarrierTimeout (also a DistStoreError; coordination/barrier.py)
     ├── CommandError
+    │   └── UsageError
     ├── EtcdError (also a DistStoreError; etcd/etcd_errors.py)
     └── DecoderError (naming/environment.py)
 """
@@ -29,7 +30,19 @@ class CommandError(TracedStoreError):
     """A command cannot do what it was asked to.
 
     The text is one sentence that names the thing, the value and the remedy.
+
+    Attributes:
+        exit_code: The exit code of the command.
     """
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """An argument of a command cannot be used."""
+
+    # EX_USAGE of sysexits.h, because argparse's 2 is an exit code of status.
+    exit_code = 64
 
 
 TIMEOUT = "timeout"

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tracedstore.common.keys import key_text
+from tracedstore.common.text import host_port
 
 if TYPE_CHECKING:
     # Processes that have not finished importing torch load this module too.
@@ -35,6 +36,7 @@ class StoreIdentity:
         in_process: Its content is visible to this process only (HashStore).
         from_torch: Its class is torch's, or EtcdV3Store. Texts of its exceptions hold
             no values.
+        secure: It is an etcd that is reached over TLS.
     """
 
     kind: str
@@ -44,11 +46,25 @@ class StoreIdentity:
     namespace: str = ""
     in_process: bool = False
     from_torch: bool = False
+    secure: bool = False
 
     @property
     def server(self) -> str:
         """Its location as text: host:port, or a path."""
         return self.address if self.port is None else f"{self.address}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Its address as ``tracedstore status --store`` takes it; "" without one."""
+        if self.kind == "file_store" and self.address:
+            return f"file://{os.path.realpath(self.address)}"
+        if self.port is None or not self.address:
+            return ""
+        server = host_port(self.address, self.port)
+        if self.system == _ETCD:
+            scheme = "etcds" if self.secure else "etcd"
+            return f"{scheme}://{server}/{self.namespace.strip('/')}"
+        return f"tcp://{server}" if self.kind == "tcp_store" else ""
 
 
 def bottom_of(store: "Store") -> "Store":
@@ -85,7 +101,13 @@ def identify(bottom: "Store") -> StoreIdentity:
         namespace=namespace if is_etcd and isinstance(namespace, str) else "",
         in_process=kind == "hash_store",
         from_torch=is_from_torch(bottom),
+        secure=is_etcd and _uses_tls(client or bottom),
     )
+
+
+def _uses_tls(client: object) -> bool:
+    # python-etcd's client has the name of the protocol, EtcdV3Store a property.
+    return "https" in (getattr(client, "protocol", ""), getattr(client, "scheme", ""))
 
 
 def system_of(kind: str) -> str:
@@ -149,7 +171,7 @@ class ProcessIdentity:
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of this host: in a pod, ``pod@node``.
 
-    A pod's manifest passes both names (docs/deployment.md). Without them it is the
+    A pod's manifest passes both names (docs/kubernetes.md). Without them it is the
     host name, which in a pod is neither the pod's full name nor that of a machine.
     """
     pod = environ.get("TRACEDSTORE_POD_NAME") or socket.gethostname()

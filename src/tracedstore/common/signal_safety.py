@@ -41,7 +41,8 @@ _CHECK_INTERVAL = 1.0
 # has raised between the two.
 _WORK_TIMEOUT = 60.0
 _PACKAGE: Final = str(Path(__file__).parents[1])
-# Seconds that a fork of the main thread waits for helper threads at most.
+# Seconds after which a fork of the main thread waits for work no more. Reading who is
+# missing is over after four; what takes longer hangs with its store.
 _FORK_TIMEOUT = 5.0
 # Helper threads that wait for work at a time. One is enough, unless handlers use stores
 # or threads of ranks fail together.
@@ -82,30 +83,39 @@ class HelperThreads:
         idle: The queues of the threads that wait for work. The native base takes from
             it, too.
         thread_ids: The ids of these threads.
+        unfinished: When work was handed over that is not done yet, by its lock. The
+            native base adds to it, too.
     """
 
     def __init__(self) -> None:
         self.idle: list[SimpleQueue[_Work]] = []
         self.thread_ids: set[int] = set()
+        self.unfinished: dict[Any, float] = {}
 
     def reset(self) -> None:
         """Forget the parent's threads, as a forked child must."""
         self.idle.clear()
         self.thread_ids.clear()
+        self.unfinished.clear()
 
     def wait_before_fork(self) -> None:
-        """Let no helper thread be in a Store call when a handler forks.
+        """Let no helper thread be in a Store call when the main thread forks.
 
         Without telemetry the main thread makes the calls of a barrier that fails, and
         runs no handler in them. A child that is forked meanwhile inherits the store
         with its lock held by a thread that the child has not, and both processes use
         the connection at once.
+
+        Work is unfinished here in two cases only: a handler that interrupted the wait
+        for it forks, or a handler has raised out of that wait.
         """
         if get_ident() != threading.main_thread().ident:
             return
-        deadline = time.monotonic() + _FORK_TIMEOUT
-        while len(self.thread_ids) > len(self.idle) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        for done, began in self.unfinished.copy().items():
+            deadline = began + _FORK_TIMEOUT
+            # Not by taking the lock: a handler that raises would leave it taken.
+            while done in self.unfinished and time.monotonic() < deadline:
+                time.sleep(0.001)
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run work in a helper thread, and wait for its result.
@@ -130,6 +140,7 @@ class HelperThreads:
         return results.pop()
 
     def _submit(self, work: _Work) -> None:
+        self.unfinished[work.done] = time.monotonic()
         queue = self._take() if self.idle else None
         if queue is None:
             self._start(work)
@@ -150,6 +161,7 @@ class HelperThreads:
         except RuntimeError as error:
             if raised_by_handler(error):
                 raise
+            self.unfinished.pop(work.done, None)
             raise _NoHelperThread from error
 
     def serve(self, first: list[_Work]) -> None:
@@ -179,6 +191,7 @@ class HelperThreads:
                 errors.append(error)
             # Before the main thread goes on: a store that is kept keeps its port.
             del work, context, function, args, results, errors
+            self.unfinished.pop(done, None)
             done.release()
             if len(self.idle) >= _MAX_IDLE:
                 return

@@ -3,11 +3,10 @@
 An application that configured structlog gets the events through its configuration.
 Without one, events go to standard error: standard output is the job's.
 
-structlog is imported only to write for a terminal. It imports rich, Pygments and attrs
-where they are installed, which takes 0.1 s of processor time in every worker, and a
-worker that writes events at all writes JSON mostly. So lines of JSON are made here. The
-import is not put off to the first event: a signal handler that forks meanwhile would
-leave the child a lock of the import that nobody releases.
+Lines are made here: JSON for a file or a collector, one sentence for a terminal
+(`common.event_text`). structlog imports rich, Pygments and attrs where they are
+installed, which takes 0.1 s of processor time in every worker, so it is used only where
+the application has imported and configured it.
 
 An event is rendered in the thread that emits it, with its context variables, and
 written by the event writer: a log that blocks must not block the job. The processors of
@@ -27,9 +26,11 @@ import select
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -46,7 +47,10 @@ from tracedstore.common.errors import (
     error_message,
     error_type,
 )
+from tracedstore.common.event_text import terminal_line
 from tracedstore.common.identity import ProcessIdentity
+from tracedstore.common.keys import OWN_KEYS
+from tracedstore.recording.counters import BOUNDS, BUCKETS
 from tracedstore.recording.operation import Operation, Reason
 from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import Recorder
@@ -54,6 +58,15 @@ from tracedstore.recording.telemetry import NULL_TELEMETRY
 
 # An event of the same kind is emitted once in this time, with a count of the others.
 _REPEAT_AFTER_NS = 10_000_000_000
+# Slow calls of a store are.
+_SLOW_REPEAT_AFTER_NS = 60_000_000_000
+# A slow call is worth a line if it took so many nanoseconds, and so many times the
+# median of this operation. A store in another region is slow in each call, and its
+# histogram says so. A median of few calls says little: then it takes longer.
+_SLOW_NS = 100_000_000
+_SLOW_NS_WITHOUT_MEDIAN = 1_000_000_000
+_SLOW_FACTOR = 50
+_MIN_CALLS_OF_MEDIAN = 100
 # Kinds that are remembered for that. Families and error types are bounded, so only a
 # job that fails everywhere reaches this.
 _MAX_KINDS = 1024
@@ -75,10 +88,6 @@ _OF_TRACE: Final = ("trace_id", "span_id")
 
 # What makes two events repeats of each other.
 Kind = tuple[str, ...]
-
-
-# Makes what renders a line for a terminal: structlog's ConsoleRenderer.
-Console = Callable[..., Callable[[Any, str, dict[str, Any]], str]]
 
 
 class Events:
@@ -103,11 +112,6 @@ class Events:
         # When a kind was last emitted, and how many were suppressed since.
         self._emitted: dict[Kind, tuple[int, int]] = {}
         self._lock = threading.RLock()
-        self._console: Console | None = None
-        if log_format == "console" or (log_format == "auto" and _stderr_is_terminal()):
-            from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - see above
-
-            self._console = ConsoleRenderer
 
     def observe(self, operation: Operation) -> None:
         """Emit the events that the reasons of a call ask for."""
@@ -119,7 +123,7 @@ class Events:
                 error=operation.error_message,
                 **(operation.explained or {}),
             )
-        elif Reason.OVERDUE in operation.reasons:
+        elif Reason.OVERDUE in operation.reasons and self._is_remarkable(operation):
             self._emit_operation(
                 operation,
                 names.OPERATION_SLOW,
@@ -183,6 +187,33 @@ class Events:
         self._lock = threading.RLock()
         self._emitted = {}
 
+    def _is_remarkable(self, operation: Operation) -> bool:
+        """Return whether an overdue call is slow for its store, and the job's own."""
+        if any(OWN_KEYS in key for key in operation.keys):
+            return False
+        # With `slow_after=0` every call is reported: to see what a program calls.
+        if operation.method.blocks or not self._recorder.slow_ns:
+            return True
+        duration = operation.duration_ns
+        if duration < _SLOW_NS:
+            return False
+        median = self._median_of(operation)
+        if median is None:
+            return duration >= _SLOW_NS_WITHOUT_MEDIAN
+        return duration >= _SLOW_FACTOR * median
+
+    def _median_of(self, operation: Operation) -> int | None:
+        """Return a bound of the median of an operation of this store; None of few."""
+        total = [0] * (len(BOUNDS) + 1)
+        for series, counts in self._recorder.counters.sums().items():
+            labels = series.store, series.method, series.error_type
+            if labels == (operation.store.kind, operation.method, ""):
+                total = [a + b for a, b in zip(total, counts[BUCKETS:], strict=True)]
+        if sum(total) < _MIN_CALLS_OF_MEDIAN:
+            return None
+        at = bisect_left(list(accumulate(total)), sum(total) / 2)
+        return BOUNDS[at] if at < len(BOUNDS) else operation.duration_ns
+
     def _emit_operation(
         self,
         operation: Operation,
@@ -192,15 +223,21 @@ class Events:
         **fields: Any,
     ) -> None:
         store = operation.store
-        suppressed_count = self._count_repeats(
-            (
-                event,
-                store.kind,
-                operation.method.name,
-                operation.family,
-                operation.error_type,
+        if event == names.OPERATION_SLOW and self._recorder.slow_ns:
+            # One line for a store: whatever makes one call slow delays the others too.
+            suppressed_count = self._count_repeats(
+                (event, store.server), _SLOW_REPEAT_AFTER_NS
             )
-        )
+        else:
+            suppressed_count = self._count_repeats(
+                (
+                    event,
+                    store.kind,
+                    operation.method.name,
+                    operation.family,
+                    operation.error_type,
+                )
+            )
         if suppressed_count is None:
             return
         if operation.trace_id:
@@ -220,12 +257,12 @@ class Events:
             **fields,
         )
 
-    def _count_repeats(self, kind: Kind) -> int | None:
+    def _count_repeats(self, kind: Kind, after: int = _REPEAT_AFTER_NS) -> int | None:
         """Return how many events of a kind were suppressed; None to suppress this."""
         now = self._recorder.ticks()
         with self._lock:
             last, suppressed = self._emitted.get(kind, (None, 0))
-            if last is not None and now - last < _REPEAT_AFTER_NS:
+            if last is not None and now - last < after:
                 self._emitted[kind] = (last, suppressed + 1)
                 return None
             if len(self._emitted) >= _MAX_KINDS:
@@ -251,11 +288,12 @@ class Events:
         line = _line(level, event, fields)
         # Asked each time: the application may replace sys.stderr.
         is_terminal = _stderr_is_terminal()
-        if self._console is None or not (is_terminal or self._log_format == "console"):
-            text = _json(line)
+        if self._log_format == "console" or (
+            self._log_format == "auto" and is_terminal
+        ):
+            text = terminal_line(line, colors=is_terminal)
         else:
-            renderer = self._console(colors=is_terminal, sort_keys=False)
-            text = renderer(None, level, line)
+            text = _json(line)
         return partial(_write_line, f"{text}\n")
 
 

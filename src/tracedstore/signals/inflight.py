@@ -58,7 +58,11 @@ def in_flight(recorder: Recorder) -> list[InFlight]:
 
 
 def _describe(
-    recorder: Recorder, threads: dict[int, str], call: ActiveCall, now: int
+    recorder: Recorder,
+    threads: dict[int, str],
+    call: ActiveCall,
+    now: int,
+    key: str = "",
 ) -> InFlight:
     keys, key_count = call.method.keys_of(call.args)
     keys_shown = shown(keys)
@@ -66,7 +70,7 @@ def _describe(
         operation=call.method.name,
         store=call.state.identity.kind,
         server=call.state.identity.server,
-        key=keys_shown[0] if keys_shown else "",
+        key=key or (keys_shown[0] if keys_shown else ""),
         key_count=key_count,
         key_family=recorder.families.of_all(keys_shown),
         started=recorder.clock.wall_of(call.started) / 1e9,
@@ -88,12 +92,15 @@ class StallReporter:
         telemetry: Telemetry,
         after: float,
         is_diagnosed: Callable[[Call], bool | None] = lambda _call: False,
+        absent_key: Callable[[Call], str] = lambda _call: "",
     ) -> None:
         self._recorder = recorder
         # True if a verdict covers a call, None if one is still to be expected. A call
         # that is covered is reported at debug level: `job.stalled` is one event for
         # all ranks that wait for the same.
         self._is_diagnosed = is_diagnosed
+        # A call may wait for many keys, the first of which exists.
+        self._absent_key = absent_key
         self._telemetry = telemetry
         self._after_ns = int(after * 1e9)
         # When to report a call again, by its identity. The call is kept as well, so
@@ -117,7 +124,8 @@ class StallReporter:
         ]
         threads = thread_names() if due else {}
         for active in due[:_MAX_REPORTS_AT_ONCE]:
-            described = _describe(self._recorder, threads, active, now)
+            key = self._absent_key(active.call)
+            described = _describe(self._recorder, threads, active, now, key)
             emit = self._telemetry.emit
             if self._is_diagnosed(active.call):
                 emit = partial(emit, level="debug")
