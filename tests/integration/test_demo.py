@@ -23,6 +23,7 @@ from integration.harness import wait_until
 from support.events import check
 from support.terminal import without_styles
 from tracedstore import names
+from tracedstore.common.identity import host_name
 from tracedstore.tools.cli.main import main
 from tracedstore.tools.demo.store_servers import fetch
 
@@ -212,7 +213,7 @@ class TestPlain:
             assert len(line) <= 80 or str(plain.folder) in line
         headings = re.findall(r"^Scenario (\d) of 5: (.*)", plain.output, re.MULTILINE)
         assert [number for number, _ in headings] == [*"12345"]
-        assert "Hosts are simulated" in " ".join(lines)
+        assert f"real processes on {host_name()}, " in " ".join(lines)
         assert lines.index("Next, with DIR for that folder") > lines.index(
             f"Files in {plain.folder}"
         )
@@ -252,9 +253,7 @@ class TestPlain:
             missing = traced[rank]["attributes"][names.BARRIER_MISSING_RANKS]
             assert logged[rank]["missing_ranks"] == missing == killed
             assert raised[rank]["missing_ranks"] == killed
-            assert raised[rank]["missing_names"] == [
-                f"sim-node-{rank // 2 + 1}" for rank in killed
-            ]
+            assert raised[rank]["missing_names"] == [host_name()] * 2
         assert len({span["context"]["trace_id"] for span in traced.values()}) == 1
         named = [sorted(map(int, ranks)) for ranks in measured if ranks]
         # The first two ranks to arrive read the arrivals.

@@ -34,7 +34,7 @@ def register(
             local_rank=0,
             world_size=world_size,
             run_id=run_id,
-            metrics=f"http://node{rank}:9400/metrics",
+            metrics=f"http://node{rank}:27400/metrics",
             started=float(rank),
         )
         rank_registry._write(store, info)
@@ -61,7 +61,7 @@ class TestListing:
 
         first, second = json.loads(capsys.readouterr().out)
         assert first == {
-            "targets": ["node0:9400"],
+            "targets": ["node0:27400"],
             "labels": {
                 "__scheme__": "http",
                 "run_id": "job-7",
@@ -70,7 +70,7 @@ class TestListing:
                 "host": "node0",
             },
         }
-        assert second["targets"] == ["node1:9400"]
+        assert second["targets"] == ["node1:27400"]
 
     def test_store_is_unchanged(self, job: tuple[Store, str]) -> None:
         """The command writes nothing to the store."""
@@ -217,9 +217,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("url", "message"),
         [
-            ("redis://here:1", "--store is 'redis://here:1'; accepted is tcp://"),
-            ("tcp://here", "--store is 'tcp://here'; accepted is tcp://"),
-            ("tcp://here:port", "--store is 'tcp://here:port'; accepted is tcp://"),
+            ("redis://here:1", "--store is 'redis://here:1'; accepted is HOST:PORT,"),
+            ("tcp://here", "--store is 'tcp://here'; accepted is HOST:PORT,"),
+            ("tcp://here:port", "--store is 'tcp://here:port'; accepted is HOST:PORT,"),
             ("tcp://127.0.0.1:1", "cannot be reached: nothing listens there"),
             ("etcd://127.0.0.1:1/p", "cannot be reached: nothing listens there"),
             ("file:///no/such/store", "/no/such/store: No such file"),
@@ -231,7 +231,7 @@ class TestErrors:
         self, url: str, message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """The sentence names the URL or the file, and the reason."""
-        assert main(["sd", "--store", url]) == 1
+        assert main(["sd", "--store", url]) == (64 if "accepted" in message else 1)
 
         error = capsys.readouterr().err
         assert error.startswith("tracedstore: ")

@@ -384,7 +384,7 @@ class TestRendezvous:
                 0,
                 ["rendezvous job-7: round 0, complete, closed"],
             ),
-            (lambda: b"nonsense", 0, ["rendezvous job-7: its state cannot be read"]),
+            (lambda: b"nonsense", 3, ["rendezvous job-7: its state cannot be read"]),
         ],
         ids=["complete", "silent", "not complete", "closed", "unreadable"],
     )
@@ -424,6 +424,17 @@ class TestRendezvous:
 
         assert "rendezvous job-8: round 0, complete" in result.lines
         assert "joined: node1 (pid 100)" in result.lines
+
+    def test_nothing_is_known(self, tcp_job: tuple[Store, str], run: RunStatus) -> None:
+        """A store without a job is not healthy: exit code 3, with the reason."""
+        store, url = tcp_job
+        store.set("other", "value")
+
+        result = run(url)
+
+        assert result.code == 3
+        assert "nothing is known: the store has no rank" in result.out
+        assert run(url, "--json").code == 3
 
     def test_v3(self, etcd_server: EtcdServer, run: RunStatus) -> None:
         """Keys and rendezvous of the v3 API are found on the same server as v2's."""
@@ -827,7 +838,7 @@ class TestErrors:
                 f"tcp://127.0.0.1:{other}": "not answer as a TCPStore does",
                 f"tcp://127.0.0.1:{free_port()}": "nothing listens there",
                 "tcp://none.invalid:1": "host name 'none.invalid' cannot be resolved",
-                "redis://here:1": "accepted is tcp://",
+                "redis://here:1": "accepted is HOST:PORT, tcp://",
                 f"etcd://127.0.0.1:{free_port()}/p": "nothing listens there",
                 f"etcd://127.0.0.1:{modern.port}/p": "no keys under /tracedstore/p/",
                 f"file://{tmp_path}/none": "none: No such file",
@@ -836,7 +847,8 @@ class TestErrors:
             done = without_torch(*lines, ["--help"])
 
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count(f"\n{[1] * len(cases) + [64, 0]}\n") == 2
+        codes = [64 if url.startswith("redis") else 1 for url in cases]
+        assert done.stdout.count(f"\n{[*codes, 64, 0]}\n") == 2
         for message in cases.values():
             assert message in done.stderr
         assert done.stderr.count("tracedstore: ") == 2 * len(cases)

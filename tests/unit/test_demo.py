@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tracedstore import names
-from tracedstore.common.errors import CommandError
+from tracedstore.common.errors import CommandError, UsageError
 from tracedstore.local.facts import ProcessFacts
-from tracedstore.tools.cli.main import USAGE, main
+from tracedstore.tools.cli.main import main
 from tracedstore.tools.demo import outputs as demo_outputs
 from tracedstore.tools.demo import scenarios, store_servers
 from tracedstore.tools.demo.outputs import ExportedSpan, RankOutputs, ScrapedMetrics
@@ -305,7 +305,7 @@ class TestCommandLine:
         with pytest.raises(SystemExit) as ended:
             main(["demo", f"--ranks={given}"])
 
-        assert ended.value.code == USAGE
+        assert ended.value.code == UsageError.exit_code
         assert f"{given!r} is not a number of ranks from 4 to 64" in (
             capsys.readouterr().err
         )
@@ -315,7 +315,7 @@ class TestCommandLine:
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--store=etcd-v2", "--ranks=17"])
 
-        assert ended.value.code == USAGE
+        assert ended.value.code == UsageError.exit_code
         assert "--ranks 17 is too many for --store etcd-v2, at most 16" in (
             capsys.readouterr().err
         )
@@ -326,7 +326,7 @@ class TestCommandLine:
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--top", other])
 
-        assert ended.value.code == USAGE
+        assert ended.value.code == UsageError.exit_code
         assert "--top goes with neither" in capsys.readouterr().err
 
     def test_top_needs_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:

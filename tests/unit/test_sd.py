@@ -97,13 +97,18 @@ def test_ranks_of_two_stores() -> None:
     tracedstore.barrier(world, 1, "b", rank=0)
     tracedstore.barrier(others, 1, "b", rank=0)
     for rank in range(3):
-        register(world, rank, 3, 9400 + rank)
-    register(others, 0, 2, 9402)
-    register(others, 1, 2, 9409)
+        register(world, rank, 3, 27400 + rank)
+    register(others, 0, 2, 27402)
+    register(others, 1, 2, 27409)
     for store in (world, others):
         known = rank_registry._registered.setdefault(store, {})
         known[0] = replace(known[0], world_size=3)
 
     found = [(one["targets"][0], one["labels"]["rank"]) for one in targets()]
 
-    assert found == [("h:9400", "0"), ("h:9401", "1"), ("h:9409", "1"), ("h:9402", "2")]
+    assert found == [
+        ("h:27400", "0"),
+        ("h:27401", "1"),
+        ("h:27409", "1"),
+        ("h:27402", "2"),
+    ]

@@ -247,6 +247,19 @@ class TestText:
             "\nbarriers in progress:\n  6 older barriers not complete, not read"
         )
 
+    def test_store_of_which_nothing_can_be_read(self) -> None:
+        """It is neither healthy nor is something missing, and the reason is there."""
+        job = replace(
+            job_of(dist.HashStore()), unreadable_stores={"tcp://h:1": "refused"}
+        )
+        status = JobReading(store="s", now=0.0, job=job, replies={})
+
+        assert status.missing() == []
+        assert status.unknown() == "tcp://h:1: refused"
+        assert status.to_json()["healthy"] is False
+        assert status.to_json()["unknown"] == "tcp://h:1: refused"
+        assert text_of(status).startswith("nothing is known: ")
+
     def test_empty_store(self) -> None:
         """Nothing is missing from an empty store, because nothing is known."""
         assert text_of(status_of(dist.HashStore())).splitlines() == [

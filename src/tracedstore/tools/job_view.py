@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import duration, plural, shorten
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ SILENT_AFTER = 10.0
 # Characters of a phase, and of the awaited ranks, in the headline of a report.
 _MAX_PHASE_LENGTH = 60
 _MAX_AWAITED_LENGTH = 240
+# Places of ranks in which nothing moves.
+_MAX_PLACES = 4
 
 Level = Literal["good", "notable", "bad"]
 # What identifies a rank: the key prefix of its group, and its number.
 RankName = tuple[str, int]
+
+
+NOTHING_KNOWN: Final = (
+    "nothing is known: the store has no rank, no barrier and no rendezvous"
+)
 
 
 class RankState(IntEnum):
@@ -250,6 +258,21 @@ class BlockedView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StillView:
+    """Ranks in which nothing has moved for long, with the same place.
+
+    Attributes:
+        ranks: The ranks.
+        place: Where their main threads were when that was noted; "" if it is unknown.
+        since: When something moved last in one of them, in seconds since the epoch.
+    """
+
+    ranks: tuple[int, ...]
+    place: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
     """Ranks that are in the same Store call, as their endpoints say.
 
@@ -432,6 +455,7 @@ class JobView:
         groups: The ranks that registered, by the prefix of their keys.
         stalls: The waits that were reported, the latest first; those of agents last.
         blocked: Blocked ranks, those that wait for longest first.
+        still: All ranks, if nothing has moved for long in any of them.
         calls: The calls in flight, the longest first; None if no rank was queried.
         idle_ranks: Ranks that are in no call.
         unknown_calls: Ranks whose calls are unknown, by the reason.
@@ -458,6 +482,7 @@ class JobView:
     groups: tuple[RankGroup, ...] = ()
     stalls: tuple[StallView, ...] = ()
     blocked: tuple[BlockedView, ...] = ()
+    still: tuple[StillView, ...] = ()
     calls: tuple[CallView, ...] | None = None
     idle_ranks: tuple[int, ...] = ()
     unknown_calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -513,17 +538,33 @@ class JobView:
         level, text = otherwise or self.nothing_missing()
         return replace(self, level=level, headline=text)
 
+    def nothing_moves(self) -> str:
+        """Return for how long nothing has moved, and where ranks are; "" if it has."""
+        if not self.still:
+            return ""
+        since = max(one.since for one in self.still)
+        places = [
+            f"{ranks_text(one.ranks)} in {one.place or 'an unknown place'}"
+            for one in self.still[:_MAX_PLACES]
+        ]
+        if more := len(self.still) - len(places):
+            places.append(f"{plural(more, 'other place')}")
+        return (
+            f"nothing has moved for {duration(max(0.0, self.time - since))}: no store"
+            f" call, barrier or collective has ended; {'; '.join(places)}"
+        )
+
     def unknown(self) -> str:
         """Return why it is not known that nothing is missing; "" if it is."""
-        if self.incomplete:
-            return "nothing is missing, as far as can be read from here"
         if self.ranks or self.in_progress or self.finished or self.rendezvous:
-            return ""
-        return "nothing is known: the store has no rank, no barrier and no rendezvous"
+            as_far = "nothing is missing, as far as can be read from here"
+            return as_far if self.incomplete else ""
+        readable = " that can be read from here" if self.incomplete else ""
+        return f"{NOTHING_KNOWN}{readable}"
 
     def nothing_missing(self) -> tuple[Level, str]:
         """Return how good it is that nothing is missing, and the sentence."""
-        if unknown := self.unknown():
+        if unknown := self.nothing_moves() or self.unknown():
             return "notable", unknown
         if not self.ranks:
             return "notable", "no rank has registered yet; nothing else is missing"

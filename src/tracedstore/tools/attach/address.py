@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tracedstore import names
 from tracedstore.common import causes
-from tracedstore.common.errors import CommandError
+from tracedstore.common.errors import CommandError, UsageError
 from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.tools.attach.child_process import (
     ChildTimeoutError,
@@ -44,7 +44,7 @@ _MIN_ANSWER_TIMEOUT = 2.0
 _READ_TIMEOUT = 3.0
 _CONNECT_TIMEOUT = 2.5
 ACCEPTED = (
-    "tcp://HOST:PORT, file:///PATH, etcd://HOST:PORT/PREFIX or, for TLS,"
+    "HOST:PORT, tcp://HOST:PORT, file:///PATH, etcd://HOST:PORT/PREFIX or, for TLS,"
     " etcds://HOST:PORT/PREFIX"
 )
 _TLS_SCHEME = "etcds"
@@ -106,12 +106,14 @@ class Address:
     """
 
     def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
-        """Parse an address; raise `CommandError` if it is invalid."""
+        """Parse an address; raise `UsageError` if it is invalid."""
+        # As torchrun takes it with --rdzv-endpoint.
+        url = url if "://" in url or ":" not in url else f"tcp://{url}"
         self.url = url
         self.access = access or EtcdAccess()
         if "@" in url.partition("://")[2].partition("/")[0]:
             # It may have a password, so it is not in the text.
-            raise CommandError(
+            raise UsageError(
                 "--store has a user in its address; use --etcd-user and"
                 " --etcd-password-file"
             )
@@ -128,7 +130,7 @@ class Address:
             self.path = parts.path or "/"
         networked = self.scheme in ("tcp", "etcd") and host and port
         if not (networked or (parts.scheme == "file" and self.path)):
-            raise CommandError(f"--store is {url!r}; accepted is {ACCEPTED}")
+            raise UsageError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
         self.namespace = ""
         # The time of the first read includes the start of the command.

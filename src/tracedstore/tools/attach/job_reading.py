@@ -29,6 +29,7 @@ from tracedstore.coordination.rank_registry import (
 )
 from tracedstore.diagnosis.ask.questions import ask
 from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.observe.movement import StillRecord
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.address import Address
 from tracedstore.tools.attach.child_process import Heartbeat
@@ -49,7 +50,7 @@ from tracedstore.tools.attach.stall_records import (
 )
 from tracedstore.tools.attach.store_snapshot import StoreSnapshot, connect
 from tracedstore.tools.attach.token_policy import TokenPolicy
-from tracedstore.tools.job_view import SILENT_AFTER, BarrierView
+from tracedstore.tools.job_view import NOTHING_KNOWN, SILENT_AFTER, BarrierView
 
 if TYPE_CHECKING:
     from tracedstore.rendezvous.state import Node, RendezvousState
@@ -125,6 +126,36 @@ class JobReading:
                 texts.append(f"{plural(len(silent), 'node')} of {run_id} silent")
         return texts
 
+    def unknown(self) -> str:
+        """Return why nothing is known about the job; "" if something is."""
+        job = self.job
+        if job.groups or job.stalls or any(job.rendezvous.values()):
+            return ""
+        if job.in_progress or job.unread_in_progress or job.abandoned or job.finished:
+            return ""
+        reasons = [f"{url}: {reason}" for url, reason in job.unreadable_stores.items()]
+        reasons += [f"{prefix} cannot be read" for prefix in job.unreadable_barriers]
+        reasons += [
+            f"the state of {run_id} cannot be read" for run_id in job.rendezvous
+        ]
+        return "; ".join(reasons) or NOTHING_KNOWN
+
+    def still(self) -> tuple[StillRecord, ...]:
+        """Return the records of all registered ranks, if nothing moves in any of them.
+
+        Empty if something moves somewhere, or has moved within the last `after`
+        seconds.
+        """
+        still = self.job.still
+        processes = {
+            (info.host, info.pid) for group in self.job.groups for info in group.ranks
+        }
+        moving = processes - {(one.host, one.pid) for one in still}
+        if not still or moving:
+            return ()
+        latest = max(one.since for one in still)
+        return still if self.now - latest >= self.after else ()
+
     def fresh_stalls(self) -> list[tuple[Verdict, StallRecord]]:
         """Return the fresh verdicts that are confirmed, those of agents last."""
         return [(verdict, stall) for verdict, stall, doubt in self._fresh if not doubt]
@@ -190,10 +221,12 @@ class JobReading:
         return {
             "store": self.store,
             "time": self.now,
-            "healthy": not self.missing(),
+            "healthy": not (self.missing() or self.unknown() or self.still()),
+            "unknown": self.unknown(),
             "missing": self.missing(),
             "verdict": self._verdicts()[0] if self.fresh_stalls() else None,
             "other_verdicts": self._verdicts()[1:],
+            "still": [asdict(one) for one in self.still()],
             "claimed_verdicts": [
                 _verdict(verdict) | {"confirmed": False, "doubt": doubt}
                 for verdict, doubt in self.claims()

@@ -28,11 +28,14 @@ from tracedstore.coordination.rank_registry import (
     read_registry,
     without_numbers,
 )
+from tracedstore.diagnosis.observe.movement import StillRecord
 from tracedstore.naming.decoders import chain, default_name
 from tracedstore.tools.attach.stall_records import (
     StallRecord,
     StoredStalls,
     is_stall_key,
+    is_still_key,
+    read_still,
 )
 from tracedstore.tools.attach.store_snapshot import StoreSnapshot
 from tracedstore.tools.job_view import BarrierView
@@ -60,7 +63,7 @@ _MAX_LEDGER_BYTES = 4 * 1024 * 1024
 _MAX_RENDEZVOUS_BYTES = 8 * 1024 * 1024
 # The fields of a state that each store has.
 _OF_A_STORE = (
-    *("groups", "in_progress", "abandoned", "finished", "stalls"),
+    *("groups", "in_progress", "abandoned", "finished", "stalls", "still"),
     *("unread_in_progress", "unread_finished", "unread_ledgers", "unread_records"),
     *("unreadable_barriers", "invalid_entries", "invalid_records", "invalid_keys"),
 )
@@ -109,6 +112,7 @@ class JobState:
             of newer ones are too large together.
         invalid_entries: The number of registry entries that are not valid.
         stalls: The verdicts and blocked ranks.
+        still: The ranks in which nothing moves.
         invalid_records: The number of verdicts and records of blocked ranks that are
             not valid.
         unread_records: The number of records of blocked ranks that were not read.
@@ -128,6 +132,7 @@ class JobState:
     unread_ledgers: int = 0
     invalid_entries: int = 0
     stalls: tuple[StallRecord, ...] = ()
+    still: tuple[StillRecord, ...] = ()
     invalid_records: int = 0
     unread_records: int = 0
     invalid_keys: tuple[str, ...] = ()
@@ -211,6 +216,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         unread_ledgers=len(without_ledger),
         invalid_entries=registry.invalid_count,
         stalls=tuple(one for one in stalls.stalls if one.prefix not in others),
+        still=tuple(read_still(snapshot, groups)),
         invalid_records=stalls.invalid_count,
         unread_records=stalls.unread_count,
         invalid_keys=snapshot.invalid_keys,
@@ -256,6 +262,7 @@ def select_keys(keys: Sequence[str]) -> list[str]:
         or _match_rendezvous(key)
         or is_worker_store_key(key)
         or is_stall_key(key)
+        or is_still_key(key)
     ]
     return [*others, *ledgers]
 

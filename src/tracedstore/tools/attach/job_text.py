@@ -5,7 +5,7 @@ from typing import Any
 
 from tracedstore.common.ranges import fold, ranks_text
 from tracedstore.common.text import duration, plural, shorten
-from tracedstore.diagnosis.judgement.verdict import describe_rank
+from tracedstore.diagnosis.judgement.verdict import describe_answer
 from tracedstore.local.facts import Frame, ProcessFacts
 from tracedstore.naming.decoders import by_host
 from tracedstore.tools.attach.job_reading import Answers
@@ -107,7 +107,7 @@ def _stall(view: JobView, stall: StallView) -> Iterator[Line]:
 def _missing(view: JobView) -> Line:
     if view.missing:
         return _line(f"missing: {', '.join(view.missing)}", "bold red")
-    if unknown := view.unknown():
+    if unknown := view.nothing_moves() or view.unknown():
         return _line(unknown, "bold yellow")
     return _line("nothing is missing", "bold green")
 
@@ -275,7 +275,7 @@ def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
         yield Line(f"{named}{where}", "bold")
         for rank, answer in list(members.items())[:_MAX_PROCESSES]:
             info = answers.registered.get(rank)
-            yield Line(f"  {describe_rank(rank, answer, info, '').describe()}", "", 4)
+            yield Line(f"  {describe_answer(rank, answer, info)}", "", 4)
         if len(members) > _MAX_PROCESSES:
             yield Line(f"  and {len(members) - _MAX_PROCESSES} more")
         for thread, frames in stacks:
@@ -299,7 +299,7 @@ def rank_lines(answers: Answers, rank: int) -> Iterator[str]:
         if rank < answers.world_size:
             yield f"no answer from rank {rank}, and no process of its host answers"
         return
-    yield describe_rank(rank, answer, answers.registered.get(rank), "").describe()
+    yield describe_answer(rank, answer, answers.registered.get(rank))
     for thread, frames in answer.stacks.items():
         yield f"thread {thread}"
         yield from (f"  {frame}" for frame in frames)

@@ -8,7 +8,13 @@ from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import plural, shorten
 from tracedstore.coordination.arrivals import BarrierKeys
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.diagnosis.judgement.verdict import Verdict, describe_rank
+from tracedstore.diagnosis.judgement.verdict import (
+    Verdict,
+    describe_answer,
+    describe_rank,
+)
+from tracedstore.diagnosis.observe.blocked_record import COLLECTIVE
+from tracedstore.diagnosis.observe.movement import StillRecord
 from tracedstore.export.discovery import invalid_entries
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.job_reading import Answers, JobReading
@@ -30,6 +36,7 @@ from tracedstore.tools.job_view import (
     Rates,
     RendezvousView,
     StallView,
+    StillView,
     awaited_state,
 )
 
@@ -86,13 +93,15 @@ def view_of(reading: JobReading, rates: Rates | None = None) -> JobView:
             for one in job.groups
         ),
         stalls=tuple(
-            _stall(verdict, stall) for verdict, stall in reading.fresh_stalls()
+            _stall(verdict, stall, reading.now)
+            for verdict, stall in reading.fresh_stalls()
         ),
         blocked=tuple(_blocked(reading)),
         calls=calls if reading.replies else None,
         idle_ranks=idle,
         unknown_calls=unknown,
         answered=tuple(_answered(reading)),
+        still=tuple(_still(reading)),
         in_progress=shown(late),
         abandoned=shown(job.abandoned),
         finished=shown(job.finished),
@@ -111,7 +120,7 @@ def _notes(reading: JobReading) -> Iterator[str]:
     claims = reading.claims()
     for verdict, doubt in claims[:_MAX_CLAIMS]:
         text = f"claimed, not confirmed: {doubt}. The store has the verdict:"
-        yield shorten(f"{text} {verdict.describe()}", _MAX_LENGTH)
+        yield shorten(f"{text} {verdict.describe(reading.now)}", _MAX_LENGTH)
     if rest := len(claims[_MAX_CLAIMS:]):
         yield f"and {plural(rest, 'more claim')}"
     if job.invalid_entries:
@@ -133,11 +142,11 @@ def _notes(reading: JobReading) -> Iterator[str]:
         yield f"{text} {limit} together"
 
 
-def _stall(verdict: Verdict, stall: StallRecord) -> StallView:
+def _stall(verdict: Verdict, stall: StallRecord, now: float) -> StallView:
     noun = "agent" if verdict.agents else "rank"
     return StallView(
         phase=verdict.phase,
-        awaited=verdict.describe_awaited(),
+        awaited=verdict.describe_awaited(now),
         named=bool(verdict.awaited_ranks),
         cause=verdict.cause,
         evidence=verdict.evidence,
@@ -146,7 +155,7 @@ def _stall(verdict: Verdict, stall: StallRecord) -> StallView:
         reported=verdict.time,
         waiting=ranks_text(verdict.waiting_ranks, noun),
         waits=stall.still_waiting(),
-        fields=verdict.event_fields(),
+        fields=verdict.event_fields(verdict.time),
     )
 
 
@@ -165,6 +174,18 @@ def _blocked(reading: JobReading) -> Iterator[BlockedView]:
         )
 
 
+def _still(reading: JobReading) -> Iterator[StillView]:
+    by_place: dict[str, list[StillRecord]] = {}
+    for one in reading.still():
+        by_place.setdefault(one.place, []).append(one)
+    for place, records in by_place.items():
+        yield StillView(
+            ranks=tuple(sorted(one.rank for one in records)),
+            place=place,
+            since=max(one.since for one in records),
+        )
+
+
 def _call_of(blocked: BlockedRank) -> str:
     if not blocked.key or blocked.key in blocked.phase:
         return ""
@@ -173,6 +194,8 @@ def _call_of(blocked: BlockedRank) -> str:
 
 def _awaited_by(blocked: BlockedRank) -> str:
     """Return the ranks that a blocked rank waits for: ``rank 2``, ``one of ...``."""
+    if blocked.protocol == COLLECTIVE and blocked.awaits == "":
+        return "no rank that is late"
     for folded, text in ((blocked.awaits, "{}"), (blocked.members, "one of {}")):
         if folded:
             noun = "rank" if folded.isdecimal() else "ranks"
@@ -219,14 +242,15 @@ def answered(answers: Answers, blocked: Iterable[int] = ()) -> AnsweredView:
     groups: dict[str, dict[int, ProcessFacts]] = {}
     for rank in sorted(answers.answers.keys() - set(blocked)):
         answer = answers.answers[rank]
-        frame = f"{answer.frames[0]}" if answer.frames else ""
-        what = f"{answer.state} {answer.operation} {frame} {answer.detail}"
+        place = answer.place or (f"{answer.frames[0]}" if answer.frames else "")
+        what = f"{answer.state} {answer.operation} {place} {answer.detail}"
         groups.setdefault(what, {})[rank] = answer
     activities = []
     for members in sorted(groups.values(), key=len):
         first = next(iter(members))
-        found = describe_rank(first, members[first], answers.registered.get(first), "")
-        activities.append((found.describe(), tuple(members)))
+        info = answers.registered.get(first)
+        text = describe_answer(first, members[first], info)
+        activities.append((text, tuple(members)))
     return AnsweredView(
         activities=tuple(activities), silent_ranks=tuple(answers.silent_ranks)
     )
@@ -379,10 +403,12 @@ class _LiveRanks:
             # A process that has ended stays so after the wait.
             ended = state is RankState.GONE and one is not None and one.pid == rank.pid
             if waits or ended:
-                doing = one.doing if one is not None and one.doing else rank.doing
+                doing = "" if one is None else one.activity(self._reading.now)
+                doing = doing or rank.doing
                 self.states.worsen(rank, state, doing, waited if waits else rank.waited)
 
     def _add_answers(self) -> None:
+        now = self._reading.now
         for answers in self._reading.answers:
             for number, answer in answers.answers.items():
                 for group in self._reading.job.groups:
@@ -390,7 +416,9 @@ class _LiveRanks:
                     if rank is None or rank.pid not in (None, answer.pid):
                         continue
                     info = answers.registered.get(number)
-                    doing = describe_rank(number, answer, info, rank.host).doing
+                    doing = describe_rank(
+                        number, answer, info, rank.host, now
+                    ).activity(now)
                     if rank.state is RankState.WAITING or answer.state == "silent":
                         doing = rank.doing
                     state = rank.state

@@ -8,15 +8,25 @@ with the records and the processes that it is about.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tracedstore.common import ranges
 from tracedstore.coordination.rank_registry import RankInfo, without_numbers
 from tracedstore.diagnosis.judgement.stall_reports import VERDICT
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_calls import MAX_SIBLINGS
-from tracedstore.diagnosis.observe.blocked_record import BLOCKED, BlockedRecord
+from tracedstore.diagnosis.observe.blocked_record import (
+    BLOCKED,
+    COLLECTIVE,
+    CONNECTS,
+    BlockedRecord,
+)
+from tracedstore.diagnosis.observe.movement import STILL, StillRecord
 from tracedstore.tools.attach.rank_endpoints import Reply
 from tracedstore.tools.attach.store_snapshot import StoreSnapshot
+
+if TYPE_CHECKING:
+    from tracedstore.tools.attach.job_state import Group
 
 # Seconds. A verdict is fresh for so long, and then while ranks that it covers wait.
 _FRESH_FOR = 60.0
@@ -26,10 +36,8 @@ _CLOCK_TOLERANCE = 10.0
 _MAX_AWAITED = 8_000_000
 # Methods that wait for more than the existence of keys.
 _COUNTING = ("barrier", "queue_pop")
-# What a rank does that is in no Store call while it waits.
-_CONNECTS = "connect"
 # Causes that a process which replies refutes.
-_WITHOUT_PROCESS = ("not_started", "gone")
+_WITHOUT_PROCESS = ("gone", "host_silent", "not_started")
 _MAX_DIGITS = len(str(ranges.MAX_RANKS))
 
 
@@ -111,6 +119,26 @@ class StallRecord:
             for one in (*self.blocked, *self.failed)
             if one.rank in ranks and one.started <= until
         ]
+
+
+def is_still_key(key: str) -> bool:
+    """Return whether a key holds the record of a rank in which nothing moves."""
+    return _rank_of(key, STILL) is not None
+
+
+def read_still(snapshot: StoreSnapshot, groups: "Iterable[Group]") -> list[StillRecord]:
+    """Return the records of processes that are registered as the rank still."""
+    processes = {
+        (info.rank, info.host, info.pid) for group in groups for info in group.ranks
+    }
+    found = {}
+    for key in sorted(filter(is_still_key, snapshot.list_keys())):
+        record = StillRecord.from_bytes(snapshot.get(key))
+        if record is not None:
+            process = record.rank, record.host, record.pid
+            if process in processes:
+                found[process] = record
+    return list(found.values())
 
 
 def is_stall_key(key: str) -> bool:
@@ -258,7 +286,11 @@ def _verdict_prefix(key: str) -> str | None:
 
 def _blocked_rank(key: str) -> tuple[str, int] | None:
     """Return the prefix and the rank of a record's key; None for other keys."""
-    prefix, separator, number = key.rpartition(f"{BLOCKED}/")
+    return _rank_of(key, BLOCKED)
+
+
+def _rank_of(key: str, kind: str) -> tuple[str, int] | None:
+    prefix, separator, number = key.rpartition(f"{kind}/")
     if not separator or (prefix and not prefix.endswith("/")):
         return None
     is_rank = number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS
@@ -326,13 +358,10 @@ def _may_wait(one: BlockedRank, verdict: Verdict, processes: Processes) -> bool:
     if one.rank not in processes.registered:
         return False
     reply = processes.reply_of(one.rank)
-    if (
-        reply is None
-        or reply.status is None
-        or one.failed
-        or one.operation == _CONNECTS
-    ):
+    if reply is None or reply.status is None or one.failed or one.operation == CONNECTS:
         return True
+    if one.protocol == COLLECTIVE:
+        return reply.status.collective != ""
     return bool(reply.status.in_flight)
 
 

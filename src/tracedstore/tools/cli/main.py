@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from tracedstore._version import __version__
-from tracedstore.common.errors import CommandError
+from tracedstore.common.errors import CommandError, UsageError
 
 # A command's module is imported when the command is run, because torch takes a second.
 COMMANDS: Final = {
@@ -32,15 +32,14 @@ COMMANDS: Final = {
 _EPILOG = """\
 Examples:
   tracedstore demo
-  tracedstore status --store tcp://node1:29400
+  tracedstore status
+  tracedstore status --store node1:29400
   tracedstore COMMAND --help
 
 Exit codes: 0 success, 1 failure, 64 invalid command line, 130 Ctrl-C, 141 the
 reader of the output has closed it; status also has 2, something is missing,
-and stacks, ranks did not answer
+and 3, nothing is known; stacks has 2, ranks did not answer
 """
-# EX_USAGE of sysexits.h, because argparse's 2 is an exit code of status.
-USAGE: Final = 64
 # 128 + SIGINT and 128 + SIGPIPE, as shells report them.
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 # The libraries of the extra `tools`, by the names of their modules.
@@ -51,7 +50,9 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one sentence, without ten lines of usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}; try {self.prog} --help\n")
+        self.exit(
+            UsageError.exit_code, f"{self.prog}: {message}; try {self.prog} --help\n"
+        )
 
 
 class _Version(argparse.Action):
@@ -135,7 +136,7 @@ def _run(given: Sequence[str]) -> int:
         code: int = arguments.run(arguments)
     except CommandError as error:
         sys.stderr.write(f"tracedstore: {error}\n")
-        return 1
+        return error.exit_code
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         if missing not in (*_TOOLS, "torch"):

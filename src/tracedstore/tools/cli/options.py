@@ -3,11 +3,13 @@
 import argparse
 import math
 import os
+import sys
 from collections.abc import Callable
 
-from tracedstore.common.errors import CommandError, ConfigurationError
+from tracedstore.common.errors import ConfigurationError, UsageError
 from tracedstore.export.settings import PREFIX, parse_token, read_password
 from tracedstore.tools.attach.address import ACCEPTED, Address, EtcdAccess
+from tracedstore.tools.attach.local_jobs import find_job
 from tracedstore.tools.attach.token_policy import TokenPolicy
 
 _MAX_SECONDS = 86400.0
@@ -24,13 +26,27 @@ _LOG_IN = {
 }
 
 
-def add_store_argument(
-    parser: argparse.ArgumentParser, *, required: bool = True
-) -> None:
-    """Add ``--store``, and the options for a store in etcd."""
+def add_store_argument(parser: argparse.ArgumentParser, *, found: bool = True) -> None:
+    """Add ``--store``, and the options for a store in etcd.
+
+    Args:
+        parser: The parser.
+        found: Without ``--store``, the store of a job of this host is used.
+    """
+    without = "; without it, that of the job of this host" if found else ""
     parser.add_argument(
-        "--store", required=required, metavar="URL", help=f"the job's store: {ACCEPTED}"
+        "--store",
+        required=not found,
+        metavar="URL",
+        help=f"the job's store: {ACCEPTED}{without}",
     )
+    if found:
+        parser.add_argument(
+            "--pid",
+            type=int,
+            metavar="PID",
+            help="without --store: the job of this process",
+        )
     group = parser.add_argument_group("TLS (etcds://) and users of etcd")
     for name, help_text in (_TLS_FILES | _LOG_IN).items():
         group.add_argument(
@@ -44,8 +60,15 @@ def store_address(arguments: argparse.Namespace) -> Address:
     """Return the address of the arguments that `add_store_argument` adds.
 
     Raises:
-        CommandError: The address is invalid, or an option cannot be used.
+        UsageError: The address is invalid, or an option cannot be used.
+        CommandError: No address is given, and this host has not just one job.
     """
+    if arguments.store is None:
+        job = find_job(arguments.pid, arguments.run_id)
+        sys.stderr.write(f"tracedstore: reading {job.describe()}\n")
+        arguments.store = job.url
+    elif getattr(arguments, "pid", None) is not None:
+        raise UsageError("--pid finds a store, and --store names one: give one of them")
     given = {name: getattr(arguments, f"etcd_{name}") for name in _TLS_FILES | _LOG_IN}
     address = Address(arguments.store)
     for names, accepted, fits in (
@@ -54,26 +77,26 @@ def store_address(arguments: argparse.Namespace) -> Address:
     ):
         for name in names:
             if given[name] and not fits:
-                raise CommandError(
+                raise UsageError(
                     f"{_option(name)} is for {accepted}, and --store is {address.url!r}"
                 )
             # A variable may be set for other stores.
             given[name] = given[name] or (fits and os.environ.get(_variable(name)))
     for name in _TLS_FILES:
         if given[name] and not os.access(given[name], os.R_OK):
-            raise CommandError(
+            raise UsageError(
                 f"{_option(name)} is {given[name]!r}, which cannot be read"
             )
     user, file = given["user"], given["password_file"]
     if bool(user) != bool(file):
-        raise CommandError(
+        raise UsageError(
             f"{_option('user')} and {_option('password_file')} are needed both, and"
             f" only one is set"
         )
     try:
         password = read_password(file) if file else ""
     except ConfigurationError as error:
-        raise CommandError(str(error)) from None
+        raise UsageError(str(error)) from None
     files = {name: given[name] or None for name in _TLS_FILES}
     return Address(
         arguments.store, EtcdAccess(**files, user=user or "", password=password)

@@ -1,7 +1,8 @@
-"""Create a page from the logs of all ranks: missing ranks, stragglers, failures.
+"""Create a page from the logs of all ranks: crashes, missing ranks, stragglers.
 
-Reads the JSON lines that tracedstore logs, after the job has ended. The files
-may contain other output. The page is one HTML file that loads nothing.
+Reads the JSON lines that tracedstore logs, and what a job prints: tracebacks,
+torchrun's report, NCCL's watchdog, and lines of the kernel (dmesg -T). The page
+is one HTML file that loads nothing. The job may have ended or hang.
 
 LOG is a file, plain or gzip, a directory, which is read recursively, a pipe, or
 - for standard input. Lines may be wrapped by torchrun, Docker, Kubernetes, Loki
@@ -14,8 +15,8 @@ Examples:
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
-Exit codes: 0 the page is written, 1 no event could be read or the page cannot
-be written, 64 invalid command line, 130 Ctrl-C
+Exit codes: 0 the page is written, 1 nothing of a job could be read or the page
+cannot be written, 64 invalid command line, 130 Ctrl-C
 """
 
 import argparse
@@ -23,8 +24,10 @@ import sys
 from pathlib import Path
 
 from tracedstore.common.errors import CommandError
-from tracedstore.common.text import number, plural
-from tracedstore.tools.report.analysis import analyse
+from tracedstore.common.text import number, plural, printable
+from tracedstore.tools.report.analysis import Analysis, analyse
+from tracedstore.tools.report.headline import headline
+from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.log_reader import (
     STANDARD_INPUT,
     OutputError,
@@ -67,18 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
             "- is given twice: standard input can be read once, as logs or as traces"
         )
     _check_output(output)
-    records, stats = read_logs(paths, output)
-    analysis = analyse(records)
+    analysis, stats = read_logs(paths, output)
     try:
         # "replace", because UTF-8 cannot encode lone surrogates.
         output.write_bytes(page(analysis, stats).encode("utf-8", "replace"))
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
+    failed = sum(len(each.processes) for each in analysis.ended)
     summary = [
         plural(len(analysis.ranks), "rank"),
         plural(len(analysis.barriers), "barrier"),
-        plural(len(analysis.incidents), "incident"),
+        plural(analysis.incident_count, "incident"),
+        plural(failed, "failed process", "es"),
     ]
+    found = headline(analysis)
     lines = [
         plural(stats.events, "event"),
         plural(stats.spans, "barrier span"),
@@ -86,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{number(stats.damaged)} damaged",
     ]
     sys.stdout.write(
+        f"{printable(found.text)}\n"
         f"{output}: {', '.join(summary)}\n"
         f"{plural(stats.lines, 'line')} read: {', '.join(lines)}\n"
     )
@@ -116,13 +122,14 @@ def _check_output(output: Path) -> None:
         raise CommandError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def read_logs(paths: list[str], output: Path) -> tuple[LoggedEvents, ReadStats]:
-    """Read the events of all logs.
+def read_logs(paths: list[str], output: Path) -> tuple[Analysis, ReadStats]:
+    """Read and analyse all logs.
 
     Raises:
-        CommandError: There is no file or no event, or the output is one of the logs.
+        CommandError: There is no file or nothing of a job, or the output is one of the
+            logs.
     """
-    records, stats = LoggedEvents(), ReadStats()
+    records, printed, stats = LoggedEvents(), JobOutput(), ReadStats()
     try:
         files = find_files(paths, output)
     except OSError as error:
@@ -139,10 +146,10 @@ def read_logs(paths: list[str], output: Path) -> tuple[LoggedEvents, ReadStats]:
             f"no file in {' or '.join(paths)}: name the logs of the ranks, or a"
             " directory that contains them"
         )
-    read_events(files, records.add, stats, _report_wait)
-    if not records.event_counts:
+    read_events(files, records.add, stats, _report_wait, printed)
+    if not records.event_counts and not printed.of_job:
         raise CommandError(_no_event_message(files, stats))
-    return records, stats
+    return analyse(records, printed), stats
 
 
 def _no_event_message(files: list[str], stats: ReadStats) -> str:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_store_argument(parser)
+    add_store_argument(parser, found=False)
     parser.add_argument(
         "--run-id", metavar="ID", help="only ranks of this job, and its run_id label"
     )

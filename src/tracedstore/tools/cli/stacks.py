@@ -7,7 +7,7 @@ other ranks answer for processes that do not answer themselves. The question is
 written to the store, and deleted with its answers.
 
 Examples:
-  tracedstore stacks --store tcp://node1:29400
+  tracedstore stacks
   tracedstore stacks --store tcp://node1:29400 --threads --json
 
 Exit codes: 0 all ranks answered; 1 the store cannot be reached or read, or no

@@ -1,13 +1,15 @@
 """Show whom a job waits for, its ranks and its blocked calls, from its store.
 
 Connects to the store of a running job as one more client, writes nothing to it
-and waits for nothing in it. With --ask it writes a question, which it deletes
+and waits for nothing in it. On a node of the job, as its user, it finds the
+store. With --ask it writes a question, which it deletes
 with its answers, and shows what the other ranks do. Blocked ranks publish their
 calls in the store. Ranks that serve their metrics (TRACEDSTORE_HTTP_PORT) and
 can be reached are queried for all of their calls in flight.
 
 Examples:
-  tracedstore status --store tcp://node1:29400
+  tracedstore status
+  tracedstore status --store node1:29400
   tracedstore status --store tcp://node1:29400 --ask
   tracedstore status --store tcp://node1:29400 --run-id job-7 --watch
   tracedstore status --store file:///shared/store --json
@@ -17,8 +19,9 @@ Examples:
 Exit codes: 0 nothing is missing; 1 the store cannot be reached or read, which
 also ends --watch; 2 something is missing: a stall is reported and confirmed,
 ranks are blocked, a barrier or a rendezvous is not complete, a node of a
-rendezvous is silent, or ranks have not registered; 64 invalid command line;
-130 Ctrl-C
+rendezvous is silent, or ranks have not registered; 3 nothing is missing, but
+nothing has moved for stall_after in any rank: no store call, barrier or
+collective has ended; 64 invalid command line; 130 Ctrl-C
 """
 
 import argparse
@@ -42,7 +45,8 @@ from tracedstore.tools.cli.options import (
 if TYPE_CHECKING:
     from tracedstore.tools.attach.job_reading import JobReading
 
-_MISSING = 2
+# 3: it is not known that the job is healthy.
+_MISSING, _UNKNOWN = 2, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
             show(reading)
             if not arguments.watch:
-                return _MISSING if reading.missing() else 0
+                if reading.missing():
+                    return _MISSING
+                return _UNKNOWN if reading.unknown() or reading.still() else 0
             time.sleep(arguments.interval)
 
 

@@ -9,7 +9,7 @@ finished job back. With --web it serves the screen to browsers instead: beyond
 loopback only with a token. It needs the extra tracedstore[tools].
 
 Examples:
-  tracedstore top --store tcp://node1:29400
+  tracedstore top
   tracedstore top --store tcp://node1:29400 --run-id job-7 --ask
   tracedstore top --store tcp://node1:29400 --web 8080
   tracedstore top --replay logs/
@@ -42,13 +42,13 @@ from tracedstore.tools.cli.options import (
 # The process id of the server, for a process that draws for a browser.
 _SERVER = "_TRACEDSTORE_TOP_SERVER"
 # What the server of --web needs itself, and what is no option.
-_NOT_FOR_TABS = ("web", "token", "run", "refuse")
+_NOT_FOR_TABS = ("web", "token", "run", "refuse", "pid")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.set_defaults(refuse=parser.error)
-    add_store_argument(parser, required=False)
+    add_store_argument(parser)
     parser.add_argument(
         "--replay",
         nargs="+",
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the screen until a key ends it."""
-    if (arguments.store is None) == (arguments.replay is None):
+    if arguments.store is not None and arguments.replay is not None:
         arguments.refuse("give either --store or --replay")
     show = _live if arguments.replay is None else _replay
     if arguments.web is not None:
@@ -125,11 +125,10 @@ def _live(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from tracedstore.tools.cli.report import read_logs  # noqa: PLC0415
-    from tracedstore.tools.report.analysis import analyse  # noqa: PLC0415
     from tracedstore.tools.top.replay import Replay, ReplayApp  # noqa: PLC0415
 
-    records, stats = read_logs(arguments.replay, Path(os.devnull))
-    replay = Replay(" ".join(arguments.replay), analyse(records))
+    analysis, stats = read_logs(arguments.replay, Path(os.devnull))
+    replay = Replay(" ".join(arguments.replay), analysis)
     return _code(ReplayApp(replay, stats, Path.cwd()).run())
 
 
@@ -147,7 +146,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             f" set {TOKEN_VARIABLE}, or serve on 127.0.0.1 and use a tunnel"
         )
     # Errors of the command line are found here, not in the first browser.
-    if arguments.store is not None:
+    if arguments.replay is None:
         store_address(arguments)
     from tracedstore.tools.top.web import TopServer, child_command  # noqa: PLC0415
 

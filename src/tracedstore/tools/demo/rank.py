@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 from tracedstore.common.errors import CommandError
+from tracedstore.common.identity import host_name
 from tracedstore.common.ranges import fold
 from tracedstore.coordination.barrier import BarrierTimeout
 from tracedstore.elastic import barrier
@@ -66,11 +67,6 @@ class OutputFolder:
     def error(self, rank: int) -> Path:
         """Return the file of the exception that a rank caught."""
         return self.path / f"errors/rank-{rank}.json"
-
-
-def simulated_host(rank: int) -> str:
-    """Return the simulated host name of a rank, two ranks per host."""
-    return f"sim-node-{rank // 2 + 1}"
 
 
 def run_rank(
@@ -247,7 +243,7 @@ class _Rank:
             prefix,
             timeout,
             rank=self._rank,
-            rank_tracing_decoder=simulated_host,
+            rank_tracing_decoder=lambda _: host_name(),
             warn_after=warn_after,
         )
 

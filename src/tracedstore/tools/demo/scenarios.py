@@ -17,7 +17,7 @@ from tracedstore.common.errors import CommandError
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.common.ranges import fold
 from tracedstore.tools.demo.outputs import Event, RankOutputs
-from tracedstore.tools.demo.rank import OutputFolder, RankProcesses, simulated_host
+from tracedstore.tools.demo.rank import OutputFolder, RankProcesses
 from tracedstore.tools.demo.store_servers import serve_store, store_url
 from tracedstore.tools.terminal import Line, Screen
 
@@ -140,9 +140,8 @@ class _Scenarios:
         self._printer.paragraph(
             f"{given.ranks} ranks, real processes on"
             f" {ProcessIdentity().host}, share {_STORES[given.store]}."
-            f" Hosts are simulated: {simulated_host(0)} to"
-            f" {simulated_host(given.ranks - 1)}, two ranks each. Everything below is"
-            " read from the ranks' logs, traces, metrics and endpoints."
+            " Everything below is read from the ranks' logs, traces, metrics and"
+            " endpoints."
         )
         self._ranks.send("join", kind=given.store, location=location)
         self._wait()
@@ -158,7 +157,6 @@ class _Scenarios:
             "store": given.store,
             "ranks": given.ranks,
             "seed": given.seed,
-            "simulated_hosts": True,
             "seconds": round(self._printer.seconds(), 1),
             **outputs.totals(),
             "slowest_waits": outputs.slowest_waits(),
@@ -505,6 +503,6 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "awaited",
             f"{awaited}, in {stall['phase']} by ranks {stall['waiting_ranks']}",
         ),
-        ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(gone['hosts'])}"),
+        ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(set(gone['hosts']))}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),
     ]

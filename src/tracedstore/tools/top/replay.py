@@ -26,6 +26,7 @@ from tracedstore.tools.job_view import (
 )
 from tracedstore.tools.report.analysis import Analysis, LoggedStall
 from tracedstore.tools.report.barriers import BarrierInstance
+from tracedstore.tools.report.failures import FailureGroup
 from tracedstore.tools.report.log_reader import ReadStats
 from tracedstore.tools.report.logged_events import NO_RANK, WAITING
 from tracedstore.tools.top.app import TopApp
@@ -67,7 +68,7 @@ class Replay:
         self.incidents = sorted(
             {
                 *(stall.first_time for stall in analysis.stalls),
-                *(failure.time for _, failure in analysis.failures[:1]),
+                *(group.failure.time for group in self._failures()),
                 *(
                     min(report.time for report in one.barrier.reports)
                     for one in analysis.incidents
@@ -182,9 +183,14 @@ class Replay:
     def _name(self, rank: int) -> str:
         return self.analysis.logged.host(rank) or f"rank {rank}"
 
+    def _failures(self) -> list[FailureGroup]:
+        """Return the first failure with a time, if there is one."""
+        return [one for one in self.analysis.ended if one.failure.time][:1]
+
     def _otherwise(self, time: float) -> tuple[Level, str]:
         """Return how the job is if it waits for nothing."""
-        for process, failure in self.analysis.failures[:1]:
+        for group in self._failures():
+            failure, process = group.failure, group.failure.process
             if failure.time <= time:
                 who = f"rank {process.rank}" if process.rank != NO_RANK else "a process"
                 host = process.host or self.analysis.logged.host(process.rank)
