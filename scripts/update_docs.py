@@ -230,7 +230,7 @@ def _cost_summary() -> str:
     scraped = results_of("exposition")["rows"][0]
     return (
         f"{calls}\n\n{_measured(results)}.\n\n"
-        "- The columns `native` are with the [native base](docs/native.md), which"
+        "- The columns `native` are with the [native base](native.md), which"
         " `tracedstore build-native` builds; the columns `Python` are without it.\n"
         f"- A completed barrier takes {trips['ours_round_trips']} round trips, or"
         f" {trips['configured_round_trips']} with a TracerProvider and structlog"

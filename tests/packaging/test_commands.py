@@ -28,6 +28,7 @@ from support.otlp_receiver import OTLPReceiver, resources_of
 from support.pseudo_terminal import Terminal
 from support.tools import ROOT
 from support.torchrun import one_node
+from tracedstore.common.identity import host_name
 from tracedstore.tools.cli.main import COMMANDS, make_parser
 
 PAGES = [
@@ -50,7 +51,7 @@ RUN_BELOW = {
     "make bench",
     "tracedstore-run torchrun",
     "torchrun --nnodes 2",
-    "TRACEDSTORE_HTTP_PORT=9400 tracedstore-run torchrun",
+    "TRACEDSTORE_HTTP_PORT=27400 tracedstore-run torchrun",
     "tracedstore sd",
     "tracedstore stacks",
     "tracedstore status",
@@ -58,6 +59,8 @@ RUN_BELOW = {
     "tracedstore report",
     "tracedstore dashboards",
 }
+# Without --store; integration/test_local_jobs.py runs these.
+FOUND_STATUS, FOUND_STACKS = "tracedstore status", "tracedstore stacks"
 # It needs a terminal. The other commands of its page do not.
 DEMO_ON_TOP = "tracedstore demo --top"
 # The tests have no Docker. tests/dashboards/test_compose.py checks the compose file
@@ -67,11 +70,17 @@ DEMO_ON_TOP = "tracedstore demo --top"
 NOT_RUN = {
     "docker compose up --build",
     "TARGETS=/shared/prometheus/targets sbatch many-nodes.sbatch",
-    "kubectl apply -f manifests/",
+    "kubectl apply -k manifests/",
+    "kubectl apply --namespace team-a -f manifests/jobs/",
     "kubectl apply -f examples/kubernetes/indexed-job.yaml",
-    "kubectl exec job/train -- tracedstore status --store tcp://train-0.train:29500",
     (
-        "kubectl logs --selector batch.kubernetes.io/job-name=train --prefix --tail=-1"
+        "kubectl exec $(kubectl get pods --selector app.kubernetes.io/instance=train"
+        " --field-selector status.phase=Running --output name | head -n 1) --"
+        " tracedstore status"
+    ),
+    "kubectl port-forward pod/train-0-x7f9k 27400",
+    (
+        "kubectl logs --selector app.kubernetes.io/instance=train --prefix --tail=-1"
         " --max-log-requests=64 > logs/train.log"
     ),
 }
@@ -244,7 +253,7 @@ class TestMake:
             for demo in demos:
                 out, err = demo.communicate(timeout=_TIMEOUT)
                 assert (demo.returncode, err) == (0, ""), (demo.args, out)
-                assert "sim-node-1" in out
+                assert host_name() in out
         assert (tmp_path / "here/report.html").is_file()
 
     def test_demo_on_top(self, tmp_path: Path) -> None:
@@ -330,9 +339,9 @@ class TestTorchrun:
 
     def test_endpoint(self, tmp_path: Path) -> None:
         """The agent serves the metrics of its ranks while they train."""
-        (command,) = commands("TRACEDSTORE_HTTP_PORT=9400 tracedstore-run torchrun")
+        (command,) = commands("TRACEDSTORE_HTTP_PORT=27400 tracedstore-run torchrun")
         port, stop = free_port(), tmp_path / "stop"
-        command = command.replace("9400", str(port)).replace("-node 4", "-node 2")
+        command = command.replace("27400", str(port)).replace("-node 4", "-node 2")
         (tmp_path / "train.py").write_text(
             "import runpy, sys\n"
             f"sys.argv[1:] = ['--steps=99999', '--pause=0.01', '--stop-file={stop}']\n"
@@ -357,7 +366,8 @@ class TestTracedstore:
 
     def test_status(self, store_url: str, tmp_path: Path) -> None:
         """`tracedstore status` reports that rank 0 of 2 is missing."""
-        (command,) = commands("tracedstore status")
+        found, command = sorted(commands("tracedstore status"))
+        assert found == FOUND_STATUS
         code, out, err = run(command.replace("tcp://node1:29400", store_url), tmp_path)
 
         assert (code, err) == (2, "")
@@ -399,7 +409,8 @@ class TestTracedstore:
 
     def test_stacks(self, store_url: str, tmp_path: Path) -> None:
         """`tracedstore stacks` shows that rank 0 of 2 never registered."""
-        (command,) = commands("tracedstore stacks")
+        found, command = sorted(commands("tracedstore stacks"))
+        assert found == FOUND_STACKS
         code, out, err = run(command.replace("tcp://node1:29400", store_url), tmp_path)
 
         assert (code, err) == (2, "")

@@ -6,6 +6,7 @@ copy, and build the wheel from the copy.
 
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,16 @@ COPIES = [
     (sources.split(), target)
     for sources, target in re.findall(r"^COPY (.+) (\S+)$", DOCKERFILE, re.MULTILINE)
 ]
-SOURCES = [source for sources, _ in COPIES for source in sources]
+# The image that has the package without torch, for an init container.
+PACKAGE = (ROOT / "examples/kubernetes/tracedstore.Dockerfile").read_text("utf-8")
+SOURCES = sorted(
+    {source for sources, _ in COPIES for source in sources}
+    | {
+        source
+        for sources in re.findall(r"^COPY (?!--)(.+) \S+$", PACKAGE, re.MULTILINE)
+        for source in sources.split()
+    }
+)
 
 
 class DockerIgnore:
@@ -128,6 +138,19 @@ def test_wheel_from_the_context(tmp_path: Path) -> None:
         names = set(wheel.namelist())
 
     assert {f"tracedstore/tools/cli/shipped/{name}" for name in shipped()} <= names
+
+
+def test_package_without_torch() -> None:
+    """The image for an init container has all dependencies but torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = {re.split("[<>=]", name)[0] for name in project["dependencies"]}
+    (installed,) = re.findall(r"--target /package \\\n(.*?)\\\n", PACKAGE, re.DOTALL)
+
+    assert set(installed.split()) == needed - {"torch"}
+    assert "pip install --no-cache-dir --no-deps --target /package ." in PACKAGE
+    images = re.findall("^FROM (.+)$", PACKAGE, re.MULTILINE)
+    (built_on,) = re.findall("^FROM (.+)$", DOCKERFILE, re.MULTILINE)
+    assert images == [f"{built_on} AS package", "busybox:1.37.0"]
 
 
 def test_image_is_pinned_and_unprivileged() -> None:

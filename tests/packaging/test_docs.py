@@ -174,6 +174,16 @@ class TestExamples:
                     assert base in known, f"{page}: {name}"
 
 
+def test_site() -> None:
+    """The site has every page of docs/ once."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    listed = re.findall(r"\b([\w-]+\.md)$", text, re.MULTILINE)
+
+    assert sorted(listed) == [
+        page.name for page in sorted((ROOT / "docs").glob("*.md"))
+    ]
+
+
 def _is_in_package(name: str) -> bool:
     """Return whether a dotted name begins with a module, and goes on inside of it."""
     parts = name.removeprefix("tracedstore.").split(".")

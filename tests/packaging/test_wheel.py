@@ -11,9 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from support.etcd import free_port
+from support.kubernetes import load, of_kind
 from support.tools import ROOT
 from support.wheel import build_wheel
 from tracedstore.tools.cli.dashboards import shipped
+
+# A program that does not know of the package.
+_TRAIN = """\
+import sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+while type(store) is dist.PrefixStore:
+    store = store.underlying_store
+print(sys.modules["tracedstore"].__file__, type(store).__name__)
+dist.destroy_process_group()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +93,45 @@ class TestWheel:
         packed = [name for name in wheel.namelist() if name.startswith(folder)]
 
         assert packed == [folder + "sitecustomize.py"]
+
+    def test_unmodified_image(self, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+        """The commands of the example trace a program beside which it is not installed.
+
+        The package is that of the volume, and not the editable installation here.
+        """
+        path = ROOT / "examples/kubernetes/unmodified-image.yaml"
+        job = of_kind(load(path), "Job")["spec"]["template"]["spec"]
+        (init,), (container,) = job["initContainers"], job["containers"]
+        package, volume = tmp_path / "package", tmp_path / "volume"
+        wheel.extractall(package)
+        volume.mkdir()
+        targets = {"/package/.": f"{package}/.", "/tracedstore": str(volume)}
+        copy = [targets.get(word, word) for word in init["command"]]
+        subprocess.run(copy, check=True, timeout=240)
+        (tmp_path / "train.py").write_text(_TRAIN)
+        environ = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(volume),
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MASTER_ADDR": "localhost",
+            "PET_MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [*container["command"], *container["args"]],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+        assert done.returncode == 0, done.stderr
+        file, kind = done.stdout.split()
+        assert Path(file).is_relative_to(volume)
+        assert kind == "TracedStore"
 
     def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
         """Commands and plug-ins refer to existing functions and classes."""
