@@ -151,7 +151,7 @@ class Server:
                 "targets": [f"127.0.0.1:{self._nodes_port}"],
                 "labels": {
                     "__metrics_path__": f"/{node}",
-                    "instance": f"node{node}:9400",
+                    "instance": f"node{node}:27400",
                     "host": f"node{node}",
                     "run_id": "fleet",
                 },

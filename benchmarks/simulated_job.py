@@ -65,7 +65,7 @@ def _start(store: dist.Store, ranks: int) -> None:
     for rank in range(ranks):
         incarnations.check_earlier(store, rank, ranks)
         rank_registry.register(store, rank, ranks)
-        incarnations.write_stamp(store, "0", rank)
+        incarnations.write_stamp(store, "0", rank, range(ranks))
 
 
 def _idle(store: dist.Store, ranks: int) -> None:

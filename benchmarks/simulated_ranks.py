@@ -18,9 +18,9 @@ from log_lines import LogLines
 from tracedstore import names
 from tracedstore.common.identity import ProcessIdentity, identify
 from tracedstore.coordination.rank_registry import Member
-from tracedstore.diagnosis import service, store_diagnosis
+from tracedstore.diagnosis import rounds, service, store_diagnosis
 from tracedstore.diagnosis.judgement import inquiry
-from tracedstore.diagnosis.observe import blocked_calls
+from tracedstore.diagnosis.observe import waits
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.diagnosis.store_diagnosis import StoreDiagnoses, StoreDiagnosis
 from tracedstore.recording.counters import ActiveCall, StoreState
@@ -60,7 +60,7 @@ CLOCK = SimulatedClock()
 
 def simulate_time() -> None:
     """Let the diagnosis of this process measure the time of the simulated job."""
-    for module in (service, inquiry, store_diagnosis):
+    for module in (service, inquiry, rounds, store_diagnosis, waits):
         module.time = CLOCK  # type: ignore[attr-defined]
 
 
@@ -145,8 +145,14 @@ class _OneStore(StoreDiagnoses):
     def __init__(self, only: StoreDiagnosis) -> None:
         self._only = only
 
-    def of(self, _call: ActiveCall) -> StoreDiagnosis:
+    def of(self, _state: StoreState, _thread_id: int) -> StoreDiagnosis:
         return self._only
+
+    def of_pending(self, _pending: waits.Pending) -> StoreDiagnosis:
+        return self._only
+
+    def unregistered(self) -> list[StoreDiagnosis]:
+        return []
 
     def registered(self) -> list[StoreDiagnosis]:
         return [self._only]
@@ -210,18 +216,20 @@ class SimulatedRank:
         if self.wait is not None and self.wait.elected and not self.looked:
             self.looked = True
             # No process answers.
-            seconds += blocked_calls._ANSWER_TIMEOUT  # noqa: SLF001 - see above
+            seconds += store_diagnosis._ANSWER_TIMEOUT  # noqa: SLF001 - see above
         return seconds
 
     @property
     def wait(self) -> Any:
         """What its diagnosis knows about the call; None before it is examined."""
-        return self._diagnosis._waits.get(id(self._active.call))  # noqa: SLF001 - drives it
+        return self._diagnosis._waits.get(waits.key_of(self._active))  # noqa: SLF001 - drives it
 
     def time_out(self) -> None:
         """Check the verdict, as a call does that has just timed out."""
         _current.events = self._events
-        self._diagnosis._requests.append((self._active, threading.Event()))  # noqa: SLF001 - drives it
+        pending = self._diagnosis._pending.of(self._active)  # noqa: SLF001 - drives it
+        assert pending is not None
+        self._diagnosis._requests.append((pending, threading.Event()))  # noqa: SLF001 - drives it
         self._diagnosis.visit_stores()
 
     def end(self) -> None:

@@ -321,7 +321,7 @@ SCENARIOS = {
         Scenario(
             run=before_init,
             kinds=("busy", "stopped", "not_started"),
-            causes=("not_started", "stopped", "gone"),
+            causes=("late", "not_started", "stopped", "gone"),
         ),
         Scenario(run=new_group),
         Scenario(run=new_group_of_some, max_victims=1),

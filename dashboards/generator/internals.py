@@ -129,6 +129,27 @@ def _waits() -> Row:
                 "s",
                 over_time(oldest, _LEGEND),
             ),
+            panels.lines(
+                "Progress",
+                "Collectives of each process group, by the rank that is behind. A line"
+                " that stops rising is a job that computes for long, or hangs.",
+                "short",
+                over_time(
+                    f"min by (run_id, group) ({series(names.COLLECTIVE_SEQUENCE)})",
+                    "{{group}}",
+                ),
+            ),
+            panels.lines(
+                "Seconds without progress",
+                "The ranks in which no store call, barrier or collective has ended for"
+                " longest.",
+                "s",
+                over_time(
+                    "topk(10, max by (run_id, host, rank)"
+                    f" ({age(names.LAST_PROGRESS)}))",
+                    "rank {{rank}} on {{host}}",
+                ),
+            ),
         ],
     )
 

@@ -20,6 +20,7 @@ from contract.harness import Make
 from contract.scenarios import MINUTE
 from integration.harness import in_background, operation_count, wait_until
 from support.stores import KINDS, client_of
+from support.waits import all_wait_as_ranks
 from tracedstore import TracedStore, wrap
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.store_access import bare_store
@@ -256,6 +257,7 @@ class TestHeldByCpp:
         """A wait of C++ is reported with the rank that is missing, and withdrawn."""
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
+        all_wait_as_ranks(monkeypatch)
         tracedstore.configure(stall_after=0.4, log_format="json")
         above: Any = PrefixStore("p", wrap(KINDS[kind](tmp_path)))
         other = above.clone()

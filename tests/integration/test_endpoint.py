@@ -1,15 +1,17 @@
 """The HTTP endpoint of a process, with well-behaved and misbehaving clients."""
 
+import errno
 import http.client
 import json
 import os
 import socket
 import ssl
 import threading
+import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,47 @@ class TestPorts:
             assert port < endpoint.serve(http_port=port) < port + 128
             assert endpoint.alive()
 
+    def test_all_addresses(self, endpoint: Endpoint) -> None:
+        """An endpoint at all addresses of IPv6 answers at those of IPv4 too."""
+        port = endpoint.serve(http_host="::")
+        urls = [f"http://127.0.0.1:{port}/healthz"]
+        with (
+            suppress(OSError),
+            socket.create_server(("::1", 0), family=socket.AF_INET6),
+        ):
+            urls.append(f"http://[::1]:{port}/healthz")
+
+        for url in urls:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                assert response.read() == b"ok\n"
+
+    def test_all_addresses_without_ipv6(
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a machine without IPv6, all addresses are those of IPv4."""
+        original = server._Listener.server_bind
+
+        def bind(listener: server._Listener) -> None:
+            if listener.address_family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "no IPv6")
+            original(listener)
+
+        monkeypatch.setattr(server._Listener, "server_bind", bind)
+        endpoint.serve(http_host="::")
+
+        assert endpoint.alive()
+
+    def test_advertised_address(self, endpoint: Endpoint) -> None:
+        """The registry has the advertised address; localhost is served as well."""
+        port = endpoint.serve(http_host="::", http_advertised_host="Pod.example")
+        store = tracedstore.wrap(dist.HashStore())
+        tracedstore.barrier(store, 1, "b", rank=0)
+
+        (target,) = json.loads(endpoint.get("/sd", Host="localhost")[2])
+        assert target["targets"] == [f"Pod.example:{port}"]
+        assert endpoint.get("/sd", Host=f"pod.example:{port}")[0] == 200
+        assert endpoint.get("/sd", Host="other.example")[0] == 421
+
     def test_invalid_address(self, registry: CollectorRegistry, events: Events) -> None:
         """An address that cannot be bound emits an event; the job continues."""
         tracedstore.configure(
@@ -361,12 +404,12 @@ class TestAccess:
     @pytest.mark.parametrize(
         ("host", "status"),
         [
-            ("127.0.0.1:9400", 200),
+            ("127.0.0.1:27400", 200),
             ("10.1.2.3", 200),
-            ("[::1]:9400", 200),
+            ("[::1]:27400", 200),
             ("localhost", 200),
             (socket.gethostname().upper(), 200),
-            ("metrics.cluster:9400", 200),
+            ("metrics.cluster:27400", 200),
             ("attacker.example", 421),
             ("localhost.attacker.example", 421),
             ("[::1", 421),

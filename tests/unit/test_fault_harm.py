@@ -17,9 +17,11 @@ def result(base: str, compared: str = "get", **findings: list[str]) -> dict[str,
     }
 
 
-def end(*codes: int | None, restarts: int = 1, seconds: float = 5.0) -> pairs.End:
+def end(
+    *codes: int | None, restarts: int = 1, hit: bool = True, seconds: float = 5.0
+) -> pairs.End:
     """Return how a job ended."""
-    return pairs.End(list(codes), restarts, seconds, seconds + 10, 8.0, [])
+    return pairs.End(list(codes), restarts, hit, seconds, seconds + 10, 8.0, [])
 
 
 JOB = pairs.Job(number=1, fault="kill worker", rank=2, step=3, shared=False)
@@ -79,6 +81,14 @@ class TestPairs:
 
         assert pairs.judge(JOB, ends)["findings"]["deadlocks"]
 
+    def test_without_fault(self) -> None:
+        """A job that ended before its fault has no time from the fault on."""
+        ends = {"bare": [end(1, 1, hit=False), end(1, 1)], "traced": [end(1, 1)]}
+        judged = pairs.judge(JOB, ends)
+
+        assert judged["unlike"]
+        assert "| kill worker, new store | 1 | 0 | 1 | 0 |  |" in pairs.table([judged])
+
     def test_seed(self) -> None:
         """A job depends on the seed and its number."""
         jobs = [pairs.make_job(1, number) for number in range(100)]
@@ -86,3 +96,5 @@ class TestPairs:
         assert jobs == [pairs.make_job(1, number) for number in range(100)]
         assert len({job.fault for job in jobs}) == 8
         assert {job.shared for job in jobs} == {True, False}
+        assert {job.host for job in jobs if job.forked} == {0, 1}
+        assert len([job for job in jobs if not job.forked]) == 13

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,33 @@ class TestAttendance:
         (silent,) = attendance.silent_seconds(attendance.left(OWN), now)
         assert silent == pytest.approx(30, abs=5)
         assert attendance.silent_seconds([Node("unknown", 1, 1)], now) == [None]
+
+
+class TestSilentRanks:
+    """The nodes of a round without heartbeats, by rank."""
+
+    def test_node_that_torch_removed(self) -> None:
+        """It is silent by its last heartbeat, and keeps the rank of its round."""
+        attendance, now, node = Attendance(), time.time(), Node("b", 101, 0)
+        state = make_state("own", "b", round=1, complete=True)
+        attendance.record(replace(state, participants={OWN: 1, node: 0}))
+        assert attendance.silent_ranks(OWN, 10, now) == {}
+
+        attendance.record(make_state("own", round=1, complete=True))
+
+        ((rank, (found, age)),) = attendance.silent_ranks(OWN, 10, now + 30).items()
+        assert (rank, found) == (0, node)
+        assert age == pytest.approx(30, abs=5)
+        attendance.record(make_state("own", round=2, complete=True))
+        assert attendance.silent_ranks(OWN, 10, now + 30) == {}
+
+    def test_closed(self) -> None:
+        """Nobody sends heartbeats to a rendezvous that is closed."""
+        attendance = Attendance()
+        attendance.record(make_state("own", "b", complete=True))
+        attendance.record(make_state("own", "b", complete=True, closed=True))
+
+        assert attendance.silent_ranks(OWN, 10, time.time() + 30) == {}
 
 
 A, B = (Node(host, 1, 0) for host in "ab")

@@ -296,7 +296,7 @@ AGENT_WORKERS.workers = (Worker(rank=0, local_rank=0, pid=1, start_ticks=None),)
 AGENT_WORKERS.environ = {"RANK": "0"}
 stall_reports._kept["what"] = stall_reports.claim("what")
 claimed = stall_reports._kept["what"].fileno()
-connection_attempt._probed["host", 1] = 0.0, ""
+connection_attempt._unanswered["host", 1] = 0.0
 discovery._being_read.add(store)
 
 def check():
@@ -309,13 +309,13 @@ def check():
         AGENT_WORKERS.workers,
         dict(AGENT_WORKERS.environ),
         stall_reports._kept,
-        connection_attempt._probed,
+        connection_attempt._unanswered,
         len(discovery._being_read),
     )
 
 in_child(check)
 os.fstat(claimed)
-assert AGENT_WORKERS.workers and connection_attempt._probed
+assert AGENT_WORKERS.workers and connection_attempt._unanswered
 """
         )
 

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 import tracedstore
 from integration.harness import in_background, wait_until
+from support.native import on_both_bases
 from tracedstore.common import signal_safety
 from tracedstore.common.signal_safety import (
     HELPERS,
@@ -25,6 +26,7 @@ from tracedstore.common.signal_safety import (
     raised_by_handler,
 )
 from tracedstore.export import setup
+from tracedstore.recording.operation import Operation
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import NULL_TELEMETRY, Failures
 from tracedstore.testing import OperationLog
@@ -295,55 +297,102 @@ class TestGarbage:
         assert [each.method.name for each in log.operations] == ["set"]
 
 
-def test_handler_forks_after_the_helper_thread_is_done() -> None:
-    """A child inherits no lock of a store that a helper thread holds.
+class TestFork:
+    """A fork of the main thread while a helper thread is at work."""
 
-    The lock stands for the one that torch's C++ takes in a call of a TCPStore.
-    """
-    lock, begun = threading.Lock(), threading.Event()
-    statuses: list[int] = []
+    @pytest.fixture(autouse=True)
+    def own_helpers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No thread or work of another test; a bound that only a hang reaches."""
+        HELPERS.reset()
+        monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 3600.0)
 
-    def fork(_signum: int, _frame: object) -> None:
-        begun.set()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if lock.acquire(timeout=1) else 1)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    def test_handler(self) -> None:
+        """A child inherits no lock of a store that a helper thread holds.
 
-    def call_store() -> None:
-        with lock:
-            signal.pthread_kill(main, signal.SIGUSR1)
-            begun.wait(240)
-            time.sleep(0.3)
+        The lock stands for the one that torch's C++ takes in a call of a TCPStore.
+        """
+        lock, forking = threading.Lock(), threading.Event()
+        statuses: list[int] = []
 
-    main = threading.main_thread().ident or 0
-    with handling(fork):
-        off_main_thread(call_store)
+        def fork_in_handler(_signum: int, _frame: object) -> None:
+            forking.set()
+            statuses.append(fork(lambda: lock.acquire(timeout=1)))
 
-    assert statuses == [0]
+        off_main_thread_interrupted(fork_in_handler, lock, forking)
+
+        assert statuses == [0]
+
+    def test_after_a_handler_raised(self) -> None:
+        """So it is when a handler has ended the wait for the helper thread."""
+        lock, forking = threading.Lock(), threading.Event()
+        with pytest.raises(Stop):
+            off_main_thread_interrupted(handler, lock, forking)
+
+        forking.set()
+        assert fork(lambda: lock.acquire(timeout=1)) == 0
+
+    def test_store_hangs(self) -> None:
+        """A helper thread that hangs with a store delays no fork after the bound."""
+        lock, forking = threading.Lock(), threading.Event()
+        with pytest.raises(Stop):
+            off_main_thread_interrupted(handler, lock, forking)
+
+        for done in HELPERS.unfinished:
+            HELPERS.unfinished[done] -= 3600.0  # when it began
+        assert fork() == 0
+        forking.set()
+
+    @on_both_bases
+    def test_work_of_a_base(self, core: str) -> None:
+        """Whichever base hands over work, a fork knows of it until it is done."""
+        counts: list[int] = []
+
+        class Count(OperationLog):
+            def observe(self, operation: Operation) -> None:
+                super().observe(operation)
+                counts.append(len(HELPERS.unfinished))
+
+        tracedstore.configure(observers=[Count()], slow_after=0)
+        tracedstore.wrap(HashStore()).set("key", "value")
+
+        assert counts == [1], core
+        assert not HELPERS.unfinished
+
+    def test_busy_with_nothing(self) -> None:
+        """A thread that was taken, but got no work, delays no fork."""
+        off_main_thread(threading.get_ident)
+        wait_until(lambda: bool(HELPERS.idle))
+        HELPERS.idle.clear()
+
+        assert fork() == 0
+
+    def test_other_thread(self) -> None:
+        """Without telemetry its fork would not wait for the main thread either."""
+        HELPERS.unfinished["work"] = time.monotonic()
+
+        assert in_background(fork).result(240) == 0
+        HELPERS.unfinished.clear()
 
 
-def test_fork_of_another_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without telemetry it would not wait for the main thread's calls either."""
-    monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 60.0)
-    monkeypatch.setattr(HELPERS, "thread_ids", {1, *HELPERS.thread_ids})
-
-    def fork() -> int:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        return os.waitpid(pid, 0)[1]
-
-    assert in_background(fork).result(240) == 0
-
-
-def test_fork_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper thread may hang with its store."""
-    monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 0.1)
-    monkeypatch.setattr(HELPERS, "thread_ids", {1, *range(99, 120)})
-
+def fork(work: Callable[[], bool] = lambda: True) -> int:
+    """Fork a child that does some work; return its exit status, 0 for a true result."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0)
+        os._exit(not work())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    assert os.waitpid(pid, 0)[1] == 0
+
+def off_main_thread_interrupted(
+    handle: Callable[..., None], lock: threading.Lock, forking: threading.Event
+) -> None:
+    """Hold a lock in a helper thread until a fork, and interrupt the wait for it."""
+    main = threading.main_thread().ident or 0
+
+    def work() -> None:
+        with lock:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            forking.wait(240)
+            time.sleep(0.3)  # a fork that does not wait is made now
+
+    with handling(handle):
+        off_main_thread(work)

@@ -8,14 +8,14 @@ import pytest
 from tracedstore.tools.attach.token_policy import TokenPolicy
 from tracedstore.tools.cli.options import add_token_arguments, token_policy
 
-NODE7 = "http://node7:9400/metrics"
-LOCAL = "http://127.0.0.1:9400/metrics"
+NODE7 = "http://node7:27400/metrics"
+LOCAL = "http://127.0.0.1:27400/metrics"
 
 
 @pytest.mark.parametrize(
     ("url", "hosts", "insecure", "options"),
     [
-        ("https://node7:9400/metrics", [], False, None),
+        ("https://node7:27400/metrics", [], False, None),
         (NODE7, [], False, "--token-host node7 --insecure-token"),
         (NODE7, ["node7"], False, "--insecure-token"),
         (NODE7, [], True, "--token-host node7"),
@@ -25,7 +25,7 @@ LOCAL = "http://127.0.0.1:9400/metrics"
         (LOCAL, [], True, "--token-host 127.0.0.1"),
         (LOCAL, ["127.0.0.1"], False, None),
         (LOCAL, ["localhost"], False, None),
-        ("http://[::1]:9400/metrics", ["localhost"], False, None),
+        ("http://[::1]:27400/metrics", ["localhost"], False, None),
         (
             "http://localhost.evil:1/",
             ["localhost"],

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
 _RENDEZVOUS: Final = "torch.distributed.rendezvous"
@@ -89,7 +89,12 @@ PATCH_TARGETS: Final = (
     ),
 )
 
+# Frames from a fork hook to the function of multiprocessing that forks.
+_MAX_FORK_FRAMES: Final = 8
+
 _enabled = False
+# The hook for forked workers is set.
+_answers_in_children = False
 # The installed shims: owner, name, torch's original, shim.
 _installed: list[tuple[Any, str, Any, Any]] = []
 # The names of torch that were logged as missing.
@@ -119,6 +124,8 @@ def instrument() -> None:
     when_imported(_AGENT, _answer_for_workers)
     if "RANK" in os.environ:
         when_imported("torch.distributed", _answer_questions)
+    else:
+        when_imported("torch.distributed", _answer_in_children)
 
 
 def uninstrument() -> None:
@@ -372,6 +379,50 @@ def answer_before_registration() -> None:
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None or multiprocessing.parent_process() is None:
         RECORDER.failures.guarded(names.DIAGNOSIS, LOCAL_SOCKET.start)
+
+
+def _answer_in_children(_module: ModuleType) -> None:
+    """Let workers that multiprocessing forks answer before they register.
+
+    They get their rank after the fork, so it is not known which of them are ranks. Who
+    asks is told the rank that a process has by then.
+    """
+    global _answers_in_children  # noqa: PLW0603 - a hook cannot be removed
+    if _answers_in_children:
+        return
+    _answers_in_children = True
+    try:
+        # Imported before the fork: another thread may hold the lock of an import then.
+        from tracedstore.local.sockets import LOCAL_SOCKET  # noqa: F401, PLC0415
+
+        os.register_at_fork(after_in_child=_after_fork)
+    except Exception as error:
+        _raise_if_from_handler(error)
+        _log_disabled(error)
+
+
+def _after_fork() -> None:
+    # The workers of a rank's data loader are no ranks.
+    if _enabled and "RANK" not in os.environ and _is_forked_worker():
+        try:
+            answer_before_registration()
+        except Exception as error:
+            _raise_if_from_handler(error)
+            _log_disabled(error)
+
+
+def _is_forked_worker() -> bool:
+    """Return whether multiprocessing forks this process."""
+    module = sys.modules.get("multiprocessing.popen_fork")
+    file = getattr(module, "__file__", None)
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the only way
+    for _ in range(_MAX_FORK_FRAMES):
+        if frame is None or file is None:
+            return False
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _register_traced_handlers(module: ModuleType) -> None:

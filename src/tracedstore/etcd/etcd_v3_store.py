@@ -128,6 +128,11 @@ class EtcdV3Store(Store):
         """The port of the first endpoint."""
         return self._endpoints[0].port
 
+    @property
+    def scheme(self) -> str:
+        """``https`` if the endpoints are reached over TLS, else ``http``."""
+        return "https" if self._endpoints[0].secure else "http"
+
     def __repr__(self) -> str:
         servers = ",".join(map(str, self._endpoints))
         return f"EtcdV3Store({servers!r}, {self.namespace!r})"

@@ -95,7 +95,8 @@ class HttpEndpoint:
             pages(self._registry, per_node=per_node), host, own_port, self._access
         )
         secure = self._access.tls is not None
-        return f"{base_url(host, self._server.port, secure=secure)}/metrics"
+        advertised = self._settings.http_advertised_host or host
+        return f"{base_url(advertised, self._server.port, secure=secure)}/metrics"
 
     def stop(self, timeout: float) -> None:
         """Serve no more."""
@@ -234,12 +235,13 @@ def access_of(settings: Settings) -> Access:
         ConfigurationError: A certificate or key cannot be used, or one setting needs
             another one.
     """
+    advertised = settings.http_advertised_host or ""
     return Access(
         tls=_tls(settings),
         credentials=_credentials(settings),
         # A liveness probe has no secret.
         open_pages=frozenset({"/healthz"}),
-        hosts=frozenset(settings.http_hosts),
+        hosts=frozenset({*settings.http_hosts, advertised.lower()} - {""}),
     )
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from socketserver import TCPServer
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -44,8 +45,15 @@ _MAX_PORTS = 128
 CHALLENGES = ('Basic realm="tracedstore"', "Bearer")
 # Characters of a Host header: a name or an address, and a port.
 _AUTHORITY = re.compile(r"[\w.:%\[\]-]+", re.ASCII)
+# The kubelet writes the domains of the cluster into it.
+_RESOLV_CONF = Path("/etc/resolv.conf")
+# All addresses of IPv6, and of IPv4 too.
+_ANY_IPV6 = "::"
+_ANY_IPV4 = "0.0.0.0"  # noqa: S104 - only where it is configured
+# Errors of a machine without IPv6.
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 # Addresses that mean every interface; clients cannot connect to them.
-ANY_ADDRESS = ("::", "0.0.0.0", "")  # noqa: S104 - only where it is configured
+ANY_ADDRESS = (_ANY_IPV6, _ANY_IPV4, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,7 @@ class Access:
             name in {"localhost", *self.hosts}
             or _is_ip_address(name)
             or name in _own_names()
+            or name.endswith(_service_domains())
         )
 
     @staticmethod
@@ -121,7 +130,35 @@ def base_url(host: str, port: int, *, secure: bool) -> str:
 def _own_names() -> frozenset[str]:
     """Return the names of this machine; the full one may take a name lookup."""
     own = socket.gethostname().lower()
-    return frozenset({own, own.partition(".")[0], socket.getfqdn().lower()})
+    full = socket.getfqdn().lower()
+    return frozenset({own, own.partition(".")[0], full, *_names_of_pod(full)})
+
+
+def _names_of_pod(full: str) -> list[str]:
+    """Return the shorter names of a pod: of ``a.b.team.svc.cluster.local``, four."""
+    name, svc, _ = full.partition(".svc.")
+    if not svc:
+        return []
+    labels = name.split(".")
+    shorter = [".".join(labels[:count]) for count in range(2, len(labels) + 1)]
+    return [f"{name}.svc", *shorter]
+
+
+@functools.cache
+def _service_domains() -> tuple[str, ...]:
+    """Return how names of Services end in the cluster of this pod; () in no pod.
+
+    Only the DNS of the cluster answers for them. A web site outside has no such name,
+    so that accepting all of them keeps the protection.
+    """
+    try:
+        lines = _RESOLV_CONF.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ()
+    words = [line.lower().split() for line in lines]
+    searched = [name for line in words if line[:1] == ["search"] for name in line[1:]]
+    domains = [f".{name.rstrip('.')}" for name in searched if name.startswith("svc.")]
+    return (".svc", *domains) if domains else ()
 
 
 def _is_ip_address(name: str) -> bool:
@@ -189,6 +226,8 @@ def _listen(
             taken = error
             if error.errno != errno.EADDRINUSE:
                 break
+    if host == _ANY_IPV6 and taken.errno in _NO_IPV6:
+        return _listen(pages, _ANY_IPV4, port, access)
     raise taken
 
 
@@ -208,6 +247,13 @@ class _Listener(TCPServer):
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Request)
+
+    def server_bind(self) -> None:
+        """Bind the address; that of all IPv6 addresses has those of IPv4 too."""
+        if self.address_family == socket.AF_INET6:
+            # Without it, a setting of the machine decides.
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread, or close it if there are too many."""

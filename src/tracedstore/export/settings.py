@@ -146,6 +146,8 @@ class Settings:
         answers: Answer questions of other processes of the job about what this one
             does: its Store calls, and file, line and function of its threads' stacks.
             Only processes of the same user, and clients of the job's store, can ask.
+        collectives: Watch the collectives of process groups, and report those that do
+            not end, as Store calls.
         contended_after: Number of compare-and-sets lost in a row that is reported.
         log_format: Format of events if the application has not configured structlog.
             ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;
@@ -170,9 +172,14 @@ class Settings:
         http_scope: Who serves a worker of torchrun. ``node``: its agent, if that is
             traced; one endpoint serves a node. ``rank``: the worker itself. Without
             torchrun, each process serves itself.
-        http_host: The address to listen on; ``0.0.0.0`` for all addresses.
+        http_host: The address to listen on; ``0.0.0.0`` for all addresses of IPv4,
+            ``::`` for all of IPv6 and IPv4.
+        http_advertised_host: Name or address by which others reach this process: it
+            is in the registry, in ``/sd`` and in events. Without it, they have the
+            address to listen on, or the name of this machine for all addresses.
         http_hosts: Names in the ``Host`` header that are accepted besides localhost,
-            IP addresses and the name of this machine, separated by commas.
+            IP addresses, the name of this machine, the advertised name and, in a pod,
+            names of Services, separated by commas.
         http_token: Bearer token that clients must send. Browsers send it as a password.
         http_basic_auth: ``user:password`` that clients must send. If a token is set
             as well, either is accepted.
@@ -190,6 +197,7 @@ class Settings:
     slow_after: float = _setting(0.010, _seconds)
     stall_after: float = _setting(30.0, _seconds)
     answers: bool = _setting(True, _switch)
+    collectives: bool = _setting(True, _switch)
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     metrics: str = _setting("compact", _choice("compact", "full"))
@@ -200,6 +208,7 @@ class Settings:
     http_port: int | None = _setting(None, _port)
     http_scope: str = _setting("node", _choice("node", "rank"))
     http_host: str = _setting("127.0.0.1", _text)
+    http_advertised_host: str | None = _setting(None, _text)
     http_hosts: tuple[str, ...] = _setting((), _host_names)
     http_token: str | None = _setting(None, parse_token, secret=True)
     http_basic_auth: str | None = _setting(None, _user_and_password, secret=True)

@@ -30,7 +30,8 @@ from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.diagnosis.judgement import stall_reports
-from tracedstore.diagnosis.observe import torch_keys
+from tracedstore.diagnosis.observe import torch_keys, waits
+from tracedstore.diagnosis.observe.polls import POLLS
 from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export import discovery
 from tracedstore.export.http_endpoint import HttpEndpoint
@@ -98,25 +99,38 @@ class StallWatch:
         telemetry: What they are emitted through.
         stall_after: Seconds after which a call is stalled; 0 for never.
         answers: This process answers questions about what it does.
+        collectives: The collectives of its process groups are watched.
 
     Attributes:
         observers: What has to observe notable calls, so that questions can be answered.
     """
 
     def __init__(
-        self, telemetry: Telemetry, stall_after: float, *, answers: bool
+        self,
+        telemetry: Telemetry,
+        stall_after: float,
+        *,
+        answers: bool,
+        collectives: bool = True,
     ) -> None:
         self._after = stall_after
-        self._diagnosis = Diagnosis(RECORDER, stall_after, answers=answers)
+        self._diagnosis = Diagnosis(
+            RECORDER, stall_after, answers=answers, collectives=collectives
+        )
         self._reporter = inflight.StallReporter(
-            RECORDER, telemetry, stall_after, self._diagnosis.covers
+            RECORDER,
+            telemetry,
+            stall_after,
+            self._diagnosis.covers,
+            self._diagnosis.absent_key,
         )
         self._watch: Watch | None = None
         # When to look next whether the threads run, by ``time.monotonic``.
         self._start_at = 0.0
         self._lock = threading.RLock()
         self.observers: tuple[Observer, ...] = (
-            (KEY_WRITERS, LAST_CALL) if answers else ()
+            *((KEY_WRITERS, LAST_CALL) if answers else ()),
+            *((POLLS,) if stall_after else ()),
         )
 
     def start(self) -> None:
@@ -156,6 +170,7 @@ class StallWatch:
         self._diagnosis.reset()
         KEY_WRITERS.reset()
         LAST_CALL.reset()
+        POLLS.reset()
 
     def _report(self) -> float:
         RECORDER.resume_recording()
@@ -207,7 +222,10 @@ class ConfiguredTelemetry(Telemetry):
             records=self.push.records,
         )
         self._stall_watch = StallWatch(
-            self, settings.stall_after, answers=settings.answers
+            self,
+            settings.stall_after,
+            answers=settings.answers,
+            collectives=settings.collectives,
         )
         self._observers: tuple[Observer, ...] = (
             *([self._spans] if settings.spans != "off" else []),
@@ -609,6 +627,7 @@ def _after_fork() -> None:
     WATCHER.reset()
     rank_registry.reset()
     torch_keys.forget_groups()
+    waits.PENDING.clear()
     AGENT_RESPONDER.reset()
     stall_reports.reset()
     connection_attempt.reset()

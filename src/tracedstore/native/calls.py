@@ -114,6 +114,7 @@ class NativeRecording:
         module.set_helpers(
             threading.main_thread().ident,
             HELPERS.idle,
+            HELPERS.unfinished,
             start_new_thread,
             HELPERS.serve,
             allocate_lock,

@@ -172,6 +172,7 @@ std::atomic<pthread_t> main_thread{};
 
 // The helper threads of `common.signal_safety`, set once and never released.
 PyObject* idle_helpers = nullptr;
+PyObject* unfinished_work = nullptr;
 PyObject* start_thread = nullptr;
 PyObject* serve = nullptr;
 PyObject* new_lock = nullptr;
@@ -188,7 +189,11 @@ py::object call_method(PyObject* object, const char* name) {
 
 // Gives work to a helper thread, as `HelperThreads._submit` does; false if there is
 // none. All of it is C: no signal handler runs.
-bool submit(const py::tuple& work) {
+bool submit(const py::object& lock, const py::tuple& work) {
+  const py::float_ now(static_cast<double>(ticks()) / 1e9); // as time.monotonic()
+  if (PyDict_SetItem(unfinished_work, lock.ptr(), now.ptr()) != 0) {
+    PyErr_Clear();
+  }
   auto queue = call_method(idle_helpers, "pop");
   py::object done;
   if (queue) {
@@ -203,6 +208,9 @@ bool submit(const py::tuple& work) {
   }
   if (!done) {
     PyErr_Clear();
+    if (PyDict_DelItem(unfinished_work, lock.ptr()) != 0) {
+      PyErr_Clear();
+    }
   }
   return static_cast<bool>(done);
 }
@@ -252,7 +260,7 @@ Told tell(PyObject* function, const py::tuple& arguments, bool to_the_end = fals
   auto lock = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(new_lock));
   auto context = py::reinterpret_steal<py::object>(PyContext_CopyCurrent());
   if (lock && context && call_method(lock.ptr(), "acquire") &&
-      submit(py::make_tuple(
+      submit(lock, py::make_tuple(
           context, py::reinterpret_borrow<py::object>(function), arguments, results,
           errors, lock))) {
     wait_for_helper(lock, to_the_end, raised);
@@ -1504,10 +1512,11 @@ PYBIND11_MODULE(tracedstore_native, module) {
       .def_property_readonly("inner", &WeakStore::inner);
 
   // Arguments: of the thread that runs signal handlers its id, and what `submit` uses.
-  module.def("set_helpers", [](unsigned long main, py::object idle, py::object start,
-                               py::object target, py::object lock) {
+  module.def("set_helpers", [](unsigned long main, py::object idle, py::object unfinished,
+                               py::object start, py::object target, py::object lock) {
     main_thread = static_cast<pthread_t>(main);
     idle_helpers = idle.release().ptr();
+    unfinished_work = unfinished.release().ptr();
     start_thread = start.release().ptr();
     serve = target.release().ptr();
     new_lock = lock.release().ptr();

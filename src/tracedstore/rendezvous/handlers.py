@@ -1,9 +1,10 @@
 """The rendezvous handler that torchrun's agent calls, with telemetry."""
 
 import functools
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,10 +31,17 @@ from tracedstore import elastic, names
 from tracedstore.common.signal_safety import raised_by_handler
 from tracedstore.common.threads import start_bounded_thread
 from tracedstore.coordination import rank_registry
+from tracedstore.coordination.arrivals import BarrierKeys, read_arrivals
+from tracedstore.coordination.store_access import side_connection
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
-from tracedstore.diagnosis.connection.addresses import describe_own
+from tracedstore.diagnosis.connection.addresses import (
+    describe_comparison,
+    describe_own,
+)
 from tracedstore.export import node_metrics
 from tracedstore.export.setup import ensure_configured, try_to_configure
+from tracedstore.local.facts import ProcessFacts
+from tracedstore.local.sockets import LOCAL_SOCKET
 from tracedstore.recording.cold_metrics import Result
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
@@ -49,12 +57,14 @@ from tracedstore.rendezvous.server_checks import (
     check_master_address,
     report_other_runs,
 )
-from tracedstore.rendezvous.state import DEFAULT_INTERVAL, Node
+from tracedstore.rendezvous.state import DEFAULT_INTERVAL, Attendance, Node
 from tracedstore.store import TracedStore, wrap
 
 T = TypeVar("T")
 _AGENT_MODULE: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
 _START_WORKERS: Final = "_start_workers"
+# The prefix of the keys of the agents' exit barrier.
+_EXIT_BARRIER: Final = "torchelastic/agent/terminal_state"
 # Seconds: how long a node waits before it reports, and torch for the c10d store.
 _WARN_AFTER, _READ_TIMEOUT = 30.0, 60.0
 # Runs an optional step of a rendezvous; on failure counts it and returns None.
@@ -76,7 +86,7 @@ def create(
         return untraced
     where = _host_and_port(params, default_port)
     # From --rdzv-conf, where torch admits any parameter.
-    warn_after = _seconds_of(params, "warn_after", _WARN_AFTER)
+    warn_after = _seconds_of(params, "warn_after", _default_warn_after())
     attempt = partial(_connecting_attempt, params, where, RECORDER.ticks())
     watch = Watch(
         names.RENDEZVOUS,
@@ -104,6 +114,12 @@ def create(
         where=where,
         warn_after=warn_after,
     )
+
+
+def _default_warn_after() -> float:
+    """Return `stall_after`, which is about waits in a rendezvous too."""
+    stall_after = RECORDER.overdue_ns / 1e9
+    return stall_after if math.isfinite(stall_after) else _WARN_AFTER
 
 
 def _is_configured() -> bool:
@@ -154,7 +170,10 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._failure_reported = False
         # That other jobs use the server, "" before they were looked for.
         self._sharing: str | None = None
-        self._silent_reported: set[Node] = set()
+        # The nodes of this round that were silent, and those of them that have not
+        # finished.
+        self._examined: set[Node] = set()
+        self._silent: set[Node] = set()
         self._traced_store: TracedStore | None = None
         if RECORDER.on:
             _guarded(elastic.replace_torch_barrier)
@@ -173,7 +192,8 @@ class TracedRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round."""
         self._failure_reported = False
-        self._silent_reported.clear()
+        self._examined.clear()
+        self._silent.clear()
         self._traced_backend.attendance.reset()
         started = RECORDER.ticks()
         watch = Watch(
@@ -246,6 +266,11 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def _joined(self, info: RendezvousInfo) -> RendezvousInfo:
         store = _traced(info.store)
+        attendance, own = self._traced_backend.attendance, _own_node(self._inner)
+        # Without a reference to torch's handler; see `_trace_store_of`.
+        LOCAL_SOCKET.silent_agents = partial(
+            _silent_agents, attendance, own, self._silent_after, self._silent
+        )
         before, self._traced_store = self._traced_store, store
         if before is not None and before is not store:
             before.close()
@@ -284,17 +309,42 @@ class TracedRendezvousHandler(RendezvousHandler):
 
     def _report_silence(self, started: int) -> None:
         """Report the nodes of this round that are silent, each of them once."""
+        attendance, own = self._traced_backend.attendance, _own_node(self._inner)
+        found = attendance.silent_ranks(own, self._silent_after, time.time())
+        silent = {node: rank for rank, (node, _) in found.items()}
+        if not silent.keys() <= self._examined:
+            self._examined.update(silent)
+            # It reads the store, and the agent must not wait for that.
+            examine = partial(_guarded, self._examine_silence, silent, own, started)
+            start_bounded_thread(examine)
+
+    def _examine_silence(
+        self, silent: Mapping[Node, int], own: Node | None, started: int
+    ) -> None:
+        """Report those of the silent nodes that are not in the exit barrier.
+
+        An agent that waits there sends no heartbeats: the wait has the one connection.
+        """
+        finished = _finished_agents(self._traced_store)
+        active = {node for node, rank in silent.items() if rank not in finished}
+        self._silent.update(active)
+        attendance = self._traced_backend.attendance
+        reported = attendance.silent(own, self._silent_after, time.time())
+        reported = [node for node in reported if node in self._silent]
+        if active.intersection(reported) and self._warn_after > 0:
+            emit_silence(self._attempt("num_nodes_waiting", started), reported)
+
+    @property
+    def _silent_after(self) -> float:
+        """The seconds without a heartbeat after which a node counts as silent.
+
+        One heartbeat later torch removes it from the state. Infinite if there are none.
+        """
         settings = getattr(self._inner, "settings", None)
         attempts = getattr(settings, "keep_alive_max_attempt", None)
-        if not isinstance(attempts, int) or self._warn_after <= 0:
-            return
-        # One heartbeat later torch removes them from the state.
-        after = max(1, attempts - 1) * _heartbeat_interval(settings)
-        attendance, own = self._traced_backend.attendance, _own_node(self._inner)
-        silent = attendance.silent(own, after, time.time())
-        if not set(silent) <= self._silent_reported:
-            self._silent_reported.update(silent)
-            emit_silence(self._attempt("num_nodes_waiting", started), silent)
+        if not isinstance(attempts, int):
+            return math.inf
+        return max(1, attempts - 1) * _heartbeat_interval(settings)
 
     def _attempt(self, during: str, started: int) -> JoinAttempt:
         settings = getattr(self._inner, "settings", None)
@@ -326,6 +376,32 @@ class TracedRendezvousHandler(RendezvousHandler):
             labels = self._traced_backend.name, result
             duration = RECORDER.ticks() - started
             RECORDER.cold.record((names.RENDEZVOUS_DURATION, labels, duration))
+
+
+def _silent_agents(
+    attendance: Attendance, own: Node | None, seconds: float, silent: Collection[Node]
+) -> list[ProcessFacts]:
+    """Return the agents of this round that send no heartbeats, and should."""
+    found = attendance.silent_ranks(own, seconds, time.time())
+    return [
+        ProcessFacts(rank=rank, host=node.addr, pid=node.pid, idle_seconds=age)
+        for rank, (node, age) in found.items()
+        if node in silent
+    ]
+
+
+def _finished_agents(store: TracedStore | None) -> Collection[int]:
+    """Return the agents in the exit barrier; all, if one came there without a rank."""
+    member = None if store is None else rank_registry.agent_in(store)
+    if store is None or member is None:
+        return ()
+    keys = BarrierKeys(_EXIT_BARRIER)
+    with RECORDER.unrecorded(), side_connection(store) as connection:
+        report = read_arrivals(connection, keys, member.world_size)
+    everyone = range(member.world_size)
+    if report.unidentified_count:
+        return everyone
+    return set(everyone).difference(report.unseen_ranks)
 
 
 def _trace_store_of(handler: Any, backend: TracedRendezvousBackend) -> None:
@@ -426,10 +502,11 @@ def _host_hint(params: RendezvousParameters, where: tuple[str, int] | None) -> s
         return ""
     chosen = "is_host is false in --rdzv-conf"
     if params.get("is_host") is None:
-        chosen = f"no name or address of it matches {host!r}"
+        chosen = describe_comparison(host)
     return (
         f"this agent does not serve the endpoint, because {chosen} ({describe_own()});"
-        " if it should, pass --rdzv-conf is_host=1, or use one of these as the endpoint"
+        " if it should, pass --rdzv-conf is_host=1, or use the name of this machine as"
+        " the endpoint"
     )
 
 

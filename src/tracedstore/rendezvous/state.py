@@ -237,6 +237,9 @@ class Attendance:
     def __init__(self) -> None:
         # The nodes of the last complete round, and its number.
         self._complete: tuple[int, frozenset[Node]] = 0, frozenset()
+        # The ranks of the nodes in this round, also of those that torch has removed
+        # from it.
+        self._ranks: dict[Node, int] = {}
         self.heartbeats: Heartbeats = Heartbeats()
         # The state before this node changed it.
         self.first: RendezvousState | None = None
@@ -247,6 +250,7 @@ class Attendance:
         """Forget the nodes of this round. Those of the last complete one stay."""
         self._joined: dict[Node, None] = {}
         self._waiting: dict[Node, None] = {}
+        self._ranks = {}
         states = [state for state in (self.first, self.last) if state is not None]
         known = (node for state in states for node in state.heartbeats)
         self.heartbeats.keep([*known, *self._complete[1]])
@@ -268,6 +272,7 @@ class Attendance:
         self.last = state
         if state.complete:
             self._complete = state.round, frozenset(state.participants)
+            self._ranks |= state.participants
         for node in state.participants:
             self._joined[node] = None
             self._waiting.pop(node, None)
@@ -347,6 +352,28 @@ class Attendance:
             if node != own and age is not None and age > seconds
         }
         return sorted(silent) if own in first_of(nodes, without=silent) else []
+
+    def silent_ranks(
+        self, own: Node | None, seconds: float, now: float
+    ) -> dict[int, tuple[Node, float]]:
+        """Return the silent nodes of this round by rank, with the time of silence.
+
+        A node that torch has removed for its silence is one of them.
+
+        Args:
+            own: This node.
+            seconds: For how long a node must have sent no heartbeat.
+            now: The time, in seconds since the epoch.
+        """
+        if self.last is None or self.last.closed:
+            return {}
+        nodes = [node for node in list(self._ranks) if node != own]
+        ages = self.silent_seconds(nodes, now)
+        return {
+            self._ranks[node]: (node, age)
+            for node, age in zip(nodes, ages, strict=True)
+            if age is not None and age > seconds
+        }
 
     def skewed(self, own: Node | None) -> dict[Node, float]:
         """Return the nodes with another time than this one, and their skew.
