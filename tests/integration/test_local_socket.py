@@ -327,6 +327,12 @@ class TestPages:
         assert RECORDER.failures.counts() == {names.ENDPOINT: 1}
 
 
+def has_socket(pid: int) -> bool:
+    """Return whether a process has an open socket."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return any(str(link.readlink()).startswith("socket:") for link in links)
+
+
 class TestLifetime:
     """When the socket is there."""
 
@@ -344,9 +350,9 @@ class TestLifetime:
         child, _ = start("fork", 1)
         forked = child.next_report()["child"]
 
+        # It is reported before its hooks have run.
+        wait_until(lambda: not has_socket(forked))
         assert local_processes(LONG).keys() == {child.pid}
-        links = [str(fd.readlink()) for fd in Path(f"/proc/{forked}/fd").iterdir()]
-        assert not [link for link in links if link.startswith("socket:")]
         os.kill(forked, signal.SIGKILL)
         assert ask_local(child.pid, "status", LONG) is not None
 

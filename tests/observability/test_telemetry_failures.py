@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch.distributed import HashStore
 
 import tracedstore
+from integration.harness import wait_until
 from support.metrics import exported_calls
 from tracedstore.recording.counters import SeriesTable
 from tracedstore.recording.recorder import RECORDER, Clock
@@ -96,9 +97,11 @@ class TestBrokenParts:
         tracedstore.configure(registry=registry, slow_after=0, spans="off")
 
         use(tracedstore.wrap(HashStore()))
+        wait_until(lambda: failures(registry))
 
-        assert failures(registry) == {"events": 1}
-        assert "no space left on device" in caplog.text
+        # Lines that were queued before the first one failed may fail as well.
+        assert failures(registry).keys() == {"events"}
+        assert caplog.text.count("no space left on device") == 1
         calls = exported_calls(registry.collect())
         assert calls["hash_store", "get", ""] == 3
 
@@ -113,9 +116,11 @@ class TestBrokenParts:
         monkeypatch.setattr(sys, "stderr", closed)
 
         use(store)
+        wait_until(lambda: failures(registry))
 
         monkeypatch.undo()
-        assert failures(registry) == {"events": 1}
+        # Lines that were queued before the first one failed may fail as well.
+        assert failures(registry).keys() == {"events"}
 
     @pytest.mark.parametrize("after", [0, 1, 2, 3])
     def test_clock(

@@ -130,6 +130,37 @@ def test_ended_process_left_stale_keys(events: Events) -> None:
     ]
 
 
+def test_earlier_process_is_found_by_the_thread_that_registers(events: Events) -> None:
+    """Another thread that comes meanwhile does not hide its entry."""
+    store = tracedstore.wrap(HashStore())
+    with process() as pid:
+        register(store, pid)
+
+    def check(connection: Any, rank: int, world_size: int) -> None:
+        # The diagnosis, while a group is being created.
+        rank_registry.register(store, rank, world_size, check=check_earlier)
+        check_earlier(connection, rank, world_size)
+
+    rank_registry.register(store, 1, 2, check=check)
+
+    (event,) = stale(events)
+    assert event["previous_pid"] == pid
+    assert rank_registry.read_ranks(store, [1])[1].pid == os.getpid()
+
+
+def test_rank_registers_although_the_check_fails() -> None:
+    """What cannot be checked is registered nevertheless."""
+    store = tracedstore.wrap(HashStore())
+
+    def fail(_store: Any, _rank: int, _world_size: int) -> None:
+        raise OSError("refused")
+
+    with pytest.raises(OSError, match="refused"):
+        rank_registry.register(store, 1, 2, check=fail)
+
+    assert rank_registry.read_ranks(store, [1])[1].pid == os.getpid()
+
+
 def test_earlier_attempt_left_stale_keys(
     events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:

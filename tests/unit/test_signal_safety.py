@@ -302,8 +302,9 @@ class TestFork:
 
     @pytest.fixture(autouse=True)
     def own_helpers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No thread or work of another test; a bound that only a hang reaches."""
-        HELPERS.reset()
+        """No work of another test; a bound that only a hang reaches."""
+        # Not `reset`, which would forget threads that go on.
+        wait_until(lambda: not HELPERS.unfinished)
         monkeypatch.setattr(signal_safety, "_FORK_TIMEOUT", 3600.0)
 
     def test_handler(self) -> None:

@@ -336,9 +336,12 @@ def _register(traced: TracedStore, rank: int, world_size: int) -> None:
 
 def _check_and_register(traced: TracedStore, rank: int, world_size: int) -> None:
     set_identity(rank, world_size)
+    rank_registry.register(traced, rank, world_size, check=_check_earlier)
+
+
+def _check_earlier(traced: TracedStore, rank: int, world_size: int) -> None:
     with RECORDER.unrecorded():
         incarnations.check_earlier(traced, rank, world_size)
-    rank_registry.register(traced, rank, world_size)
 
 
 def _trace(store: Store) -> Store:

@@ -108,24 +108,38 @@ def register(
     world_size: int,
     *,
     connection: Any = None,
+    check: Callable[[Any, int, int], object] | None = None,
 ) -> None:
     """Register a rank of this process in a store, once per store.
+
+    The thread that creates a group and the diagnosis may come at the same time. The
+    first one checks and registers.
 
     Args:
         store: The store, or its handle.
         rank: The rank.
         world_size: The number of ranks.
         connection: A connection to write through, instead of the store itself.
+        check: Looks at the entry of an earlier process before it is overwritten. It is
+            called with the connection, the rank and the number of ranks.
     """
     handle = handle_of(store)
     known = _registered.setdefault(handle, {})
     if rank in known:
         return
-    known[rank] = own_entry(rank, world_size)
+    # One step, which two threads do not interleave.
+    entry = own_entry(rank, world_size)
+    if known.setdefault(rank, entry) is not entry:
+        return
     _threads.setdefault(handle, {})[rank] = calling_thread()
     # What is registered can be asked from now on.
     TELEMETRY.rank_registers()
-    _write(store if connection is None else connection, known[rank])
+    used = store if connection is None else connection
+    try:
+        if check is not None:
+            check(used, rank, world_size)
+    finally:
+        _write(used, entry)
 
 
 def is_registered(store: Any, rank: int) -> bool:

@@ -52,7 +52,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
     publish_blocked,
     withdraw_blocked,
 )
-from tracedstore.diagnosis.observe.incarnations import check_replaced
+from tracedstore.diagnosis.observe.incarnations import check_earlier, check_replaced
 from tracedstore.diagnosis.observe.waits import Pending, PendingCall, PendingPoll
 from tracedstore.diagnosis.rounds import Wait
 from tracedstore.local.sockets import host_has_agent
@@ -282,6 +282,7 @@ class StoreDiagnosis:
                 self.member.rank,
                 self.member.world_size,
                 connection=self.connection,
+                check=check_earlier,
             )
         self.is_registered = True
 
