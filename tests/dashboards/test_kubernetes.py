@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from support.kubernetes import (
     CUSTOM,
     EXAMPLES,
+    UID,
     VERSIONS,
     Workload,
     defaults_in_lists,
@@ -219,6 +220,28 @@ class TestExport:
             "run_id": ProcessIdentity.from_environment(environ).run_id,
             "host": host_name(environ),
             "node": "gpu-1",
+        }
+
+    def test_runs(self, exported: dict[str, dict[str, Any]]) -> None:
+        """The run of each example has its namespace, and its uid where pods have it."""
+        spec = exported["PodMonitor/tracedstore"]["spec"]
+        (endpoint,) = spec["podMetricsEndpoints"]
+        found = {}
+        for path in EXAMPLES:
+            workload = Workload(load(path), namespace="team-b")
+            labels = relabel(workload.discovered(0), endpoint["relabelings"])
+            assert workload.environment(0)["TRACEDSTORE_RUN_ID"] == labels["run_id"]
+            found[path.stem] = labels["run_id"]
+
+        job, jobset = f"team-b/train/{UID}", f"team-b/train/{UID}/0"
+        assert found == {
+            "indexed-job": job,
+            "indexed-job-restricted": job,
+            "unmodified-image": job,
+            "jobset": jobset,
+            "trainjob": jobset,
+            "pytorchjob": "team-b/train",
+            "leaderworkerset": "team-b/train/0",
         }
 
 
