@@ -144,7 +144,9 @@ class TestAlert:
         for alert in ALERTS:
             with subtests.test(alert=alert["alert"]):
                 assert "instance" not in alert["expr"]
-                assert re.search(r"by \(job, namespace, run_id|job_run_id\w*:", alert["expr"])
+                assert re.search(
+                    r"by \(job, namespace, run_id|job_run_id\w*:", alert["expr"]
+                )
 
 
 RECORDS = [rule for rule in rules(RULES) if "record" in rule]

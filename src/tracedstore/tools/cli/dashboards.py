@@ -46,8 +46,8 @@ _GRAFANA_FOLDER = "tracedstore"
 # A pod is one target: torchrun's agent, whose samples of workers have their rank.
 # run_id and host are what events carry: namespace, name and uid of the Job, or of the
 # object that owns it, and the pod with its node. The operator itself adds namespace,
-# pod and container. What the API server would fill in is written out: in a list, kubectl
-# takes it for a change whenever the file is applied again.
+# pod and container. What the API server would fill in is written out: in a list,
+# kubectl takes it for a change whenever the file is applied again.
 _POD_MONITOR = f"""\
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
