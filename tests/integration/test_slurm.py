@@ -152,7 +152,7 @@ class TestScripts:
             lines = (tmp_path / f"recorded/{task}").read_text("utf-8").splitlines()
             environ = dict(line.partition("=")[::2] for line in lines if "=" in line)
             log = (tmp_path / f"logs/{job.id}/{task}.log").read_text("utf-8")
-            assert environ["TRACEDSTORE_RUN_ID"] == f"hpc/{job.id}/0"
+            assert environ["TRACEDSTORE_RUN_ID"] == f"hpc-{job.id}-0"
             assert environ["SLURM_PROCID"] == str(task)
             assert environ["TASK_CPUS"] == "4"
             if ranks:
@@ -171,7 +171,8 @@ class TestScripts:
             else:
                 assert log.endswith(
                     f"torchrun --nnodes={count} --nproc-per-node=2 --rdzv-backend=c10d"
-                    f" --rdzv-endpoint=localhost:{port} --rdzv-id={job.id} train.py\n"
+                    f" --rdzv-endpoint=localhost:{port} --rdzv-id=hpc-{job.id}-0"
+                    " train.py\n"
                 )
 
     @every_script
@@ -189,7 +190,7 @@ class TestScripts:
 
         for folder, restarts in (("", "0"), ("-1", "1"), ("-2", "2")):
             log = tmp_path / f"logs/{job.id}{folder}/0.log"
-            text = f"start hpc/{job.id}/{restarts}"
+            text = f"start hpc-{job.id}-{restarts}"
             assert log.read_text("utf-8").strip() == text
 
     def test_job(self, tmp_path: Path) -> None:
@@ -221,11 +222,11 @@ class TestScripts:
         assert batch.returncode == 0, out
         event = json.loads(line[line.index("{") :])
         assert event["awaited_ranks"] == [3]
-        assert (event["run_id"], event["attempt"]) == (f"hpc/{job.id}/0", 0)
+        assert (event["run_id"], event["attempt"]) == (f"hpc-{job.id}-0", 0)
         # The first agent has ranks 0 and 1, the second one rank 2.
         for target in targets:
             assert set(target["labels"]) == {"__scheme__", "run_id", "host"}
-            assert target["labels"]["run_id"] == f"hpc/{job.id}/0"
+            assert target["labels"]["run_id"] == f"hpc-{job.id}-0"
         assert targets[0]["targets"] != targets[1]["targets"]
         assert job.logs().count("is done") == 4
         assert not job.targets.exists()
