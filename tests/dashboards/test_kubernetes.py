@@ -280,6 +280,30 @@ class TestExamples:
             validate(runtime)
 
     @every_example
+    def test_volume(self, path: Path) -> None:
+        """The volume for reports fits into each manifest: a folder for each run."""
+        page = (ROOT / "docs/kubernetes.md").read_text("utf-8")
+        (block,) = re.findall(r"```yaml\n(containers:.*?)```", page, re.DOTALL)
+        given = yaml.safe_load(block)
+        (added,) = given["containers"]
+        workload = Workload(load(path), namespace="team-b")
+        names = ("env", "volumeMounts")
+        container = workload.container
+        container |= {name: container[name] + added[name] for name in names}
+        pod = workload.as_pod()
+        pod["spec"]["volumes"] = pod["spec"]["volumes"] + given["volumes"]
+
+        validate(pod)
+        (mount,) = added["volumeMounts"]
+        environ = workload.environment(0)
+        # It must not begin with a slash, nor contain "..".
+        folder = re.sub(
+            r"\$\((\w+)\)", lambda found: environ[found[1]], mount["subPathExpr"]
+        )
+        assert folder.startswith("team-b/train")
+        assert environ["TRACEDSTORE_REPORT_DIR"] == mount["mountPath"]
+
+    @every_example
     def test_labels(self, path: Path) -> None:
         """One selector finds the objects and the pods of each kind."""
         documents = load(path)
