@@ -394,7 +394,7 @@ class TestAlertmanager:
 
     def test_grouping(self) -> None:
         """No label that differs between ranks is in the group key."""
-        assert self.CONFIG["route"]["group_by"] == ["run_id", "barrier"]
+        assert self.CONFIG["route"]["group_by"] == ["namespace", "run_id", "barrier"]
 
     def test_inhibition_names_existing_alerts(self) -> None:
         """Every matcher of an inhibition rule matches an existing alert."""
