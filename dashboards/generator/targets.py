@@ -13,7 +13,7 @@ from tracedstore import names
 Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 
 # The labels of a run, which recording rules keep.
-RUN = ("job", "run_id")
+RUN = ("job", "namespace", "run_id")
 CHOSEN = ", ".join(f'{name}=~"${name}"' for name in TARGET)
 
 # Spans have the run id as an attribute.

@@ -13,9 +13,11 @@ from tracedstore import names
 # Labels from service discovery, and the regular expression of "All". The values of each
 # variable depend on the variables before it. Where a target is a node, its samples have
 # the rank. A process without a rank (torchrun's agent) has no such label and is part of
-# "All"; job and instance are always present.
+# "All", and so is one without a namespace of Kubernetes; job and instance are always
+# present.
 TARGET: dict[str, tuple[str, str]] = {
     "job": ("Prometheus job", ".+"),
+    "namespace": ("Namespace", ".*"),
     "run_id": ("Run", ".*"),
     "host": ("Host", ".*"),
     "rank": ("Rank", ".*"),

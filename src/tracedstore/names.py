@@ -387,6 +387,7 @@ AUTO: Final = "auto"
 DIAGNOSIS: Final = "diagnosis"
 OTEL_METRICS: Final = "otel_metrics"
 OTEL_LOGS: Final = "otel_logs"
+REPORT: Final = "report"
 # Put before the name of an application's observer that has one of these names.
 APPLICATION_PREFIX: Final = "application_"
 OBSERVERS: Final = (
@@ -402,6 +403,7 @@ OBSERVERS: Final = (
     DIAGNOSIS,
     OTEL_METRICS,
     OTEL_LOGS,
+    REPORT,
 )
 
 # Span attributes and their descriptions. OpenTelemetry's are imported from its package.

@@ -30,14 +30,19 @@ from tracedstore import names
 
 # Metrics that Prometheus adds to every target.
 PROMETHEUS_METRICS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
-TARGET_LABELS = {"job", "instance", "run_id", "host", "rank", "local_rank"}
+TARGET_LABELS = {
+    *("job", "instance", "namespace", "run_id", "host", "rank", "local_rank"),
+}
 LABELS = {
     metric.name: {*metric.labels, *TARGET_LABELS, "le"} for metric in names.METRICS
 }
 SELECTOR = re.compile(r"([a-z_][\w:]*)\{([^}]*)\}")
-# The labels of recording rules, which are their levels.
+# The labels of recording rules: their levels, and the namespace of the run.
 RECORDED = {
-    rule["record"]: set(re.findall(r"run_id|[a-z]+", rule["record"].split(":")[0]))
+    rule["record"]: {
+        "namespace",
+        *re.findall(r"run_id|[a-z]+", rule["record"].split(":")[0]),
+    }
     for rule in rules(RULES)
     if "record" in rule
 }
@@ -145,7 +150,7 @@ class TestDashboard:
                     if variable["type"] == "query"
                 }
 
-                assert {"job", "instance", "run_id", "host", "rank"} < set(variables)
+                assert TARGET_LABELS - {"local_rank"} < set(variables)
                 for name, variable in variables.items():
                     assert (variable["multi"], variable["includeAll"]) == (
                         True,
@@ -160,7 +165,7 @@ class TestDashboard:
                     )
                     # An agent has no rank, and a process may have no run id.
                     # "All" must match them too.
-                    optional = name in ("run_id", "host", "rank")
+                    optional = name in ("namespace", "run_id", "host", "rank")
                     assert variable["allValue"] == (".*" if optional else ".+"), name
 
     def test_panels(self, subtests: pytest.Subtests) -> None:
@@ -237,7 +242,7 @@ class TestPromql:
                 }
                 for name, matchers in SELECTOR.findall(query.text):
                     prefix = of_others.get(name, "")
-                    for label in ("job", "run_id"):
+                    for label in ("job", "namespace", "run_id"):
                         assert f'{label}=~"${label}"' in matchers, query
                     if name in RECORDED:
                         continue

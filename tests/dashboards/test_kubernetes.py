@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from support.kubernetes import (
     CUSTOM,
     EXAMPLES,
+    UID,
     VERSIONS,
     Workload,
     defaults_in_lists,
@@ -221,6 +222,28 @@ class TestExport:
             "node": "gpu-1",
         }
 
+    def test_runs(self, exported: dict[str, dict[str, Any]]) -> None:
+        """The run of each example has its namespace, and its uid where pods have it."""
+        spec = exported["PodMonitor/tracedstore"]["spec"]
+        (endpoint,) = spec["podMetricsEndpoints"]
+        found = {}
+        for path in EXAMPLES:
+            workload = Workload(load(path), namespace="team-b")
+            labels = relabel(workload.discovered(0), endpoint["relabelings"])
+            assert workload.environment(0)["TRACEDSTORE_RUN_ID"] == labels["run_id"]
+            found[path.stem] = labels["run_id"]
+
+        job, jobset = f"team-b/train/{UID}", f"team-b/train/{UID}/0"
+        assert found == {
+            "indexed-job": job,
+            "indexed-job-restricted": job,
+            "unmodified-image": job,
+            "jobset": jobset,
+            "trainjob": jobset,
+            "pytorchjob": "team-b/train",
+            "leaderworkerset": "team-b/train/0",
+        }
+
 
 class TestExamples:
     """The files in examples/kubernetes."""
@@ -255,6 +278,30 @@ class TestExamples:
 
         with pytest.raises(jsonschema.ValidationError, match="numProcPerNode"):
             validate(runtime)
+
+    @every_example
+    def test_volume(self, path: Path) -> None:
+        """The volume for reports fits into each manifest: a folder for each run."""
+        page = (ROOT / "docs/kubernetes.md").read_text("utf-8")
+        (block,) = re.findall(r"```yaml\n(containers:.*?)```", page, re.DOTALL)
+        given = yaml.safe_load(block)
+        (added,) = given["containers"]
+        workload = Workload(load(path), namespace="team-b")
+        names = ("env", "volumeMounts")
+        container = workload.container
+        container |= {name: container[name] + added[name] for name in names}
+        pod = workload.as_pod()
+        pod["spec"]["volumes"] = pod["spec"]["volumes"] + given["volumes"]
+
+        validate(pod)
+        (mount,) = added["volumeMounts"]
+        environ = workload.environment(0)
+        # It must not begin with a slash, nor contain "..".
+        folder = re.sub(
+            r"\$\((\w+)\)", lambda found: environ[found[1]], mount["subPathExpr"]
+        )
+        assert folder.startswith("team-b/train")
+        assert environ["TRACEDSTORE_REPORT_DIR"] == mount["mountPath"]
 
     @every_example
     def test_labels(self, path: Path) -> None:

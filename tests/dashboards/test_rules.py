@@ -144,7 +144,9 @@ class TestAlert:
         for alert in ALERTS:
             with subtests.test(alert=alert["alert"]):
                 assert "instance" not in alert["expr"]
-                assert re.search(r"by \(job, run_id|job_run_id\w*:", alert["expr"])
+                assert re.search(
+                    r"by \(job, namespace, run_id|job_run_id\w*:", alert["expr"]
+                )
 
 
 RECORDS = [rule for rule in rules(RULES) if "record" in rule]
@@ -154,7 +156,10 @@ class TestRecord:
     """Rules for every recording rule."""
 
     def test_level(self, subtests: pytest.Subtests) -> None:
-        """The level is what the series keep of their labels: never rank or host."""
+        """The level is what the series keep of their labels: never rank or host.
+
+        The namespace is part of the run.
+        """
         for rule in RECORDS:
             with subtests.test(rule=rule["record"]):
                 level = rule["record"].split(":")[0]
@@ -163,7 +168,13 @@ class TestRecord:
                 assert level.startswith("job_run_id")
                 assert not {"rank", "host", "instance"} & {*re.findall("[a-z]+", level)}
                 assert grouped
-                assert level.startswith(tuple(by.replace(", ", "_") for by in grouped))
+                assert all(by.startswith("job, namespace, run_id") for by in grouped)
+                assert level.startswith(
+                    tuple(
+                        by.replace("namespace, ", "").replace(", ", "_")
+                        for by in grouped
+                    )
+                )
 
     def test_metrics_exist(self, subtests: pytest.Subtests) -> None:
         """The expression reads existing metrics, or other recording rules."""
@@ -369,6 +380,8 @@ class TestLoki:
             extracted = re.findall(r'\b\w+="(\w+)"', alert["expr"])
             assert set(extracted) <= fields, alert["alert"]
             by = re.findall(r"by \(([^)]*)\)", alert["expr"])[0].split(", ")
+            # The collector of a cluster sets the namespace.
+            assert by.pop(0) == "namespace"
             assert {f'{label}="' in alert["expr"] for label in by} == {True}
 
 
@@ -381,7 +394,7 @@ class TestAlertmanager:
 
     def test_grouping(self) -> None:
         """No label that differs between ranks is in the group key."""
-        assert self.CONFIG["route"]["group_by"] == ["run_id", "barrier"]
+        assert self.CONFIG["route"]["group_by"] == ["namespace", "run_id", "barrier"]
 
     def test_inhibition_names_existing_alerts(self) -> None:
         """Every matcher of an inhibition rule matches an existing alert."""

@@ -79,6 +79,7 @@ class Job:
             **os.environ,
             **fake.sbatch_environment(self._script, self.id, nodes, processors=8),
             "PATH": f"{folder}/bin:{BIN}:{os.environ['PATH']}",
+            "SLURM_CLUSTER_NAME": "hpc",
             "SLURM_GPUS_ON_NODE": "2",
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
@@ -151,7 +152,7 @@ class TestScripts:
             lines = (tmp_path / f"recorded/{task}").read_text("utf-8").splitlines()
             environ = dict(line.partition("=")[::2] for line in lines if "=" in line)
             log = (tmp_path / f"logs/{job.id}/{task}.log").read_text("utf-8")
-            assert environ["TRACEDSTORE_RUN_ID"] == str(job.id)
+            assert environ["TRACEDSTORE_RUN_ID"] == f"hpc-{job.id}-0"
             assert environ["SLURM_PROCID"] == str(task)
             assert environ["TASK_CPUS"] == "4"
             if ranks:
@@ -170,15 +171,16 @@ class TestScripts:
             else:
                 assert log.endswith(
                     f"torchrun --nnodes={count} --nproc-per-node=2 --rdzv-backend=c10d"
-                    f" --rdzv-endpoint=localhost:{port} --rdzv-id={job.id} train.py\n"
+                    f" --rdzv-endpoint=localhost:{port} --rdzv-id=hpc-{job.id}-0"
+                    " train.py\n"
                 )
 
     @every_script
     def test_requeued(self, script: Path, tmp_path: Path) -> None:
-        """A job that starts again with its id keeps the logs of the earlier start."""
+        """A job that starts again with its id is another run, and keeps the logs."""
         job = Job(tmp_path, script, "localhost" if script.stem == "one-node" else "a,b")
         program = tmp_path / "bin/tracedstore-run"
-        program.write_text("#!/bin/sh\necho start $SLURM_RESTART_COUNT\n")
+        program.write_text("#!/bin/sh\necho start $TRACEDSTORE_RUN_ID\n")
         program.chmod(0o755)
         for restarts in ("", "1", "2"):
             if restarts:
@@ -186,8 +188,9 @@ class TestScripts:
             with job.running() as batch:
                 batch.communicate(timeout=240)
 
-        for folder, text in (("", "start"), ("-1", "start 1"), ("-2", "start 2")):
+        for folder, restarts in (("", "0"), ("-1", "1"), ("-2", "2")):
             log = tmp_path / f"logs/{job.id}{folder}/0.log"
+            text = f"start hpc-{job.id}-{restarts}"
             assert log.read_text("utf-8").strip() == text
 
     def test_job(self, tmp_path: Path) -> None:
@@ -219,11 +222,11 @@ class TestScripts:
         assert batch.returncode == 0, out
         event = json.loads(line[line.index("{") :])
         assert event["awaited_ranks"] == [3]
-        assert event["run_id"] == str(job.id)
+        assert (event["run_id"], event["attempt"]) == (f"hpc-{job.id}-0", 0)
         # The first agent has ranks 0 and 1, the second one rank 2.
         for target in targets:
             assert set(target["labels"]) == {"__scheme__", "run_id", "host"}
-            assert target["labels"]["run_id"] == str(job.id)
+            assert target["labels"]["run_id"] == f"hpc-{job.id}-0"
         assert targets[0]["targets"] != targets[1]["targets"]
         assert job.logs().count("is done") == 4
         assert not job.targets.exists()

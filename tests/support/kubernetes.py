@@ -106,6 +106,9 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return found
 
 
+# What the API server gives an object.
+UID = "5f0c9a52-7b7e-4b8f-9a86-1f0d3f9b1c55"
+
 # The kinds that a controller makes pods of; a TrainingRuntime with its TrainJob.
 _WORKLOADS = ("Job", "JobSet", "TrainingRuntime", "LeaderWorkerSet", "PyTorchJob")
 
@@ -119,9 +122,13 @@ class Workload:
         container: Its container, with what a TrainJob merges into it.
         name: The name of the Job, the JobSet, the TrainJob and so on.
         workers: The number of workers of a pod.
+        namespace: That of the pods.
     """
 
-    def __init__(self, documents: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, documents: list[dict[str, Any]], namespace: str = "default"
+    ) -> None:
+        self.namespace = namespace
         (document,) = (one for one in documents if one["kind"] in _WORKLOADS)
         self.kind: str = document["kind"]
         self.name: str = document["metadata"]["name"]
@@ -148,6 +155,8 @@ class Workload:
         self.pod = replicated["template"]["spec"]["template"]
         self._made = {
             "jobset.sigs.k8s.io/jobset-name": self.name,
+            "jobset.sigs.k8s.io/jobset-uid": UID,
+            "jobset.sigs.k8s.io/restart-attempt": "0",
             "jobset.sigs.k8s.io/replicatedjob-replicas": str(
                 replicated.get("replicas", 1)
             ),
@@ -184,7 +193,12 @@ class Workload:
         """Return the labels of a pod: those of the template, and the controllers'."""
         labels: dict[str, str] = self.pod["metadata"]["labels"] | self._made
         if self.indexed:
-            return labels | {"batch.kubernetes.io/job-name": self._job}
+            # The Jobs of a JobSet are made again, each with an uid of its own.
+            job_uid = UID if self.kind == "Job" else UID[::-1]
+            return labels | {
+                "batch.kubernetes.io/job-name": self._job,
+                "batch.kubernetes.io/controller-uid": job_uid,
+            }
         if self.kind == "LeaderWorkerSet":
             of = "leaderworkerset.sigs.k8s.io"
             return labels | {
@@ -209,6 +223,7 @@ class Workload:
         """
         fields = {
             "metadata.name": self.pod_name(index),
+            "metadata.namespace": self.namespace,
             "spec.nodeName": f"gpu-{index}",
             "status.podIP": f"10.0.0.{index + 1}",
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(
@@ -291,6 +306,7 @@ class Workload:
     def discovered(self, index: int) -> dict[str, str]:
         """Return the labels that Prometheus discovers for a pod."""
         return {
+            "__meta_kubernetes_namespace": self.namespace,
             "__meta_kubernetes_pod_name": self.pod_name(index),
             "__meta_kubernetes_pod_node_name": f"gpu-{index}",
         } | {

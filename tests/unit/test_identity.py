@@ -83,10 +83,11 @@ class TestProcessIdentity:
                 "RANK": "5",
                 "LOCAL_RANK": "1",
                 "WORLD_SIZE": "8",
+                "TORCHELASTIC_RESTART_COUNT": "2",
             }
         )
 
-        assert identity == ProcessIdentity("job", 5, 1, 8)
+        assert identity == ProcessIdentity("job", 5, 1, 8, 2)
         assert identity.fields()["host"] == socket.gethostname()
 
     def test_unknown(self) -> None:

@@ -135,12 +135,14 @@ class ProcessIdentity:
         rank: The rank: the process group's, else ``RANK``.
         local_rank: The rank on this host, ``LOCAL_RANK``.
         world_size: The number of ranks: the process group's, else ``WORLD_SIZE``.
+        attempt: How often torchrun has restarted the workers of this run before.
     """
 
     run_id: str | None = None
     rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
+    attempt: int | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "ProcessIdentity":
@@ -150,6 +152,7 @@ class ProcessIdentity:
             rank=number(environ.get("RANK")),
             local_rank=number(environ.get("LOCAL_RANK")),
             world_size=number(environ.get("WORLD_SIZE")),
+            attempt=number(environ.get("TORCHELASTIC_RESTART_COUNT")),
         )
 
     @cached_property

@@ -162,6 +162,9 @@ class Settings:
         events_exporter: Where events go besides the log. ``auto``: to the application's
             OpenTelemetry LoggerProvider, if it has one; ``otlp``: to a collector,
             unless the application has a LoggerProvider; ``log``: nowhere else.
+        report_dir: Folder in which each process writes its events, and at SIGTERM the
+            stacks of its threads, to a file of its own: for ``tracedstore report``
+            after the pods and their logs are gone. At most 8 MB a process.
         tracing: Set up an OpenTelemetry TracerProvider from the ``OTEL_*``
             variables, unless the application has one.
         exit_timeout: Seconds that exporting and writing events may delay the end of the
@@ -203,6 +206,7 @@ class Settings:
     metrics: str = _setting("compact", _choice("compact", "full"))
     metrics_exporter: str = _setting("prometheus", _choice("prometheus", "otlp"))
     events_exporter: str = _setting("auto", _choice("auto", "otlp", "log"))
+    report_dir: str | None = _setting(None, _text)
     tracing: bool = _setting(False, _switch)
     exit_timeout: float = _setting(5.0, _seconds)
     http_port: int | None = _setting(None, _port)

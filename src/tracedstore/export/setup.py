@@ -36,6 +36,7 @@ from tracedstore.diagnosis.service import Diagnosis
 from tracedstore.export import discovery
 from tracedstore.export.http_endpoint import HttpEndpoint
 from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
+from tracedstore.export.report_files import REPORT_FILE
 from tracedstore.export.settings import Settings
 from tracedstore.local.facts import KEY_WRITERS, LAST_CALL
 from tracedstore.local.sockets import LOCAL_SOCKET
@@ -192,6 +193,7 @@ class ConfiguredTelemetry(Telemetry):
         previous: Push | None,
     ) -> None:
         identity = process_identity()
+        self._report_dir = None if settings.disabled else settings.report_dir
         # Raises before the telemetry that was set up before is stopped.
         self._endpoint = HttpEndpoint(settings, registry, identity)
         self.push = Push(settings, providers, previous)
@@ -210,7 +212,11 @@ class ConfiguredTelemetry(Telemetry):
             self._exemplars,
             full=settings.metrics == "full",
             suppressed_by_caller=lambda: self._spans.suppressed_by_caller,
-            events_dropped=lambda: _event_writer.dropped + RECORD_WRITER.dropped,
+            events_dropped=lambda: (
+                _event_writer.dropped
+                + RECORD_WRITER.dropped
+                + REPORT_FILE.writer.dropped
+            ),
         )
         self._metrics = MetricsCollector(snapshots())
         self._pushed = snapshots(one_histogram=True)
@@ -220,6 +226,7 @@ class ConfiguredTelemetry(Telemetry):
             _event_writer,
             log_format="off" if settings.disabled else settings.log_format,
             records=self.push.records,
+            report=None if self._report_dir is None else REPORT_FILE.write,
         )
         self._stall_watch = StallWatch(
             self,
@@ -281,10 +288,11 @@ class ConfiguredTelemetry(Telemetry):
     def thread_called(self) -> None:
         """Watch the calls in flight from a process's first call on.
 
-        A forked child gets its watch here, and its export of metrics: it has the
-        parent's telemetry, but not the parent's threads.
+        A forked child gets its watch here, its export of metrics and its file: it has
+        the parent's telemetry, but not the parent's threads.
         """
         self._stall_watch.start()
+        REPORT_FILE.start()
         self._guarded_push()
 
     def explain_wait(
@@ -312,6 +320,8 @@ class ConfiguredTelemetry(Telemetry):
             settings.spans, settings.span_rate, settings.span_burst
         )
         RECORDER.failures.rearm()
+        REPORT_FILE.enable(self._report_dir)
+        REPORT_FILE.start()
         TELEMETRY.install(self)
         RECORDER.observers.set(self._observers)
         if RECORDER.counters:
@@ -528,6 +538,7 @@ def _shut_down(left: Callable[[], float]) -> None:
     LOCAL_SOCKET.stop(left())
     ended.push.end(left(), own_only=False)
     _event_writer.stop(left())
+    REPORT_FILE.stop(left())
 
 
 def in_flight() -> list[inflight.InFlight]:
@@ -555,6 +566,7 @@ def _at_exit() -> None:
         # The application ends its own providers.
         telemetry.push.end(left(), own_only=True)
         _event_writer.stop(left())
+        REPORT_FILE.stop(left())
         threads.end_bounded_threads()
         store_access.end_connections()
         threads.join_bounded_threads(left())
@@ -624,6 +636,7 @@ def _after_fork() -> None:
     threads.reset()
     _deferred.reset()
     _event_writer.reset()
+    REPORT_FILE.reset()
     WATCHER.reset()
     rank_registry.reset()
     torch_keys.forget_groups()

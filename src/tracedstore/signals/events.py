@@ -103,8 +103,10 @@ class Events:
         *,
         log_format: str = "auto",
         records: "LogRecords | None" = None,
+        report: Callable[[str], object] | None = None,
     ) -> None:
         self._records = records
+        self._report = report
         self._recorder = recorder
         self._writer = writer
         self._identity = identity
@@ -151,6 +153,9 @@ class Events:
         fields = fields | self._identity.fields() | fields
         if self._records is not None and self._records.enabled():
             self._records.emit(level, event, fields, _json(_line(level, event, fields)))
+        # One for each completed barrier would leave no room for the others.
+        if self._report is not None and level != "debug":
+            self._report(_json(_line(level, event, fields)))
         self._writer.submit(
             self._application_write(level, event, fields)
             if self.emits_debug_events()

@@ -44,10 +44,10 @@ _MONITORING = "monitoring"
 _LOKI_FOLDER = "/rules/fake"
 _GRAFANA_FOLDER = "tracedstore"
 # A pod is one target: torchrun's agent, whose samples of workers have their rank.
-# run_id and host are what events carry: the name of the Job, or of the object that
-# owns it, and the pod with its node. The operator itself adds namespace, pod and
-# container. What the API server would fill in is written out: in a list, kubectl
-# takes it for a change whenever the file is applied again.
+# run_id and host are what events carry: namespace, name and uid of the Job, or of the
+# object that owns it, and the pod with its node. The operator itself adds namespace,
+# pod and container. What the API server would fill in is written out: in a list,
+# kubectl takes it for a change whenever the file is applied again.
 _POD_MONITOR = f"""\
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
@@ -65,24 +65,38 @@ spec:
       honorLabels: true
       relabelings:
         - action: replace
-          sourceLabels: [__meta_kubernetes_pod_label_batch_kubernetes_io_job_name]
-          regex: (.+)
+          sourceLabels:
+            - __meta_kubernetes_namespace
+            - __meta_kubernetes_pod_label_batch_kubernetes_io_job_name
+            - __meta_kubernetes_pod_label_batch_kubernetes_io_controller_uid
+          separator: /
+          regex: ([^/]+/[^/]+/[^/]+)
+          targetLabel: run_id
+        # The restart counts: each has new pods. JobSet has the uid since 0.9.
+        - action: replace
+          sourceLabels:
+            - __meta_kubernetes_namespace
+            - __meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_name
+            - __meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_uid
+            - __meta_kubernetes_pod_label_jobset_sigs_k8s_io_restart_attempt
+          separator: /
+          regex: ([^/]+/[^/]+/[^/]*/[0-9]+)
           targetLabel: run_id
         - action: replace
-          sourceLabels: [__meta_kubernetes_pod_label_jobset_sigs_k8s_io_jobset_name]
-          regex: (.+)
-          targetLabel: run_id
-        - action: replace
-          sourceLabels: [__meta_kubernetes_pod_label_training_kubeflow_org_job_name]
-          regex: (.+)
+          sourceLabels:
+            - __meta_kubernetes_namespace
+            - __meta_kubernetes_pod_label_training_kubeflow_org_job_name
+          separator: /
+          regex: ([^/]+/[^/]+)
           targetLabel: run_id
         # Each group of a LeaderWorkerSet is a job of its own.
         - action: replace
           sourceLabels:
+            - __meta_kubernetes_namespace
             - __meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_name
             - __meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_group_index
-          separator: "-"
-          regex: (.+-[0-9]+)
+          separator: /
+          regex: ([^/]+/[^/]+/[0-9]+)
           targetLabel: run_id
         - action: replace
           sourceLabels: [__meta_kubernetes_pod_name, __meta_kubernetes_pod_node_name]
