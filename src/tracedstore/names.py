@@ -338,6 +338,9 @@ BUILD_INFO = Metric(
 # All of them, in the order in which they are defined.
 METRICS: Final = tuple(each for each in vars().values() if isinstance(each, Metric))
 
+# What torchrun's agent sums over the processes of its node.
+NODE_SUMS: Final = (OPERATION_DURATION, WAIT_DURATION, BARRIER_DURATION, VALUE_BYTES)
+
 # The conventions have `db.system.name`, which is the same for all that is in etcd.
 STORE_KIND: Final = "tracedstore.store"
 DB_SYSTEM: Final = "db.system.name"

@@ -204,16 +204,15 @@ class ConfiguredTelemetry(Telemetry):
             on_provider=_flush_with_provider,
         )
         self._exemplars = Exemplars(RECORDER.series)
-        snapshots = partial(
-            Snapshots,
+        snapshots = Snapshots(
             RECORDER,
             self._exemplars,
             full=settings.metrics == "full",
             suppressed_by_caller=lambda: self._spans.suppressed_by_caller,
             events_dropped=lambda: _event_writer.dropped + RECORD_WRITER.dropped,
         )
-        self._metrics = MetricsCollector(snapshots())
-        self._pushed = snapshots(one_histogram=True)
+        self._metrics = MetricsCollector(snapshots)
+        self._pushed = snapshots
         self._events = Events(
             RECORDER,
             identity,
