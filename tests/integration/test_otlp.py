@@ -20,6 +20,7 @@ from support.otlp_receiver import (
     points_of,
     resources_of,
 )
+from tracedstore import names
 from tracedstore.recording.recorder import RECORDER
 
 pytestmark = pytest.mark.processes
@@ -169,9 +170,7 @@ class TestMetrics:
         received = Received(receiver)
         numbers, histograms = exposed(text_string_to_metric_families(output + "\n"))
         # A refused export that came between the exposition and the end.
-        failures = [
-            one for one in numbers if one[0] == "tracedstore.telemetry.failures"
-        ]
+        failures = [one for one in numbers if one[0] == names.TELEMETRY_FAILURES.otel]
         for stream in failures:
             assert received.numbers.pop(stream) >= numbers.pop(stream) >= 1
         assert received.numbers == numbers
@@ -182,12 +181,12 @@ class TestMetrics:
             (name, data.aggregation_temporality)
             for request in receiver.metrics
             for (name, _), data, _ in points_of(request)
-            if name in ("db.client.operation.duration", "tracedstore.operation.io")
+            if name in (names.OPERATION_DURATION.otel, names.VALUE_BYTES.otel)
         }
         expected = {"delta": 1, "cumulative": 2}[temporality]
         assert kinds == {
-            ("db.client.operation.duration", expected),
-            ("tracedstore.operation.io", expected),
+            (names.OPERATION_DURATION.otel, expected),
+            (names.VALUE_BYTES.otel, expected),
         }
         (resource,) = resources_of(receiver.metrics[-1])
         assert resource["service.name"] == "training"
@@ -214,7 +213,7 @@ class TestMetrics:
         (total,) = [
             histogram.count
             for (name, _), histogram in Received(receiver).histograms.items()
-            if name == "db.client.operation.duration"
+            if name == names.OPERATION_DURATION.otel
         ]
         assert total == 5
         # When another exporter replaced it, and at each shutdown.
@@ -231,7 +230,7 @@ class TestMetrics:
         for request in receiver.metrics:
             (resource,) = resources_of(request)
             for (name, _), _, point in points_of(request):
-                if name == "db.client.operation.duration":
+                if name == names.OPERATION_DURATION.otel:
                     counts[resource["service.instance.id"]] = point.count
         assert sorted(counts.values()) == [3, 5]
 
@@ -243,7 +242,7 @@ class TestMetrics:
         assert output.split() == ["theirs"], errors
         (request,) = receiver.metrics
         received = {name for (name, _), _, _ in points_of(request)}
-        assert "db.client.operation.duration" in received
+        assert names.OPERATION_DURATION.otel in received
         assert "steps" not in received
 
 

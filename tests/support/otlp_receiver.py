@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceResponse,
 )
 
+from support.otel_metrics import without_target
+
 # A metric, and its attributes.
 Stream = tuple[str, frozenset[tuple[str, Any]]]
 
@@ -118,5 +120,5 @@ def points_of(
             for metric in scope.metrics:
                 data = getattr(metric, metric.WhichOneof("data"))
                 for point in data.data_points:
-                    attributes = frozenset(attributes_of(point.attributes).items())
+                    attributes = without_target(attributes_of(point.attributes))
                     yield (metric.name, attributes), data, point

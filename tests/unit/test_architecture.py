@@ -320,12 +320,7 @@ class TestModules:
 
         known = {metric.name for metric in names.METRICS}
         known |= {*names.ATTRIBUTES, *names.EVENT_NAMES}
-        known |= {metric.otel for metric in names.METRICS if metric.otel}
-        known |= {
-            name
-            for name in names.LABEL_ATTRIBUTES.values()
-            if name.startswith(names.SCOPE)  # the others are OpenTelemetry's
-        }
+        known |= {metric.otel for metric in names.METRICS}
         offenders = [
             f"{path_of(module)}:{node.lineno} {node.value}"
             for module in MODULES

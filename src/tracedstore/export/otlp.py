@@ -43,7 +43,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.errors import ConfigurationError, TracedStoreError
-from tracedstore.common.identity import process_identity, system_of
+from tracedstore.common.identity import process_identity
 from tracedstore.common.threads import DaemonThread
 from tracedstore.export.otel_export import exporter_name
 from tracedstore.recording.recorder import RECORDER
@@ -106,6 +106,7 @@ class MetricStream:
         self._began_ns = self._read_ns = 0
         self._reported: dict[_Key, _Reported] = {}
         self._pending: tuple[int, dict[_Key, _Reported]] = (0, {})
+        self._target: Mapping[str, str] = {}
 
     def read(self, snapshots: Snapshots) -> list[Metric]:
         """Return the metrics; the caller holds the lock, and calls `commit` then."""
@@ -115,6 +116,7 @@ class MetricStream:
             self._reported = {}
         now = max(recorder.clock.wall(), self._read_ns + 1)
         self._pending = (now, dict(self._reported))
+        self._target = _target_labels()
         values = (*snapshots.take(), snapshots.failures())
         read = map(self._metric, values)
         return [metric for metric in read if metric.data.data_points]
@@ -139,11 +141,11 @@ class MetricStream:
             now, _ = self._pending
             data = Gauge(
                 [
-                    NumberDataPoint(_attributes(metric, labels), 0, now, number)
+                    NumberDataPoint(self._attributes(metric, labels), 0, now, number)
                     for labels, number in values.numbers
                 ]
             )
-        return Metric(metric.otel, metric.otel_help or metric.help, metric.unit, data)
+        return Metric(metric.otel, metric.help, metric.unit, data)
 
     def _sums(self, values: Values) -> list[NumberDataPoint]:
         points = []
@@ -154,7 +156,7 @@ class MetricStream:
                 start, (since_start,) = counted
                 points.append(
                     NumberDataPoint(
-                        _attributes(*key), start, self._pending[0], since_start
+                        self._attributes(*key), start, self._pending[0], since_start
                     )
                 )
         return points
@@ -172,7 +174,7 @@ class MetricStream:
             start, (nanoseconds, *buckets) = counted
             points.append(
                 HistogramDataPoint(
-                    attributes=_attributes(*key),
+                    attributes=self._attributes(*key),
                     start_time_unix_nano=start,
                     time_unix_nano=self._pending[0],
                     count=int(sum(buckets)),
@@ -215,6 +217,12 @@ class MetricStream:
             return None
         delta = tuple(map(sub, counts, last.counts))
         return (self._read_ns, delta) if any(delta) else None
+
+    def _attributes(
+        self, metric: names.Metric, labels: tuple[str, ...]
+    ) -> Mapping[str, str]:
+        given = zip(metric.labels, labels, strict=True)
+        return {**self._target, **{label: value for label, value in given if value}}
 
     def _exemplars(self, histogram: Histogram) -> list[Exemplar]:
         """Return the exemplars since the last collection."""
@@ -390,12 +398,16 @@ def _temporality() -> Temporality:
     return temporality
 
 
-def _attributes(metric: names.Metric, labels: tuple[str, ...]) -> Mapping[str, str]:
-    attributes = {
-        names.LABEL_ATTRIBUTES[label]: value
-        for label, value in zip(metric.labels, labels, strict=True)
-        if value
+def _target_labels() -> dict[str, str]:
+    """Return what service discovery makes labels of, as attributes of each point.
+
+    Prometheus has the attributes of a resource in a series of their own.
+    """
+    identity = process_identity()
+    labels = {
+        "run_id": identity.run_id,
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "host": identity.host,
     }
-    if names.STORE_KIND in attributes:
-        attributes[names.DB_SYSTEM] = system_of(attributes[names.STORE_KIND])
-    return attributes
+    return {name: str(value) for name, value in labels.items() if value is not None}
