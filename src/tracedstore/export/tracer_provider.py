@@ -5,6 +5,7 @@ tracing of OpenTelemetry's SDK.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,12 +19,15 @@ from opentelemetry.sdk.trace.export import (
     ConsoleSpanExporter,
     SimpleSpanProcessor,
 )
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names
+from tracedstore._version import __version__
 from tracedstore.common.errors import ConfigurationError
 from tracedstore.export.otel_export import exporter_name
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.recording.telemetry import SharedParent
 
 # Seconds for making late spans.
 _TIMEOUT = 1.0
@@ -109,3 +113,43 @@ class LateSpans(SpanProcessor):
     def shutdown(self) -> None:
         """Make the late spans, for processors that are shut down after this one."""
         RECORDER.failures.guarded(names.SPANS, self._make, _TIMEOUT)
+
+
+class _GivenIds(RandomIdGenerator):
+    """Has the ids that this thread asks for."""
+
+    def __init__(self) -> None:
+        self.of_thread = threading.local()
+
+    def generate_trace_id(self) -> int:
+        return int(self.of_thread.shared.trace_id)
+
+    def generate_span_id(self) -> int:
+        return int(self.of_thread.shared.span_id)
+
+
+def tracer_with_ids(provider: Any) -> Callable[[SharedParent], trace.Tracer | None]:
+    """Return what returns a tracer whose next span, in this thread, has given ids.
+
+    A provider has one generator of ids, which is the application's and stays. So this
+    is another provider with the same sampler, resource and processors, which exports
+    through them. It is made once, since the SDK keeps something of each.
+    """
+    # The one part that is not public; without it there is no shared parent to see.
+    processors = getattr(provider, "_active_span_processor", None)
+    if processors is None:
+        return lambda _shared: None
+    ids = _GivenIds()
+    tracer = TracerProvider(
+        sampler=provider.sampler,
+        resource=provider.resource,
+        shutdown_on_exit=False,
+        active_span_processor=processors,
+        id_generator=ids,
+    ).get_tracer(names.SCOPE, __version__, schema_url=names.SCHEMA_URL)
+
+    def with_ids(shared: SharedParent) -> trace.Tracer:
+        ids.of_thread.shared = shared
+        return tracer
+
+    return with_ids
