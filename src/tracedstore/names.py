@@ -299,6 +299,22 @@ TELEMETRY_FAILURES = Metric(
     " failed step is tried again.",
     unit="{failure}",
 )
+EXPORTS = Metric(
+    "tracedstore_exports_total",
+    "counter",
+    ("signal", "result"),
+    "Exports of spans, metrics and logs that this package set up; absent where the"
+    " application exports, or nothing does.",
+    unit="{export}",
+)
+EXPORT_DROPPED = Metric(
+    "tracedstore_export_dropped_total",
+    "counter",
+    ("signal",),
+    "Spans and log records that these did not deliver: an export failed, or the queue"
+    " of spans was full.",
+    unit="{item}",
+)
 BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
@@ -485,6 +501,8 @@ JOB_RESUMED: Final = "job.resumed"
 STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
+EXPORT_FAILED: Final = "telemetry.export_failed"
+EXPORT_RESUMED: Final = "telemetry.export_resumed"
 # Every event, with its level.
 EVENT_LEVELS: Final = {
     OPERATION_SLOW: "info",
@@ -505,5 +523,7 @@ EVENT_LEVELS: Final = {
     STORE_STALE: "warning",
     TELEMETRY_DISABLED: "error",
     TELEMETRY_SERVING: "info",
+    EXPORT_FAILED: "warning",
+    EXPORT_RESUMED: "info",
 }
 EVENT_NAMES: Final = tuple(EVENT_LEVELS)

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from operator import lt, sub
 from typing import Any, Final
@@ -42,10 +43,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.common.errors import ConfigurationError, TracedStoreError
+from tracedstore.common.errors import ConfigurationError
 from tracedstore.common.identity import process_identity
 from tracedstore.common.threads import DaemonThread
 from tracedstore.export.otel_export import exporter_name
+from tracedstore.export.own_exporters import Exports, OwnExporter, own_resource
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import Histogram, Snapshots, Values
 from tracedstore.signals.spans import process_attributes
@@ -288,8 +290,7 @@ class PeriodicExport:
     def flush(self) -> None:
         """Export now; returns when the collector has responded, or the timeout ends.
 
-        Raises:
-            TracedStoreError: The metrics could not be delivered.
+        What could not be delivered is in the next export.
         """
         with self._stream.lock:
             if self._snapshots is None:
@@ -297,12 +298,8 @@ class PeriodicExport:
             self._connection = self._connection or _Connection()
             read = self._stream.read(self._snapshots)
             result = self._connection.export(read, self._timeout)
-            if result is not MetricExportResult.SUCCESS:
-                raise TracedStoreError(
-                    "the OTLP exporter could not deliver metrics; the log of"
-                    " opentelemetry has the reason; check OTEL_EXPORTER_OTLP_ENDPOINT"
-                )
-            self._stream.commit()
+            if result is MetricExportResult.SUCCESS:
+                self._stream.commit()
 
     def end(self) -> None:
         """Export once more, and no more then; see `flush`."""
@@ -342,11 +339,12 @@ class _Connection:
         self.exporter: MetricExporter = _new_exporter(
             "metrics", "TRACEDSTORE_METRICS_EXPORTER"
         )
-        self._resource = Resource.create()
+        self._exports = Exports("metrics", self.exporter, loses=False)
+        self._resource = own_resource()
 
     def export(
         self, metrics: Sequence[Metric], timeout_millis: float
-    ) -> MetricExportResult:
+    ) -> MetricExportResult | None:
         # The rank may have become known by now.
         attributes = process_attributes(process_identity())
         resource = self._resource.merge(Resource(attributes))
@@ -355,7 +353,10 @@ class _Connection:
         # Instrumentations of HTTP clients must not trace the exporter.
         token = context.attach(context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
-            return self.exporter.export(data, timeout_millis=timeout_millis)
+            exported: MetricExportResult | None = self._exports.run(
+                partial(self.exporter.export, data, timeout_millis=timeout_millis)
+            )
+            return exported
         finally:
             context.detach(token)
 
@@ -367,10 +368,10 @@ def new_logger_provider() -> LoggerProvider:
         ConfigurationError: There is no exporter.
     """
     exporter = _new_exporter("logs", "TRACEDSTORE_EVENTS_EXPORTER")
-    resource = Resource.create(process_attributes(process_identity()))
     # `export.setup` ends it within ``exit_timeout``.
-    provider = LoggerProvider(resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+    provider = LoggerProvider(own_resource(), shutdown_on_exit=False)
+    own: Any = OwnExporter("logs", exporter)
+    provider.add_log_record_processor(BatchLogRecordProcessor(own))
     return provider
 
 

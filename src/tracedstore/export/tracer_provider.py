@@ -4,6 +4,7 @@ Only processes that have a TracerProvider import this module, because it imports
 tracing of OpenTelemetry's SDK.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -12,29 +13,30 @@ from typing import Any
 from weakref import ref
 
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import (
     BatchSpanProcessor,
     ConsoleSpanExporter,
     SimpleSpanProcessor,
 )
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.util.types import AttributeValue
 
 from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.errors import ConfigurationError
 from tracedstore.export.otel_export import exporter_name
+from tracedstore.export.own_exporters import OwnExporter, own_resource
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.telemetry import SharedParent
 
 # Seconds for making late spans.
 _TIMEOUT = 1.0
 _EXPORTERS = "opentelemetry_traces_exporter"
+_QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"
+_DEFAULT_QUEUE_SIZE = 2048
 
 
-def set_up_provider(attributes: dict[str, AttributeValue]) -> TracerProvider | None:
+def set_up_provider() -> TracerProvider | None:
     """Set the process's TracerProvider up from the ``OTEL_*`` variables.
 
     Returns:
@@ -54,9 +56,7 @@ def set_up_provider(attributes: dict[str, AttributeValue]) -> TracerProvider | N
     ]
     # Not the SDK's exit hook, which waits for a collector that is down for as long as
     # the exporter retries: `export.setup` ends the provider within ``exit_timeout``.
-    provider = TracerProvider(
-        resource=Resource.create(attributes), shutdown_on_exit=False
-    )
+    provider = TracerProvider(resource=own_resource(), shutdown_on_exit=False)
     for processor in processors:
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
@@ -69,12 +69,38 @@ def _processor(name: str) -> SpanProcessor:
     if name == "otlp":
         name = exporter_name("traces")
     for found in entry_points(group=_EXPORTERS, name=name):
-        return BatchSpanProcessor(found.load()())
+        return OwnSpanProcessor(found.load()())
     raise ConfigurationError(
         f"OTEL_TRACES_EXPORTER asks for the span exporter {name!r}, which is not"
         " installed; install it (OTLP: pip install 'tracedstore[otlp]'), or set"
         " OTEL_TRACES_EXPORTER to console or none"
     )
+
+
+class OwnSpanProcessor(BatchSpanProcessor):
+    """Counts the spans that its queue had no room for.
+
+    Nothing public tells that. What has come, less what exports have begun with, is in
+    the queue; what is more than fits in there was dropped.
+    """
+
+    def __init__(self, exporter: Any) -> None:
+        self._own = OwnExporter(names.SPANS, exporter)
+        text = os.environ.get(_QUEUE_SIZE, "")
+        self._room = int(text) if text.isdecimal() else _DEFAULT_QUEUE_SIZE
+        self._numbers = itertools.count(1)
+        self._dropped = 0
+        super().__init__(self._own)  # type: ignore[arg-type]
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a span."""
+        super().on_end(span)
+        found = span.get_span_context()
+        if found is not None and found.trace_flags.sampled:
+            dropped = next(self._numbers) - self._own.taken - self._room
+            if dropped > self._dropped:
+                more, self._dropped = dropped - self._dropped, dropped
+                self._own.exports.drop(more)
 
 
 class LateSpans(SpanProcessor):
