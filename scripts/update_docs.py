@@ -50,17 +50,7 @@ def _otel_metrics() -> str:
                 code(metric.name),
             ]
             for metric in names.METRICS
-            if metric.otel
-        ],
-    )
-
-
-def _otel_attributes() -> str:
-    return table(
-        ["label", "attribute"],
-        [
-            [code(label), code(name, *([names.DB_SYSTEM] * (label == "store")))]
-            for label, name in names.LABEL_ATTRIBUTES.items()
+            if metric.unit
         ],
     )
 
@@ -325,7 +315,6 @@ def _scrape_cost() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": _metrics,
     "otel metrics": _otel_metrics,
-    "otel attributes": _otel_attributes,
     "attributes": _attributes,
     "events": _events,
     "event fields": _event_fields,

@@ -21,9 +21,15 @@ OF_RUN = f'span.{names.RUN_ID} =~ "$run_id"'
 
 
 def series(metric: names.Metric | str, *matchers: str, suffix: str = "") -> str:
-    """Select a metric of the processes that the variables select."""
+    """Select a metric of the processes that the variables select.
+
+    What an agent has summed over its ranks has no rank, and is of each of them.
+    """
     name = metric if isinstance(metric, str) else metric.name
-    return f"{name}{suffix}{{{', '.join((CHOSEN, *matchers))}}}"
+    chosen = CHOSEN
+    if metric in names.NODE_SUMS:
+        chosen = chosen.replace('"$rank"', '"$rank|"')
+    return f"{name}{suffix}{{{', '.join((chosen, *matchers))}}}"
 
 
 def recorded(

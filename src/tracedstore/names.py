@@ -15,6 +15,10 @@ ETCD_ROOT: Final = "/tracedstore/"
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.36.0"
 
 
+# What Prometheus appends to a name from OpenTelemetry for its unit.
+_SUFFIXES: Final = {"s": "_seconds", "By": "_bytes"}
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A metric: a family of Prometheus, and an instrument of OpenTelemetry.
@@ -24,24 +28,29 @@ class Metric:
         type: ``counter``, ``gauge`` or ``histogram``.
         labels: The names of its labels.
         help: What it is.
-        otel: The name in OpenTelemetry; "" for one that is not exported there. It is
-            that of the semantic conventions where these have one.
-        unit: Its unit, in UCUM's spelling.
-        otel_help: What it is in OpenTelemetry, where that is not the same.
+        unit: Its unit, in UCUM's spelling; "" for one that is not in OpenTelemetry. It
+            is never "1", which Prometheus makes ``_ratio`` of.
     """
 
     name: str
     type: str
     labels: tuple[str, ...]
     help: str
-    otel: str = ""
     unit: str = ""
-    otel_help: str = ""
 
     @property
     def family(self) -> str:
         """The name without ``_total``, which prometheus_client appends to counters."""
         return self.name.removesuffix("_total")
+
+    @property
+    def otel(self) -> str:
+        """The name in OpenTelemetry.
+
+        Prometheus makes the name of the exposition of it, which has unit and type.
+        """
+        short = self.family.removesuffix(_SUFFIXES.get(self.unit, ""))
+        return short.replace("_", ".", 1)
 
 
 _CALL = ("store", "operation")
@@ -53,30 +62,23 @@ OPERATION_DURATION = Metric(
     _ENDED,
     "Duration of Store calls that do not block; of all calls with"
     " TRACEDSTORE_METRICS=full.",
-    otel="db.client.operation.duration",
     unit="s",
-    otel_help="Duration of Store calls.",
 )
 WAIT_DURATION = Metric(
     "tracedstore_wait_duration_seconds",
     "histogram",
     _ENDED,
     "Duration of Store calls that may block: get, multi_get, wait, queue_pop, barrier.",
-    otel="db.client.operation.duration",
     unit="s",
-    otel_help="Duration of Store calls.",
 )
 # A call is in one of these. With `full`, a blocking call is in both, with the same
-# labels: a reader that adds calls up takes it from the first. In OpenTelemetry they are
-# one histogram, by the conventions, with the same bounds for all calls: a bound is no
-# series of its own there.
+# labels: a reader that adds calls up takes it from the first.
 CALL_DURATIONS: Final = (WAIT_DURATION, OPERATION_DURATION)
 OPERATION_ERRORS = Metric(
     "tracedstore_operation_errors_total",
     "counter",
     ("store",),
     "Store calls that raised, timeouts included; an empty queue's answer is no error.",
-    otel="tracedstore.operation.errors",
     unit="{error}",
 )
 CAS_ATTEMPTS = Metric(
@@ -84,7 +86,6 @@ CAS_ATTEMPTS = Metric(
     "counter",
     (*_CALL, "result"),
     "Compare-and-set attempts, won or lost to another writer.",
-    otel="tracedstore.cas.attempts",
     unit="{attempt}",
 )
 CAS_RETRIES = Metric(
@@ -92,7 +93,6 @@ CAS_RETRIES = Metric(
     "counter",
     _CALL,
     "Compare-and-sets repeated after a loss, inside one call or by a rendezvous node.",
-    otel="tracedstore.cas.repeated",
     unit="{attempt}",
 )
 VALUE_BYTES = Metric(
@@ -100,7 +100,6 @@ VALUE_BYTES = Metric(
     "counter",
     _CALL,
     "Bytes of values written and read.",
-    otel="tracedstore.operation.io",
     unit="By",
 )
 IN_FLIGHT = Metric(
@@ -109,7 +108,6 @@ IN_FLIGHT = Metric(
     _CALL,
     "Store calls in flight; absent while none is in flight, but for"
     " TRACEDSTORE_METRICS=full.",
-    otel="tracedstore.operation.in_flight",
     unit="{operation}",
 )
 OLDEST_START = Metric(
@@ -117,7 +115,6 @@ OLDEST_START = Metric(
     "gauge",
     _CALL,
     "Start time of the oldest Store call in flight; absent while none is in flight.",
-    otel="tracedstore.operation.oldest_start",
     unit="s",
 )
 BARRIER_DURATION = Metric(
@@ -125,7 +122,6 @@ BARRIER_DURATION = Metric(
     "histogram",
     ("barrier", "result"),
     "Duration of barriers, from this rank's arrival to the end.",
-    otel="tracedstore.barrier.duration",
     unit="s",
 )
 BARRIER_ARRIVED = Metric(
@@ -133,7 +129,6 @@ BARRIER_ARRIVED = Metric(
     "gauge",
     ("barrier",),
     "Ranks that arrived at a stalled barrier; absent while none is stalled.",
-    otel="tracedstore.barrier.ranks.arrived",
     unit="{rank}",
 )
 BARRIER_MISSING = Metric(
@@ -141,7 +136,6 @@ BARRIER_MISSING = Metric(
     "gauge",
     ("barrier",),
     "Ranks missing at a stalled barrier; absent while none is stalled.",
-    otel="tracedstore.barrier.ranks.missing",
     unit="{rank}",
 )
 BARRIER_RANK_MISSING = Metric(
@@ -149,15 +143,13 @@ BARRIER_RANK_MISSING = Metric(
     "gauge",
     ("barrier", "missing_rank", "missing_host"),
     "1 for each rank missing at a stalled barrier, for at most 64 ranks per barrier.",
-    otel="tracedstore.barrier.rank.missing",
-    unit="1",
+    unit="{rank}",
 )
 BARRIER_LAST_ARRIVALS = Metric(
     "tracedstore_barrier_last_arrivals_total",
     "counter",
     ("barrier",),
     "Barriers at which this process arrived last.",
-    otel="tracedstore.barrier.last_arrivals",
     unit="{barrier}",
 )
 WORKER_UP = Metric(
@@ -171,7 +163,6 @@ RENDEZVOUS_DURATION = Metric(
     "histogram",
     ("backend", "result"),
     "Time a node took to join a round of the rendezvous, or to give up.",
-    otel="tracedstore.rendezvous.duration",
     unit="s",
 )
 RENDEZVOUS_WRITES = Metric(
@@ -180,7 +171,6 @@ RENDEZVOUS_WRITES = Metric(
     ("backend", "result"),
     "Writes of the rendezvous state: accepted, in conflict with another node, or"
     " failed.",
-    otel="tracedstore.rendezvous.state.writes",
     unit="{write}",
 )
 RENDEZVOUS_STATE_BYTES = Metric(
@@ -188,7 +178,6 @@ RENDEZVOUS_STATE_BYTES = Metric(
     "gauge",
     ("backend",),
     "Size of the rendezvous state when last read; absent before the first read.",
-    otel="tracedstore.rendezvous.state.size",
     unit="By",
 )
 RENDEZVOUS_PARTICIPANTS = Metric(
@@ -196,7 +185,6 @@ RENDEZVOUS_PARTICIPANTS = Metric(
     "gauge",
     ("backend",),
     "Nodes that had joined the round when the state was last read.",
-    otel="tracedstore.rendezvous.state.participants",
     unit="{node}",
 )
 RENDEZVOUS_WAIT_LIST = Metric(
@@ -204,7 +192,6 @@ RENDEZVOUS_WAIT_LIST = Metric(
     "gauge",
     ("backend",),
     "Nodes that waited for the next round when the state was last read.",
-    otel="tracedstore.rendezvous.state.wait_list",
     unit="{node}",
 )
 RENDEZVOUS_ROUND = Metric(
@@ -212,23 +199,20 @@ RENDEZVOUS_ROUND = Metric(
     "gauge",
     ("backend",),
     "Number of the rendezvous round, from 0, when the state was last read.",
-    otel="tracedstore.rendezvous.state.round",
-    unit="1",
+    unit="{round}",
 )
 RENDEZVOUS_COMPLETE = Metric(
     "tracedstore_rendezvous_complete",
     "gauge",
     ("backend",),
     "1 if the round was complete when the state was last read, else 0.",
-    otel="tracedstore.rendezvous.state.complete",
-    unit="1",
+    unit="{round}",
 )
 RENDEZVOUS_OLDEST_HEARTBEAT = Metric(
     "tracedstore_rendezvous_oldest_heartbeat_timestamp_seconds",
     "gauge",
     ("backend",),
     "Time of the last heartbeat of the node that has been silent for longest.",
-    otel="tracedstore.rendezvous.oldest_heartbeat",
     unit="s",
 )
 JOB_AWAITED = Metric(
@@ -237,7 +221,6 @@ JOB_AWAITED = Metric(
     ("cause",),
     "Ranks that the stalled job waits for, 0 if they are unknown; absent while this"
     " process knows of no stall.",
-    otel="tracedstore.job.ranks.awaited",
     unit="{rank}",
 )
 JOB_RANK_AWAITED = Metric(
@@ -245,8 +228,7 @@ JOB_RANK_AWAITED = Metric(
     "gauge",
     ("awaited_rank", "awaited_host", "cause"),
     "1 for each rank that the stalled job waits for, for at most 64 ranks.",
-    otel="tracedstore.job.rank.awaited",
-    unit="1",
+    unit="{rank}",
 )
 COLLECTIVE_SEQUENCE = Metric(
     "tracedstore_collective_sequence",
@@ -254,7 +236,6 @@ COLLECTIVE_SEQUENCE = Metric(
     ("group",),
     "Sequence number of the default process group, and of the seven others that have"
     " not moved for longest; point-to-point operations count too.",
-    otel="tracedstore.collective.sequence",
     unit="{collective}",
 )
 LAST_PROGRESS = Metric(
@@ -263,7 +244,6 @@ LAST_PROGRESS = Metric(
     (),
     "When a Store call of this process ended last, or a sequence number of its process"
     " groups moved; absent without a group.",
-    otel="tracedstore.progress.last",
     unit="s",
 )
 SPANS_SUPPRESSED = Metric(
@@ -271,7 +251,6 @@ SPANS_SUPPRESSED = Metric(
     "counter",
     ("reason",),
     "Store calls without a span: over the budget, or suppressed by the caller.",
-    otel="tracedstore.spans.suppressed",
     unit="{span}",
 )
 ETCD_REQUESTS_MADE = Metric(
@@ -279,7 +258,6 @@ ETCD_REQUESTS_MADE = Metric(
     "counter",
     ("method", "result"),
     "Requests of EtcdV3Store and traced-etcd to etcd's v3 API.",
-    otel="tracedstore.etcd.client.requests",
     unit="{request}",
 )
 ETCD_RECOVERIES_MADE = Metric(
@@ -288,7 +266,6 @@ ETCD_RECOVERIES_MADE = Metric(
     ("kind",),
     "What these did about failures: repeated requests, changes of the member, watches"
     " opened again, log-ins.",
-    otel="tracedstore.etcd.client.recoveries",
     unit="{recovery}",
 )
 ETCD_BYTES = Metric(
@@ -296,7 +273,6 @@ ETCD_BYTES = Metric(
     "counter",
     ("direction",),
     "Bytes of these requests and their answers, without headers.",
-    otel="tracedstore.etcd.client.io",
     unit="By",
 )
 EVENTS_DROPPED = Metric(
@@ -305,7 +281,6 @@ EVENTS_DROPPED = Metric(
     (),
     "Events that were dropped because the log, or OpenTelemetry, blocked and the queue"
     " was full.",
-    otel="tracedstore.events.dropped",
     unit="{event}",
 )
 OPERATIONS_DROPPED = Metric(
@@ -314,7 +289,6 @@ OPERATIONS_DROPPED = Metric(
     (),
     "Notable calls of threads unknown to Python that are counted, but got neither span"
     " nor event, because too many came at once.",
-    otel="tracedstore.operations.dropped",
     unit="{operation}",
 )
 TELEMETRY_FAILURES = Metric(
@@ -323,47 +297,37 @@ TELEMETRY_FAILURES = Metric(
     ("observer",),
     "Failures of the telemetry itself; a failed observer is switched off, any other"
     " failed step is tried again.",
-    otel="tracedstore.telemetry.failures",
     unit="{failure}",
+)
+EXPORTS = Metric(
+    "tracedstore_exports_total",
+    "counter",
+    ("signal", "result"),
+    "Exports of spans, metrics and logs that this package set up; absent where the"
+    " application exports, or nothing does.",
+    unit="{export}",
+)
+EXPORT_DROPPED = Metric(
+    "tracedstore_export_dropped_total",
+    "counter",
+    ("signal",),
+    "Spans and log records that these did not deliver: an export failed, or the queue"
+    " of spans was full.",
+    unit="{item}",
 )
 BUILD_INFO = Metric(
     "tracedstore_build_info",
     "gauge",
     ("version", "torch", "core"),
     "Always 1; the labels contain the versions and the recording base.",
-    otel="tracedstore.build.info",
-    unit="1",
+    unit="{process}",
 )
 
 # All of them, in the order in which they are defined.
 METRICS: Final = tuple(each for each in vars().values() if isinstance(each, Metric))
 
-# The conventions have `db.system.name`, which is the same for all that is in etcd.
-STORE_KIND: Final = "tracedstore.store"
-DB_SYSTEM: Final = "db.system.name"
-# The attribute of each label in OpenTelemetry. A label that is empty has none.
-LABEL_ATTRIBUTES: Final = {
-    "store": STORE_KIND,
-    "operation": "db.operation.name",
-    "error_type": "error.type",
-    "result": "tracedstore.result",
-    "barrier": "tracedstore.barrier.family",
-    "missing_rank": "tracedstore.missing.rank",
-    "missing_host": "tracedstore.missing.host",
-    "backend": "tracedstore.rendezvous.backend",
-    "cause": "tracedstore.stall.cause",
-    "group": "tracedstore.process_group",
-    "awaited_rank": "tracedstore.awaited.rank",
-    "awaited_host": "tracedstore.awaited.host",
-    "reason": "tracedstore.reason",
-    "method": "tracedstore.etcd.method",
-    "kind": "tracedstore.etcd.recovery",
-    "direction": "tracedstore.etcd.direction",
-    "observer": "tracedstore.observer",
-    "version": "tracedstore.version",
-    "torch": "tracedstore.torch.version",
-    "core": "tracedstore.recording",
-}
+# What torchrun's agent sums over the processes of its node.
+NODE_SUMS: Final = (OPERATION_DURATION, WAIT_DURATION, BARRIER_DURATION, VALUE_BYTES)
 
 WON: Final = "won"
 LOST: Final = "lost"
@@ -539,6 +503,8 @@ JOB_RESUMED: Final = "job.resumed"
 STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
+EXPORT_FAILED: Final = "telemetry.export_failed"
+EXPORT_RESUMED: Final = "telemetry.export_resumed"
 # Every event, with its level.
 EVENT_LEVELS: Final = {
     OPERATION_SLOW: "info",
@@ -559,5 +525,7 @@ EVENT_LEVELS: Final = {
     STORE_STALE: "warning",
     TELEMETRY_DISABLED: "error",
     TELEMETRY_SERVING: "info",
+    EXPORT_FAILED: "warning",
+    EXPORT_RESUMED: "info",
 }
 EVENT_NAMES: Final = tuple(EVENT_LEVELS)

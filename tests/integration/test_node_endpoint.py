@@ -79,9 +79,9 @@ class Job:
         """Request a page of the agent."""
         return request(self.url.replace("/metrics", page), accept=accept)
 
-    def families(self, accept: str = "") -> dict[str, Metric]:
+    def families(self, accept: str = "", page: str = "/metrics") -> dict[str, Metric]:
         """Scrape the agent; fails if a family is there twice."""
-        text = self.get(accept=accept)
+        text = self.get(page, accept)
         parse = openmetrics_families if OPENMETRICS in accept else text_families
         found = list(parse(text))
         assert len({family.name for family in found}) == len(found)
@@ -154,9 +154,17 @@ class TestNode:
         assert job.up() == {"0": 1, "1": 1}
         for accept in ("", OPENMETRICS):
             families = job.families(accept)
-            for name in (names.WAIT_DURATION.name, names.BUILD_INFO.name):
-                ranks = {sample.labels.get("rank") for sample in families[name].samples}
-                assert ranks >= {"0", "1"}, name
+            ranks = {
+                sample.labels.get("rank")
+                for sample in families[names.BUILD_INFO.name].samples
+            }
+            assert ranks >= {"0", "1"}
+            # The waits of all ranks, and those of each.
+            waits = families[names.WAIT_DURATION.name].samples
+            assert not any("rank" in sample.labels for sample in waits)
+            of_ranks = job.families(accept, "/metrics/ranks")
+            by_rank = of_ranks[names.WAIT_DURATION.name].samples
+            assert {sample.labels.get("rank") for sample in by_rank} >= {"0", "1"}
             # The agent's own.
             (state,) = families[names.RENDEZVOUS_COMPLETE.name].samples
             assert state.labels == {"backend": "c10d"}

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.export import (
 )
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
 import tracedstore
@@ -59,14 +60,29 @@ def barrier(store: Any, rank: int, world_size: int = 2, **options: Any) -> None:
     tracedstore.barrier(store, world_size, "step/7", rank=rank, **options)
 
 
-def barrier_spans(spans: InMemorySpanExporter) -> list[ReadableSpan]:
-    """Return the spans of barriers, sorted by rank."""
+def all_barrier_spans(spans: InMemorySpanExporter) -> list[ReadableSpan]:
+    """Return the spans of barriers: those of ranks, and their shared parents."""
     assert setup._deferred.flush(60)
-    matches = [
+    return [
         span for span in spans.get_finished_spans() if span.name.startswith("barrier")
     ]
+
+
+def roots(spans: InMemorySpanExporter) -> list[ReadableSpan]:
+    """Return the parents that the spans of ranks share."""
+    found = all_barrier_spans(spans)
+    return [span for span in found if names.RANK not in (span.attributes or {})]
+
+
+def barrier_spans(spans: InMemorySpanExporter) -> list[ReadableSpan]:
+    """Return the spans of the ranks in barriers, sorted by rank."""
+    matches = [
+        span
+        for span in all_barrier_spans(spans)
+        if names.RANK in (span.attributes or {})
+    ]
     return sorted(
-        matches, key=lambda span: int(str((span.attributes or {})["tracedstore.rank"]))
+        matches, key=lambda span: int(str((span.attributes or {})[names.RANK]))
     )
 
 
@@ -112,6 +128,23 @@ def assert_one_parent(by_rank: Sequence[ReadableSpan]) -> None:
     assert len(parents) == 1
     assert None not in parents
     assert not any(span.links for span in by_rank)
+
+
+def assert_root(root: ReadableSpan, by_rank: Sequence[ReadableSpan]) -> None:
+    """Assert that a span is the parent of these, and begins with the first one."""
+    assert root.parent is None
+    (first,) = [
+        span
+        for span in by_rank
+        if (span.attributes or {})[names.BARRIER_ARRIVAL_ORDER] == 1
+    ]
+    for span in by_rank:
+        assert span.parent is not None
+        assert (span.parent.trace_id, span.parent.span_id) == (
+            root.context.trace_id,
+            root.context.span_id,
+        )
+    assert (root.start_time, root.end_time) == (first.start_time, first.end_time)
 
 
 def _interrupt(*_arguments: Any) -> None:
@@ -244,8 +277,8 @@ class TestDerivedIds:
                 for call in calls:
                     call.result(240)
 
-        counts = Counter(span.context.trace_id for span in barrier_spans(spans))
-        assert set(counts.values()) == {2}
+        counts = Counter(span.context.trace_id for span in all_barrier_spans(spans))
+        assert set(counts.values()) == {3}
         assert 5 < len(counts) < 35
 
 
@@ -313,6 +346,12 @@ class TestOneTrace:
         by_rank = barrier_spans(spans)
         assert len(by_rank) == world_size
         assert_one_parent(by_rank)
+        (root,) = roots(spans)
+        assert_root(root, by_rank)
+        attributes = root.attributes or {}
+        assert attributes[PREFIX + "result"] == "completed"
+        assert attributes[names.BARRIER_LAST_RANK] in range(world_size)
+        assert root.status.is_ok or root.status.status_code is StatusCode.UNSET
 
     def test_tracer_that_is_not_of_the_sdk(
         self,
@@ -320,7 +359,7 @@ class TestOneTrace:
         provider: TracerProvider,
         spans: InMemorySpanExporter,
     ) -> None:
-        """It is given the parent like any other."""
+        """It is given the parent like any other, which nothing can make there."""
         tracedstore.configure(
             registry=registry, tracer_provider=_OtherProvider(provider)
         )
@@ -333,20 +372,36 @@ class TestOneTrace:
     def test_caller_in_a_trace(
         self, traced: Any, spans: InMemorySpanExporter, provider: TracerProvider
     ) -> None:
-        """Its span stays in that trace, and links to the parent of the others."""
+        """It has a span there too; each links to the other trace."""
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(barrier, traced, 0)
             with provider.get_tracer("test").start_as_current_span("step") as step:
                 barrier(traced, 1)
             other.result(240)
 
-        alone, inside = barrier_spans(spans)
-        assert inside.parent is not None
-        assert inside.parent.span_id == step.get_span_context().span_id
+        of_caller = step.get_span_context()
+        by_rank = [
+            span
+            for span in barrier_spans(spans)
+            if span.context.trace_id != of_caller.trace_id
+        ]
+        (root,) = roots(spans)
+        assert_root(root, by_rank)
+        assert [(span.attributes or {})[names.RANK] for span in by_rank] == [0, 1]
+        links = [[link.context for link in span.links] for span in by_rank]
+        assert links == [[], [of_caller]]
+        (inside,) = [span for span in barrier_spans(spans) if span not in by_rank]
+        assert inside.parent == of_caller
+        assert (inside.start_time, inside.end_time, dict(inside.attributes or {})) == (
+            by_rank[1].start_time,
+            by_rank[1].end_time,
+            dict(by_rank[1].attributes or {}),
+        )
         (link,) = inside.links
-        assert alone.parent is not None
-        assert link.context.trace_id == alone.context.trace_id
-        assert link.context.span_id == alone.parent.span_id
+        assert (link.context.trace_id, link.context.span_id) == (
+            root.context.trace_id,
+            root.context.span_id,
+        )
 
     def test_ranks_time_out_at_once(
         self, traced: Any, spans: InMemorySpanExporter
@@ -363,6 +418,12 @@ class TestOneTrace:
         by_rank = barrier_spans(spans)
         assert len(by_rank) == 4
         assert_one_parent(by_rank)
+        (root,) = roots(spans)
+        assert_root(root, by_rank)
+        attributes = root.attributes or {}
+        assert attributes[PREFIX + "result"] == "timeout"
+        assert attributes[names.BARRIER_MISSING_RANKS] == (4,)
+        assert root.status.status_code is StatusCode.ERROR
 
     def test_late_rank(
         self, traced: Any, spans: InMemorySpanExporter, events: Events
@@ -403,7 +464,7 @@ class TestOneTrace:
         run_barrier(traced, 2)
         traced.set("k", "v")
 
-        assert len(barrier_spans(spans)) == 2
+        assert len(all_barrier_spans(spans)) == 3
         others = {span.name for span in spans.get_finished_spans()} - {"barrier step/*"}
         assert others == {"set k"}
 

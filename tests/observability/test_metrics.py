@@ -84,6 +84,8 @@ def make_every_metric(store: Any) -> None:
         (names.ETCD_RECOVERIES_MADE, ("retry",), None),
         (names.ETCD_BYTES, ("sent",), 1),
         (names.ETCD_BYTES, ("received",), 1),
+        (names.EXPORTS, ("spans", "ok"), 1),
+        (names.EXPORT_DROPPED, ("spans",), 0),
         *((gauge, ("c10d",), 1) for gauge in RENDEZVOUS_GAUGES),
     )
     RECORDER.series.of("etcd_store", Method(name="add", repeats="call"))

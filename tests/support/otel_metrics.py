@@ -1,6 +1,6 @@
 """What the metrics in OpenTelemetry have to be, given the Prometheus exposition."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -9,8 +9,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
 from tracedstore import names
-from tracedstore.common.identity import system_of
 
+# Labels that a scraped series has of its target.
+TARGET = {"run_id", "rank", "local_rank", "host"}
 # A metric, and its attributes.
 Stream = tuple[str, frozenset[tuple[str, Any]]]
 
@@ -43,7 +44,10 @@ class Distribution:
 def exposed(
     families: Iterable[Family],
 ) -> tuple[dict[Stream, float], dict[Stream, Distribution]]:
-    """Return the numbers and histograms of a Prometheus exposition, by OTel's names."""
+    """Return the numbers and histograms of a Prometheus exposition, by OTel's names.
+
+    They have no labels of their target.
+    """
     by_name = {metric.family: metric for metric in names.METRICS}
     numbers: dict[Stream, float] = {}
     histograms: dict[Stream, Distribution] = {}
@@ -68,11 +72,15 @@ def exposed(
 
 
 def _attributes(sample: Sample) -> frozenset[tuple[str, Any]]:
-    attributes = {
-        names.LABEL_ATTRIBUTES[label]: value
+    return frozenset(
+        (label, value)
         for label, value in sample.labels.items()
         if value and label != "le"
-    }
-    if "store" in sample.labels:
-        attributes["db.system.name"] = system_of(sample.labels["store"])
-    return frozenset(attributes.items())
+    )
+
+
+def without_target(attributes: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Return the attributes of a point but those that a target has as labels."""
+    return frozenset(
+        (name, value) for name, value in attributes.items() if name not in TARGET
+    )

@@ -1,4 +1,4 @@
-"""An OTLP receiver: a real HTTP server that decodes metrics and log records."""
+"""An OTLP receiver: a real HTTP server that decodes what it gets."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +13,12 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from support.otel_metrics import without_target
 
 # A metric, and its attributes.
 Stream = tuple[str, frozenset[tuple[str, Any]]]
@@ -20,6 +26,7 @@ Stream = tuple[str, frozenset[tuple[str, Any]]]
 _SERVICES: Mapping[str, tuple[Any, Any]] = {
     "/v1/metrics": (ExportMetricsServiceRequest, ExportMetricsServiceResponse),
     "/v1/logs": (ExportLogsServiceRequest, ExportLogsServiceResponse),
+    "/v1/traces": (ExportTraceServiceRequest, ExportTraceServiceResponse),
 }
 
 
@@ -29,12 +36,14 @@ class OTLPReceiver:
     Attributes:
         metrics: The requests with metrics, in the order in which they came.
         logs: The same for log records.
+        traces: The same for spans.
         refusing: Respond 503.
     """
 
     def __init__(self) -> None:
         self.metrics: list[ExportMetricsServiceRequest] = []
         self.logs: list[ExportLogsServiceRequest] = []
+        self.traces: list[ExportTraceServiceRequest] = []
         self.refusing = False
         self.refused = 0
         self._changed = threading.Condition()
@@ -84,6 +93,8 @@ class OTLPReceiver:
                 self.refused += 1
             elif path == "/v1/metrics":
                 self.metrics.append(request)
+            elif path == "/v1/traces":
+                self.traces.append(request)
             else:
                 self.logs.append(request)
             self._changed.notify_all()
@@ -118,5 +129,15 @@ def points_of(
             for metric in scope.metrics:
                 data = getattr(metric, metric.WhichOneof("data"))
                 for point in data.data_points:
-                    attributes = frozenset(attributes_of(point.attributes).items())
+                    attributes = without_target(attributes_of(point.attributes))
                     yield (metric.name, attributes), data, point
+
+
+def spans_of(
+    request: ExportTraceServiceRequest,
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Return the spans of a request, each with the attributes of its resource."""
+    for resource in request.resource_spans:
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                yield attributes_of(resource.resource.attributes), span

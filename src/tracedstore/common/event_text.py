@@ -166,6 +166,21 @@ def _serving(fields: Fields) -> str:
     return f"serving metrics at {fields.get('url')}"
 
 
+def _export_failed(fields: Fields) -> str:
+    return (
+        f"{fields.get('signal')} do not reach the collector: {fields.get('error')};"
+        " check OTEL_EXPORTER_OTLP_ENDPOINT; the job is not affected"
+    )
+
+
+def _export_resumed(fields: Fields) -> str:
+    failed = plural(int(fields.get("failed_exports") or 0), "export")
+    return (
+        f"{fields.get('signal')} reach the collector again, after"
+        f" {_seconds(fields, 'failed_seconds')} and {failed} that failed"
+    )
+
+
 _SENTENCES: Final[Mapping[str, Callable[[Fields], str]]] = {
     names.OPERATION_SLOW: _slow,
     names.OPERATION_FAILED: _failed,
@@ -185,4 +200,6 @@ _SENTENCES: Final[Mapping[str, Callable[[Fields], str]]] = {
     names.STORE_STALE: _message,
     names.TELEMETRY_DISABLED: _disabled,
     names.TELEMETRY_SERVING: _serving,
+    names.EXPORT_FAILED: _export_failed,
+    names.EXPORT_RESUMED: _export_resumed,
 }

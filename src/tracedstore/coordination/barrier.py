@@ -10,11 +10,11 @@ the store are not affected.
 
 The spans of all ranks are in one trace. Every rank derives the ids of one parent from
 the job, the attempt and the prefix of the barrier, so that no rank has to wait for the
-ids of another one. The spans are children of this parent, which is no span itself: a
-span gets its id from the application's OpenTelemetry SDK. Where the caller is in a
-trace already, the span stays in that trace and links to the parent. A job is known by
-its run id. Without one, jobs with equal prefixes would share traces. There the ranks
-agree on a random id in the store, once for each store.
+ids of another one. The spans are children of this parent. The rank that arrived first
+makes it when its call ends. Where the caller is in a trace already, there is a span in
+that trace too. A job is known by its run id. Without one, jobs with equal prefixes
+would share traces. There the ranks agree on a random id in the store, once for each
+store.
 """
 
 import hashlib
@@ -697,6 +697,20 @@ class BarrierCall:
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end(self._span_started + duration)
+        if self.job is not None and self.meeting.order == 1:
+            of_rank = (names.BARRIER_ARRIVAL_ORDER, names.BARRIER_ARRIVAL)
+            TELEMETRY.add_shared_span(
+                shared_parent(self.job, self.prefix),
+                f"barrier {self._family}",
+                attributes={
+                    names.BARRIER_PREFIX: self._shown,
+                    names.WORLD_SIZE: self.world_size,
+                    **{k: v for k, v in attributes.items() if k not in of_rank},
+                },
+                started_ns=self._span_started,
+                ended_ns=self._span_started + duration,
+                parent=self.caller.run(context.get_current),
+            )
 
     def _new_span(self, more: Mapping[str, Any]) -> Span | None:
         shown = self._shown

@@ -7,6 +7,8 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +28,7 @@ from tracedstore.local.facts import own_facts
 from tracedstore.local.host_ranks import AGENT_WORKERS, Worker, ask_workers
 from tracedstore.local.sockets import LOCAL_SOCKET, LocalReply
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.signals.metrics import for_node
 
 # Seconds for which a response is cached.
 _METRICS_MAX_AGE = 0.5
@@ -74,6 +77,7 @@ class HttpEndpoint:
             RECORDER.failures.guarded(names.ENDPOINT, LOCAL_SOCKET.start)
         if agent is not None and LOCAL_SOCKET.listening:
             LOCAL_SOCKET.metrics = metrics_for_agent(self._registry)
+            LOCAL_SOCKET.node_metrics = metrics_for_agent(self._registry, of_node=True)
             rank_registry.set_metrics_address(agent.url, agent.pid)
             return
         url = self._listen(settings.http_port, per_node=per_node)
@@ -116,7 +120,7 @@ class HttpEndpoint:
 
     @staticmethod
     def _withdraw() -> None:
-        LOCAL_SOCKET.metrics = None
+        LOCAL_SOCKET.metrics = LOCAL_SOCKET.node_metrics = None
         node_metrics.offer(None)
 
 
@@ -127,12 +131,15 @@ def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str
         registry: The metrics.
         per_node: The pages of torchrun's agent have those of its workers too.
     """
-    source = node_metrics.node_registry(registry) if per_node else registry
     in_flight = node_facts_page if per_node else facts_page
 
-    def metrics(accept: str) -> Response:
+    def metrics(source: CollectorRegistry, accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
         return Response(encode(source), content_type)
+
+    sources: Mapping[str, CollectorRegistry] = {"/metrics": registry}
+    if per_node:
+        sources = node_metrics.node_registries(registry)
 
     def health(_accept: str) -> Response:
         return Response(b"ok\n")
@@ -141,16 +148,31 @@ def pages(registry: CollectorRegistry, *, per_node: bool = False) -> Mapping[str
         return _json(targets(per_node=per_node))
 
     return {
-        "/metrics": _Cached(metrics, _METRICS_MAX_AGE),
+        **{
+            path: _Cached(partial(metrics, source), _METRICS_MAX_AGE)
+            for path, source in sources.items()
+        },
         "/healthz": health,
         "/inflight": _Cached(in_flight, _METRICS_MAX_AGE),
         "/sd": _Cached(discovery, _TARGETS_MAX_AGE),
     }
 
 
-def metrics_for_agent(registry: CollectorRegistry) -> Callable[[], Any]:
-    """Return what collects the metrics that the agent serves, as JSON values."""
-    return lambda: node_metrics.to_fields(registry.collect())
+def metrics_for_agent(
+    registry: CollectorRegistry, *, of_node: bool = False
+) -> Callable[[], Any]:
+    """Return what collects the metrics that the agent serves, as JSON values.
+
+    Args:
+        registry: The metrics.
+        of_node: Histograms have the buckets that the agent sums.
+    """
+
+    def collect() -> Any:
+        with for_node() if of_node else nullcontext():
+            return node_metrics.to_fields(registry.collect())
+
+    return collect
 
 
 def facts_page(_accept: str) -> Response:

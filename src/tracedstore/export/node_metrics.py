@@ -5,6 +5,9 @@ workers that it starts, in a variable. These do not listen then: the agent asks 
 over their Unix sockets, all at once. What does not answer is a sample of its own, and
 never a failed scrape.
 
+On its page, histograms of calls and barriers are those of the node, with fine buckets
+(`export.node_sums`). Another page has the histograms of each rank.
+
 The families travel as JSON values, so that the agent can serve them in any format that
 a scraper asks for, with their exemplars. What it receives is validated: one sample that
 is not valid would make the whole page of the node so.
@@ -13,8 +16,9 @@ is not valid would make the whole page of the node so.
 import math
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,12 +29,24 @@ from prometheus_client.samples import Exemplar, Sample
 
 from tracedstore import names
 from tracedstore.common import validation
+from tracedstore.common.identity import number
+from tracedstore.export.node_sums import NodeSums
 from tracedstore.local.host_ranks import AGENT_WORKERS, Worker, ask_workers
-from tracedstore.local.sockets import LOCAL_SOCKET, METRICS_PAGE, LocalReply
+from tracedstore.local.sockets import (
+    LOCAL_SOCKET,
+    METRICS_PAGE,
+    NODE_METRICS_PAGE,
+    LocalReply,
+)
 from tracedstore.recording.recorder import RECORDER
+from tracedstore.signals.metrics import for_node
 
 # Seconds for all workers to answer. Prometheus waits for 10 s by default.
 _TIMEOUT: Final = 2.0
+# The fine buckets of a node are fewer series than the coarse ones of so many ranks; in
+# a job of so many they are few in any case. All nodes of a job decide alike.
+_SUMMED_WORKERS: Final = 8
+_SUMMED_WORLD: Final = 256
 # The pid of the agent, and the URL of its metrics.
 _VARIABLE: Final = "TRACEDSTORE_NODE_ENDPOINT"
 
@@ -113,26 +129,44 @@ def of_agent() -> NodeEndpoint | None:
 
 
 class NodeCollector(Collector):
-    """Collects the families of a registry, and those of this agent's workers."""
+    """Collects the families of a registry, and those of this agent's workers.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        registry: The registry.
+        sums: What is summed over the ranks; None to have it of each rank.
+    """
+
+    # A worker collects for one request at a time, and does not answer another one.
+    _asking = threading.Lock()
+
+    def __init__(self, registry: CollectorRegistry, sums: NodeSums | None) -> None:
         self._registry = registry
+        self._sums = sums
         # Workers that have answered before: others may not be traced at all.
         self._answered: set[Worker] = set()
 
     def collect(self) -> Iterator[Family]:
         """Return each family once, with the samples of all processes."""
+        with self._asking:
+            return iter(self._collect())
+
+    def _collect(self) -> Iterable[Family]:
         merged: dict[str, Family] = {}
-        _merge(merged, self._registry.collect(), {})
+        workers = AGENT_WORKERS.workers
+        sums = self._sums if _is_summed(workers) else None
+        with for_node() if sums else nullcontext():
+            own = list(self._registry.collect())
+        _merge(merged, sums.take(None, own) if sums else own, {})
         up = GaugeMetricFamily(
             names.WORKER_UP.name, names.WORKER_UP.help, labels=names.WORKER_UP.labels
         )
-        workers = AGENT_WORKERS.workers
-        replies = ask_workers(workers, METRICS_PAGE, _TIMEOUT)
+        kind = NODE_METRICS_PAGE if sums else METRICS_PAGE
+        replies = ask_workers(workers, kind, _TIMEOUT)
         for worker in workers:
             families = _families(replies.get(worker))
             if families is not None:
-                _merge(merged, families, _labels(worker))
+                others = sums.take(worker, families) if sums else families
+                _merge(merged, others, _labels(worker))
                 self._answered.add(worker)
             if worker in replies or worker in self._answered:
                 is_up = float(families is not None)
@@ -140,13 +174,23 @@ class NodeCollector(Collector):
         self._answered.intersection_update(workers)
         if up.samples:
             merged[up.name] = up
-        return iter(merged.values())
+        if sums:
+            sums.end_others(workers)
+            _merge(merged, sums.families(), {})
+        return merged.values()
 
 
-def node_registry(registry: CollectorRegistry) -> CollectorRegistry:
-    """Return a registry with the metrics of a node."""
-    found = CollectorRegistry()
-    found.register(NodeCollector(registry))
+def _is_summed(workers: Iterable[Worker]) -> bool:
+    size = number(AGENT_WORKERS.environ.get("WORLD_SIZE")) or 0
+    return len(tuple(workers)) >= _SUMMED_WORKERS or size <= _SUMMED_WORLD
+
+
+def node_registries(registry: CollectorRegistry) -> Mapping[str, CollectorRegistry]:
+    """Return registries with the metrics of a node, by the paths of their pages."""
+    found = {}
+    for path, sums in (("/metrics", NodeSums()), ("/metrics/ranks", None)):
+        found[path] = CollectorRegistry()
+        found[path].register(NodeCollector(registry, sums))
     return found
 
 

@@ -17,7 +17,6 @@ from opentelemetry._logs import LoggerProvider
 from opentelemetry.trace import TracerProvider
 
 from tracedstore import names
-from tracedstore.common.identity import process_identity
 from tracedstore.common.threads import (
     DaemonThread,
     countdown,
@@ -28,7 +27,6 @@ from tracedstore.recording.queue_worker import QueueWorker
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import Snapshots
 from tracedstore.signals.events import LogRecords, application_provider
-from tracedstore.signals.spans import process_attributes
 
 if TYPE_CHECKING:
     from tracedstore.export.otlp import PeriodicExport
@@ -106,8 +104,7 @@ class Push:
         if settings.tracing and given.tracer is None:
             from tracedstore.export.tracer_provider import set_up_provider  # noqa: PLC0415
 
-            attributes = process_attributes(process_identity())
-            self.own_tracer = set_up_provider(attributes) or self.own_tracer
+            self.own_tracer = set_up_provider() or self.own_tracer
 
     def start(self, snapshots: Snapshots) -> None:
         """Begin to send metrics; a forked child, which has no thread, begins again."""

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from operator import lt, sub
 from typing import Any, Final
@@ -42,10 +43,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from tracedstore import names
 from tracedstore._version import __version__
-from tracedstore.common.errors import ConfigurationError, TracedStoreError
-from tracedstore.common.identity import process_identity, system_of
+from tracedstore.common.errors import ConfigurationError
+from tracedstore.common.identity import process_identity
 from tracedstore.common.threads import DaemonThread
 from tracedstore.export.otel_export import exporter_name
+from tracedstore.export.own_exporters import Exports, OwnExporter, own_resource
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.snapshot import Histogram, Snapshots, Values
 from tracedstore.signals.spans import process_attributes
@@ -106,6 +108,7 @@ class MetricStream:
         self._began_ns = self._read_ns = 0
         self._reported: dict[_Key, _Reported] = {}
         self._pending: tuple[int, dict[_Key, _Reported]] = (0, {})
+        self._target: Mapping[str, str] = {}
 
     def read(self, snapshots: Snapshots) -> list[Metric]:
         """Return the metrics; the caller holds the lock, and calls `commit` then."""
@@ -115,6 +118,7 @@ class MetricStream:
             self._reported = {}
         now = max(recorder.clock.wall(), self._read_ns + 1)
         self._pending = (now, dict(self._reported))
+        self._target = _target_labels()
         values = (*snapshots.take(), snapshots.failures())
         read = map(self._metric, values)
         return [metric for metric in read if metric.data.data_points]
@@ -139,11 +143,11 @@ class MetricStream:
             now, _ = self._pending
             data = Gauge(
                 [
-                    NumberDataPoint(_attributes(metric, labels), 0, now, number)
+                    NumberDataPoint(self._attributes(metric, labels), 0, now, number)
                     for labels, number in values.numbers
                 ]
             )
-        return Metric(metric.otel, metric.otel_help or metric.help, metric.unit, data)
+        return Metric(metric.otel, metric.help, metric.unit, data)
 
     def _sums(self, values: Values) -> list[NumberDataPoint]:
         points = []
@@ -154,7 +158,7 @@ class MetricStream:
                 start, (since_start,) = counted
                 points.append(
                     NumberDataPoint(
-                        _attributes(*key), start, self._pending[0], since_start
+                        self._attributes(*key), start, self._pending[0], since_start
                     )
                 )
         return points
@@ -172,7 +176,7 @@ class MetricStream:
             start, (nanoseconds, *buckets) = counted
             points.append(
                 HistogramDataPoint(
-                    attributes=_attributes(*key),
+                    attributes=self._attributes(*key),
                     start_time_unix_nano=start,
                     time_unix_nano=self._pending[0],
                     count=int(sum(buckets)),
@@ -215,6 +219,12 @@ class MetricStream:
             return None
         delta = tuple(map(sub, counts, last.counts))
         return (self._read_ns, delta) if any(delta) else None
+
+    def _attributes(
+        self, metric: names.Metric, labels: tuple[str, ...]
+    ) -> Mapping[str, str]:
+        given = zip(metric.labels, labels, strict=True)
+        return {**self._target, **{label: value for label, value in given if value}}
 
     def _exemplars(self, histogram: Histogram) -> list[Exemplar]:
         """Return the exemplars since the last collection."""
@@ -280,8 +290,7 @@ class PeriodicExport:
     def flush(self) -> None:
         """Export now; returns when the collector has responded, or the timeout ends.
 
-        Raises:
-            TracedStoreError: The metrics could not be delivered.
+        What could not be delivered is in the next export.
         """
         with self._stream.lock:
             if self._snapshots is None:
@@ -289,12 +298,8 @@ class PeriodicExport:
             self._connection = self._connection or _Connection()
             read = self._stream.read(self._snapshots)
             result = self._connection.export(read, self._timeout)
-            if result is not MetricExportResult.SUCCESS:
-                raise TracedStoreError(
-                    "the OTLP exporter could not deliver metrics; the log of"
-                    " opentelemetry has the reason; check OTEL_EXPORTER_OTLP_ENDPOINT"
-                )
-            self._stream.commit()
+            if result is MetricExportResult.SUCCESS:
+                self._stream.commit()
 
     def end(self) -> None:
         """Export once more, and no more then; see `flush`."""
@@ -334,11 +339,12 @@ class _Connection:
         self.exporter: MetricExporter = _new_exporter(
             "metrics", "TRACEDSTORE_METRICS_EXPORTER"
         )
-        self._resource = Resource.create()
+        self._exports = Exports("metrics", self.exporter, loses=False)
+        self._resource = own_resource()
 
     def export(
         self, metrics: Sequence[Metric], timeout_millis: float
-    ) -> MetricExportResult:
+    ) -> MetricExportResult | None:
         # The rank may have become known by now.
         attributes = process_attributes(process_identity())
         resource = self._resource.merge(Resource(attributes))
@@ -347,7 +353,10 @@ class _Connection:
         # Instrumentations of HTTP clients must not trace the exporter.
         token = context.attach(context.set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
-            return self.exporter.export(data, timeout_millis=timeout_millis)
+            exported: MetricExportResult | None = self._exports.run(
+                partial(self.exporter.export, data, timeout_millis=timeout_millis)
+            )
+            return exported
         finally:
             context.detach(token)
 
@@ -359,10 +368,10 @@ def new_logger_provider() -> LoggerProvider:
         ConfigurationError: There is no exporter.
     """
     exporter = _new_exporter("logs", "TRACEDSTORE_EVENTS_EXPORTER")
-    resource = Resource.create(process_attributes(process_identity()))
     # `export.setup` ends it within ``exit_timeout``.
-    provider = LoggerProvider(resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+    provider = LoggerProvider(own_resource(), shutdown_on_exit=False)
+    own: Any = OwnExporter("logs", exporter)
+    provider.add_log_record_processor(BatchLogRecordProcessor(own))
     return provider
 
 
@@ -390,12 +399,16 @@ def _temporality() -> Temporality:
     return temporality
 
 
-def _attributes(metric: names.Metric, labels: tuple[str, ...]) -> Mapping[str, str]:
-    attributes = {
-        names.LABEL_ATTRIBUTES[label]: value
-        for label, value in zip(metric.labels, labels, strict=True)
-        if value
+def _target_labels() -> dict[str, str]:
+    """Return what service discovery makes labels of, as attributes of each point.
+
+    Prometheus has the attributes of a resource in a series of their own.
+    """
+    identity = process_identity()
+    labels = {
+        "run_id": identity.run_id,
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "host": identity.host,
     }
-    if names.STORE_KIND in attributes:
-        attributes[names.DB_SYSTEM] = system_of(attributes[names.STORE_KIND])
-    return attributes
+    return {name: str(value) for name, value in labels.items() if value is not None}

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from opentelemetry._logs import LoggerProvider
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, TracerProvider
+from opentelemetry.trace import Span, Tracer, TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
@@ -203,11 +203,10 @@ class ConfiguredTelemetry(Telemetry):
             identity,
             providers.tracer,
             count_suppressed=settings.spans == "budget",
-            on_provider=_flush_with_provider,
+            on_provider=_join_provider,
         )
         self._exemplars = Exemplars(RECORDER.series)
-        snapshots = partial(
-            Snapshots,
+        snapshots = Snapshots(
             RECORDER,
             self._exemplars,
             full=settings.metrics == "full",
@@ -218,8 +217,8 @@ class ConfiguredTelemetry(Telemetry):
                 + REPORT_FILE.writer.dropped
             ),
         )
-        self._metrics = MetricsCollector(snapshots())
-        self._pushed = snapshots(one_histogram=True)
+        self._metrics = MetricsCollector(snapshots)
+        self._pushed = snapshots
         self._events = Events(
             RECORDER,
             identity,
@@ -277,6 +276,26 @@ class ConfiguredTelemetry(Telemetry):
             started_ns=started_ns,
             parent=parent,
             shared=shared,
+        )
+
+    def add_shared_span(
+        self,
+        shared: SharedParent,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        ended_ns: int,
+        parent: Context | None,
+    ) -> None:
+        """Make the shared parent of other spans."""
+        self._spans.add_shared(
+            shared,
+            name,
+            attributes=attributes,
+            started_ns=started_ns,
+            ended_ns=ended_ns,
+            parent=parent,
         )
 
     def flush(self, timeout: float) -> None:
@@ -368,8 +387,9 @@ class ConfiguredTelemetry(Telemetry):
         self._endpoint.reset()
 
 
-# The providers whose flush makes the spans that are late.
-_flushed: WeakTable[bool] = WeakTable()
+# The providers whose flush makes the spans that are late, with what makes spans there
+# that have given ids.
+_joined: WeakTable[Callable[[SharedParent], Tracer | None]] = WeakTable()
 # Seconds; only where a thread of a process group is in a Store call at exit. Such a
 # call ends by its store's timeout, which is this long by torch's default.
 _MAX_WAIT_AT_EXIT = 1800.0
@@ -401,14 +421,21 @@ class _Process:
 _process = _Process()
 
 
-def _flush_with_provider(provider: TracerProvider) -> None:
-    """Make the spans that are late whenever a provider of the SDK is flushed."""
-    if hasattr(provider, "add_span_processor") and provider not in _flushed:
-        # The SDK is imported only where it is used.
-        from tracedstore.export.tracer_provider import LateSpans  # noqa: PLC0415
+def _join_provider(
+    provider: TracerProvider,
+) -> Callable[[SharedParent], Tracer | None] | None:
+    """Make the spans that are late whenever a provider of the SDK is flushed.
 
-        _flushed.set(provider, True)
+    Returns:
+        What returns a tracer of its spans with given ids.
+    """
+    if hasattr(provider, "add_span_processor") and provider not in _joined:
+        # The SDK is imported only where it is used.
+        from tracedstore.export.tracer_provider import LateSpans, tracer_with_ids  # noqa: PLC0415
+
+        _joined.set(provider, tracer_with_ids(provider))
         provider.add_span_processor(LateSpans(_deferred.flush, provider))
+    return _joined.get(provider)
 
 
 def configure(

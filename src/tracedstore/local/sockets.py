@@ -187,8 +187,10 @@ def namespace_digest() -> str:
 
 
 KINDS: Final = ("status", "stacks")
-# The page that torchrun's agent asks its workers for, to serve it for them.
+# The pages that torchrun's agent asks its workers for, to serve them: as they are, and
+# with the histograms that it sums.
 METRICS_PAGE: Final = "metrics"
+NODE_METRICS_PAGE: Final = "node_metrics"
 MAX_REQUEST_BYTES: Final = 64 * 1024
 # Seconds for one client to send its request and to receive the answer.
 _CLIENT_TIMEOUT = 1.0
@@ -212,6 +214,7 @@ class LocalSocket:
         workers: Returns what an agent of torchrun knows about its workers.
         silent_agents: Returns the other agents that send it no heartbeats.
         metrics: Returns the metrics that this process lets its agent serve.
+        node_metrics: The same, with the histograms that the agent sums.
     """
 
     def __init__(self) -> None:
@@ -232,6 +235,7 @@ class LocalSocket:
         self._lock = threading.Lock()
         self._rendering = threading.Lock()
         self.metrics: Page | None = None
+        self.node_metrics: Page | None = None
         self.identity: Callable[[], LocalIdentity] = LocalIdentity.own
         self.workers: Workers = list
         self.silent_agents: Workers = list
@@ -311,13 +315,14 @@ class LocalSocket:
             return False
         deadline = time.monotonic() + _CLIENT_TIMEOUT
         kind, families = _request(receive_line(client, MAX_REQUEST_BYTES, deadline))
-        if kind != METRICS_PAGE:
+        if kind in KINDS:
             _send(client, self._state(kind, families), deadline)
             return False
         # An agent that has waited in vain may have asked again since.
         if _is_gone(client) or not self._rendering.acquire(blocking=False):
             return False
-        thread = DaemonThread(self._send_page, client, name="tracedstore-page")
+        collect = self.metrics if kind == METRICS_PAGE else self.node_metrics
+        thread = DaemonThread(self._send_page, client, collect, name="tracedstore-page")
         try:
             thread.start()
         except RuntimeError:
@@ -325,9 +330,9 @@ class LocalSocket:
             return False
         return True
 
-    def _send_page(self, client: socket.socket) -> None:
+    def _send_page(self, client: socket.socket, collect: Page | None) -> None:
         try:
-            page = None if self.metrics is None else self.metrics()
+            page = None if collect is None else collect()
             reply: dict[str, Any] = {
                 "identity": codec.to_fields(self.identity()),
                 "answer": None,
@@ -417,7 +422,8 @@ def receive_line(peer: socket.socket, max_bytes: int, deadline: float) -> bytes:
 
 def _request(line: bytes) -> tuple[str, list[str]]:
     fields = validation.load_json(line, MAX_REQUEST_BYTES)
-    if type(fields) is not dict or fields.get("kind") not in (*KINDS, METRICS_PAGE):
+    known = (*KINDS, METRICS_PAGE, NODE_METRICS_PAGE)
+    if type(fields) is not dict or fields.get("kind") not in known:
         raise ValueError("not a question")
     families = fields.get("families", [])
     if type(families) is not list:

@@ -94,7 +94,7 @@ bool blocks(Method method) {
 constexpr int MAX_KINDS = 8;
 // The layout of `recording.counters`: four sums, then the buckets.
 constexpr int NANOSECONDS = 0, BYTES = 1, SWAPS_WON = 2, SWAPS_LOST = 3, BUCKETS = 4;
-constexpr int MAX_COUNTS = 64;
+constexpr int MAX_COUNTS = 96;
 // Calls of one thread inside each other that are shown in flight.
 constexpr int MAX_DEPTH = 4;
 // Keys of a call in flight that are kept. The diagnosis asks for those that a blocked

@@ -36,6 +36,7 @@ _MAX_BACKENDS = 16
 Result = Literal["completed", "timeout", "failed"]
 Write = Literal["accepted", "conflict", "failed"]
 RequestResult = Literal["ok", "failed", "unknown"]
+ExportResult = Literal["ok", "failed"]
 Recovery = Literal["retry", "failover", "watch_restart", "log_in"]
 
 Labels = tuple[str, ...]
@@ -83,6 +84,8 @@ TABLE: Final = (
     ColdMetric(names.ETCD_REQUESTS_MADE, get_args(RequestResult), zeros=False),
     ColdMetric(names.ETCD_RECOVERIES_MADE, get_args(Recovery), zeros=False),
     ColdMetric(names.ETCD_BYTES),
+    ColdMetric(names.EXPORTS, get_args(ExportResult)),
+    ColdMetric(names.EXPORT_DROPPED),
 )
 _LAST: Final = {one.metric.name: one.last for one in TABLE}
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from tracedstore.common.identity import StoreIdentity
@@ -51,9 +52,16 @@ FULL_WAIT_BOUNDS: tuple[int, ...] = (
     *(n * _MS for n in (1, 10, 50, 250)),
     *(n * _S for n in (1, 10, 30, 60, 300, 600, 1800, 3600)),
 )
+# What the agent of a node sums over its ranks: a quantile that is interpolated between
+# two bounds is within 25 % of the true one, from 1 ms to 10 minutes.
+NODE_WAIT_BOUNDS: tuple[int, ...] = tuple(
+    accumulate(range(60), lambda bound, _: bound // _US * 5 // 4 * _US, initial=_MS)
+)
+NODE_OPERATION_BOUNDS: tuple[int, ...] = (100 * _US, *NODE_WAIT_BOUNDS)
 BOUNDS: tuple[int, ...] = tuple(
     sorted(
         {
+            *NODE_OPERATION_BOUNDS,
             *OPERATION_BOUNDS,
             *WAIT_BOUNDS,
             *FULL_OPERATION_BOUNDS,

@@ -24,6 +24,8 @@ from tracedstore.recording.counters import (
     FULL_OPERATION_BOUNDS,
     FULL_WAIT_BOUNDS,
     NANOSECONDS,
+    NODE_OPERATION_BOUNDS,
+    NODE_WAIT_BOUNDS,
     OPERATION_BOUNDS,
     SWAPS_LOST,
     SWAPS_WON,
@@ -133,8 +135,6 @@ class Snapshots:
         recorder: What the process counts into.
         exemplars: The examples of its calls.
         full: Every series, from zero.
-        one_histogram: All calls are in the histogram of operations, with the bounds of
-            both, and none is in that of waits.
         suppressed_by_caller: Returns how many spans callers suppressed.
         events_dropped: Returns how many events were dropped.
 
@@ -148,28 +148,30 @@ class Snapshots:
         exemplars: Exemplars,
         *,
         full: bool,
-        one_histogram: bool = False,
         suppressed_by_caller: Callable[[], int] = lambda: 0,
         events_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         self.recorder = recorder
         self._exemplars = exemplars
         self._full = full
-        self._one_histogram = one_histogram
         self._suppressed_by_caller = suppressed_by_caller
         self._events_dropped = events_dropped
 
-    def take(self) -> Iterator[Values]:
-        """Return the values of every metric but the telemetry's failures."""
+    def take(self, *, of_node: bool = False) -> Iterator[Values]:
+        """Return the values of every metric but the telemetry's failures.
+
+        Args:
+            of_node: Histograms have the bounds of a node (`names.NODE_SUMS`).
+        """
         recorder = self.recorder
         sums = recorder.counters.sums()
         known = recorder.series.all()
         every = [one for one in known if self._full or any(sums[one][BUCKETS:])]
-        yield from self._calls(every, sums)
+        yield from self._calls(every, sums, of_node=of_node)
         yield _errors(known, sums)
         yield from _counters(every, sums, recorder.series.probed)
         yield from self._in_flight(every)
-        yield from self._cold()
+        yield from self._cold(of_node=of_node)
         suppressed = {
             (names.OVER_BUDGET,): recorder.counters.over_budget(),
             (names.SUPPRESSED_BY_CALLER,): self._suppressed_by_caller(),
@@ -194,18 +196,17 @@ class Snapshots:
         """Return the numbers to export: without zeros, but for `full`."""
         return [(labels, number) for labels, number in numbers if self._full or number]
 
-    def _calls(self, every: list[Series], sums: Sums) -> Iterator[Values]:
-        both = self._full or self._one_histogram
-        operations = [one for one in every if both or not one.method.blocks]
-        waits = (
-            [] if self._one_histogram else [one for one in every if one.method.blocks]
-        )
-        fine = FULL_OPERATION_BOUNDS if self._full else OPERATION_BOUNDS
-        if self._one_histogram:
-            fine = tuple(sorted({*fine, *self._wait_bounds}))
+    def _calls(
+        self, every: list[Series], sums: Sums, *, of_node: bool
+    ) -> Iterator[Values]:
+        operations = [one for one in every if self._full or not one.method.blocks]
+        waits = [one for one in every if one.method.blocks]
+        operation_bounds = FULL_OPERATION_BOUNDS if self._full else OPERATION_BOUNDS
+        if of_node:
+            operation_bounds = NODE_OPERATION_BOUNDS
         for metric, series, bounds in (
-            (names.OPERATION_DURATION, operations, fine),
-            (names.WAIT_DURATION, waits, self._wait_bounds),
+            (names.OPERATION_DURATION, operations, operation_bounds),
+            (names.WAIT_DURATION, waits, self._wait_bounds(of_node=of_node)),
         ):
             histograms = [
                 Histogram(
@@ -219,8 +220,9 @@ class Snapshots:
             ]
             yield Values(metric, (), histograms)
 
-    @property
-    def _wait_bounds(self) -> tuple[int, ...]:
+    def _wait_bounds(self, *, of_node: bool) -> tuple[int, ...]:
+        if of_node:
+            return NODE_WAIT_BOUNDS
         return FULL_WAIT_BOUNDS if self._full else WAIT_BOUNDS
 
     def _in_flight(self, every: Iterable[Series]) -> Iterator[Values]:
@@ -238,10 +240,11 @@ class Snapshots:
         }
         yield Values(names.OLDEST_START, starts.items())
 
-    def _cold(self) -> Iterator[Values]:
-        bounds = self._wait_bounds
+    def _cold(self, *, of_node: bool) -> Iterator[Values]:
         for cold, numbers, histograms in self.recorder.cold.read():
             found = numbers.items()
+            summed = of_node and cold.metric in names.NODE_SUMS
+            bounds = self._wait_bounds(of_node=summed)
             yield Values(
                 cold.metric,
                 found if cold.zeros else self._counted(found),

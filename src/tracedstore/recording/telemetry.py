@@ -34,7 +34,7 @@ REST: Final = 60.0
 
 
 class SharedParent(NamedTuple):
-    """The parent of spans of many processes, which is no span itself.
+    """The parent of spans of many processes, which one of them makes.
 
     Attributes:
         trace_id: The id of the trace.
@@ -83,8 +83,21 @@ class Telemetry:
         """Start a span; return None where there is no tracer provider.
 
         It is a child of the shared parent, if there is one. If the context ``parent``
-        has a span, it is a child of that, and links to the shared one.
+        has a span, there is one more, as a child of that, and each links to the other
+        trace.
         """
+
+    def add_shared_span(
+        self,
+        shared: SharedParent,
+        name: str,
+        *,
+        attributes: Mapping[str, Any],
+        started_ns: int,
+        ended_ns: int,
+        parent: "Context | None",
+    ) -> None:
+        """Make the shared parent of other spans; one process does."""
 
     def defer(self, work: Callable[[], object]) -> None:
         """Make a span or an event a moment later, in a thread.

@@ -7,6 +7,8 @@ count into the counters, which are summed at a scrape.
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate
 
@@ -23,6 +25,21 @@ from tracedstore import names
 from tracedstore.recording.snapshot import Histogram, Snapshots, Values
 
 _logger = logging.getLogger(names.SCOPE)
+
+_of_node: ContextVar[bool] = ContextVar("of_node", default=False)
+
+
+@contextmanager
+def for_node() -> Iterator[None]:
+    """Collect meanwhile what an agent sums over its node: fine buckets.
+
+    Buckets without calls are left out: the agent knows the bounds.
+    """
+    token = _of_node.set(True)
+    try:
+        yield
+    finally:
+        _of_node.reset(token)
 
 
 class MetricsCollector(Collector):
@@ -53,7 +70,8 @@ class MetricsCollector(Collector):
         families: list[Family] = []
         if not failures.rests(names.METRICS_OBSERVER):
             try:
-                families = [_family(one) for one in self._snapshots.take()]
+                values = self._snapshots.take(of_node=_of_node.get())
+                families = [_family(one) for one in values]
             except Exception as error:
                 failures.add(names.METRICS_OBSERVER, error)
         families.append(_family(self._snapshots.failures()))
@@ -86,6 +104,10 @@ def _buckets(
             ids = {"trace_id": found.trace_id, "span_id": found.span_id}
             exemplar = Exemplar(ids, found.seconds, found.ended)
             buckets[position] = (le, count, exemplar)
+    if _of_node.get():
+        *bounded, beyond = buckets
+        called = zip(bounded, histogram.counts, strict=False)
+        return [*(bucket for bucket, calls in called if calls), beyond]
     return buckets
 
 

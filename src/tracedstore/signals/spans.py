@@ -6,6 +6,7 @@ span is created when the call has ended, with its start and end times.
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from opentelemetry import context, trace
 from opentelemetry.context import _SUPPRESS_INSTRUMENTATION_KEY
@@ -50,13 +51,17 @@ class Spans:
         provider: TracerProvider | None = None,
         *,
         count_suppressed: bool = True,
-        on_provider: Callable[[TracerProvider], None] = lambda _provider: None,
+        on_provider: Callable[
+            [TracerProvider], Callable[[SharedParent], Tracer | None] | None
+        ] = lambda _provider: None,
     ) -> None:
         self._recorder = recorder
         self._given = provider
         self._count_suppressed = count_suppressed
-        # Gets each provider before its first span.
+        # Gets each provider before its first span, and returns what returns a tracer
+        # whose next span has given ids.
         self._on_provider = on_provider
+        self._with_ids: Callable[[SharedParent], Tracer | None] | None = None
         self._provider: TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._provider_by_environment = OTEL_PYTHON_TRACER_PROVIDER in os.environ
@@ -127,28 +132,62 @@ class Spans:
             attributes: Its attributes.
             started_ns: When it started, in nanoseconds since the epoch.
             parent: The context that it is started in.
-            shared: The parent of the spans of all ranks. If the context has a span, the
-                new one is a child of that, and links to the shared parent.
+            shared: The parent of the spans of all ranks. If the context has a span,
+                there is another span as a child of that, so that both traces are whole.
         """
         tracer = self._current_tracer()
         if tracer is None or context.get_value(_SUPPRESS_INSTRUMENTATION_KEY, parent):
             return None
-        links: tuple[trace.Link, ...] = ()
-        if shared is not None:
-            remote = _remote(tracer, name, parent, shared)
-            if trace.get_current_span(parent).get_span_context().is_valid:
-                links = (trace.Link(remote),)
-            else:
-                parent = trace.set_span_in_context(
-                    trace.NonRecordingSpan(remote), parent
-                )
-        return tracer.start_span(
+        start = partial(
+            tracer.start_span,
             name,
-            context=parent,
             attributes=self._process | dict(attributes),
             start_time=started_ns,
-            links=links,
         )
+        if shared is None:
+            return start(context=parent)
+        remote = _remote(tracer, name, parent, shared)
+        below = trace.set_span_in_context(trace.NonRecordingSpan(remote), parent)
+        caller = trace.get_current_span(parent).get_span_context()
+        if not caller.is_valid:
+            return start(context=below)
+        return _InTwoTraces(
+            start(context=below, links=[trace.Link(caller)]),
+            start(context=parent, links=[trace.Link(remote)]),
+        )
+
+    def add_shared(
+        self,
+        shared: SharedParent,
+        name: str,
+        *,
+        attributes: Mapping[str, AttributeValue],
+        started_ns: int,
+        ended_ns: int,
+        parent: context.Context | None,
+    ) -> None:
+        """Make the shared parent; its name is that of its children, as for the sampler.
+
+        It has neither rank nor host: it is of all of them.
+        """
+        if self._current_tracer() is None or self._with_ids is None:
+            return
+        tracer = self._with_ids(shared)
+        if tracer is None or context.get_value(_SUPPRESS_INSTRUMENTATION_KEY, parent):
+            return
+        run_id = self._process.get(names.RUN_ID)
+        span = tracer.start_span(
+            name,
+            context=trace.set_span_in_context(trace.INVALID_SPAN, parent),
+            attributes={
+                **({} if run_id is None else {names.RUN_ID: run_id}),
+                **attributes,
+            },
+            start_time=started_ns,
+        )
+        if error_attributes.ERROR_TYPE in attributes:
+            span.set_status(StatusCode.ERROR)
+        span.end(ended_ns)
 
     def reset(self) -> None:
         """Forget what is the parent's, as a forked child must."""
@@ -170,7 +209,9 @@ class Spans:
         return self._tracer
 
     def _use_provider(self, provider: TracerProvider) -> None:
-        self._recorder.failures.guarded(self.name, self._on_provider, provider)
+        self._with_ids = self._recorder.failures.guarded(
+            self.name, self._on_provider, provider
+        )
         self._provider = provider
         self._tracer = provider.get_tracer(
             names.SCOPE, __version__, schema_url=names.SCHEMA_URL
@@ -208,6 +249,34 @@ class Spans:
         if operation.attributes is not None:
             attributes |= operation.attributes
         return attributes
+
+
+class _InTwoTraces(trace.NonRecordingSpan):
+    """The span of a barrier whose caller is in a trace of its own.
+
+    Its ids are those in the trace of the barrier.
+    """
+
+    def __init__(self, *spans: trace.Span) -> None:
+        super().__init__(spans[0].get_span_context())
+        self._spans = spans
+
+    def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
+        """Set them in both."""
+        for span in self._spans:
+            span.set_attributes(attributes)
+
+    def set_status(
+        self, status: Status | StatusCode, description: str | None = None
+    ) -> None:
+        """Set it in both."""
+        for span in self._spans:
+            span.set_status(status, description)
+
+    def end(self, end_time: int | None = None) -> None:
+        """End both."""
+        for span in self._spans:
+            span.end(end_time)
 
 
 def _remote(

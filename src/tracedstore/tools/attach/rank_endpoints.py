@@ -127,9 +127,13 @@ def scrape_ranks(
     Of the page of an agent, a rank has the samples with its label.
     """
     served = {info: info.metrics for info in infos if info.metrics}
-    pages = _fetch_pages(
-        set(served.values()), "/metrics", tokens, _METRICS_TIMEOUT, _METRICS_TIMEOUT
-    )
+    agents = {url for info, url in served.items() if info.agent is not None}
+    pages: dict[str, bytes | str] = {}
+    for path, urls in (
+        ("/metrics/ranks", agents),
+        ("/metrics", set(served.values()) - agents),
+    ):
+        pages |= _fetch_pages(urls, path, tokens, _METRICS_TIMEOUT, _METRICS_TIMEOUT)
     return {
         info: page if info.agent is None else _lines_of(page, info.rank)
         for info, url in served.items()
