@@ -103,6 +103,7 @@ class Address:
         path: The file, or the prefix in etcd.
         namespace: The namespace of an EtcdV3Store, "" if it is another store; known
             after `check_reachable`.
+        is_tcpstore: A TCPStore has answered `check_reachable`.
     """
 
     def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
@@ -133,6 +134,7 @@ class Address:
             raise UsageError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
         self.namespace = ""
+        self.is_tcpstore = False
         # The time of the first read includes the start of the command.
         self._started: float | None = _imported
 
@@ -210,11 +212,11 @@ class Address:
             self._check_file()
             return
         with self._connect() as connection:
-            if (
-                self.scheme == "tcp"
-                and connection_attempt.probe_tcpstore(connection) is False
-            ):
-                raise self.not_a_tcpstore()
+            if self.scheme == "tcp":
+                answers = connection_attempt.probe_tcpstore(connection)
+                if answers is False:
+                    raise self.not_a_tcpstore()
+                self.is_tcpstore = answers is True
         # The client for TLS and users needs torch.
         if self.scheme == "etcd" and not (self.secure or self.access.user):
             self.find_namespace(self._count_keys)
@@ -230,6 +232,13 @@ class Address:
         return CommandError(
             f"the server at {self.url} does not answer as a TCPStore does: it is"
             " another server, or the TCPStore of another torch"
+        )
+
+    def overloaded(self, seconds: float) -> CommandError:
+        """Return the error for a TCPStore that does not answer torch's client."""
+        return CommandError(
+            f"the store at {self.url} is a TCPStore, and did not answer within"
+            f" {seconds:g} s: it is overloaded, or this machine is; try again"
         )
 
     def not_an_etcd(self) -> CommandError:

@@ -143,7 +143,7 @@ class TopApp(App[int]):
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
-    KEYS = "1-5 views  arrows  Enter  / filter  s stacks  e save  r report  ? help  q"
+    KEYS = "1-6 views  arrows  Enter  / filter  s stacks  e save  r report  ? help  q"
     HAS_REPLAY_KEYS = False
     CSS = """
     Screen { layout: vertical; background: ansi_default; color: ansi_default; }
@@ -252,6 +252,11 @@ class TopApp(App[int]):
         main = self.lines("main")
         height = body * 3 // 5
         self.selection.arrange(job, width - 1, height)
+        # What the details leave free belongs to the view: fewer hosts are folded.
+        details = min(len(self.detail_rows(job, width - 1)), body - height)
+        if height < body - details:
+            height = body - details
+            self.selection.arrange(job, width - 1, height)
         main.styles.height = max(1, min(len(self.selection.rows), height))
         main.show(self.selection.rows, self.selection.target)
         self._draw_detail(job, width - 1)

@@ -6,8 +6,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tracedstore.tools.job_view import RankName, RankState, RankView
-from tracedstore.tools.top.rows import Span, TextRow, fit, row, state_style, styled
+from tracedstore.common.text import duration
+from tracedstore.tools.job_view import RankName, RankState, RankView, counts
+from tracedstore.tools.top.rows import (
+    Span,
+    TextRow,
+    fit,
+    row,
+    shorten,
+    state_style,
+    styled,
+)
 
 # One character each, so that the grid reads without colours.
 GLYPHS: Final = {
@@ -27,6 +36,7 @@ _SUMMARY = 30
 _FOLDED = (RankState.RUNNING, RankState.WAITING)
 _RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 _NO_HOST = "(not started)"
+_GIGABYTE = 1e9
 
 
 @dataclass(slots=True)
@@ -78,12 +88,15 @@ def layout(
     Args:
         ranks: The ranks.
         width: The columns of the screen.
-        height: Its lines. If there are more, hosts whose ranks are all running, or all
-            waiting, are one line.
+        height: Its lines. If all ranks fit, each has a line. If not even all hosts
+            fit, those whose ranks are all running, or all waiting, are one line.
         unfolded: States whose hosts are shown anyway.
         pattern: Only ranks that match it, see `matches`.
     """
     hosts = _by_host([rank for rank in ranks if matches(rank, pattern)])
+    number = sum(len(members) for _, members in hosts)
+    if 0 < number < height:
+        return _table(hosts, width)
     label = min(_LABEL, max((len(host) for host, _ in hosts), default=0) + 1)
     longest = max((len(members) for _, members in hosts), default=0)
     room = min(_MAX_CELLS, width - label - 2 - _SUMMARY, longest)
@@ -111,6 +124,45 @@ def layout(
             )
             fleet.ranks.append([])
     return fleet
+
+
+def _table(hosts: list[tuple[str, list[RankView]]], width: int) -> FleetGrid:
+    """Return a line for each rank: what it is in, and what its process uses."""
+    some = [rank for _, members in hosts for rank in members]
+    digits = max(4, *(len(str(rank.rank)) for rank in some))
+    label = min(_LABEL, max(4, *(len(host) for host, _ in hosts)))
+    used = any(rank.memory is not None for rank in some)
+    heading = f"  {'rank':>{digits}} {fit('host', label)} {'for':>11} "
+    heading += f"{'CPU':>5} {'memory':>7}  " if used else " "
+    fleet = FleetGrid([row(Span(shorten(f"{heading}in", width), "dim"))], [[]])
+    for host, members in hosts:
+        for rank in members:
+            waited = "" if rank.waited is None else duration(rank.waited)
+            text = f"{rank.rank:>{digits}} {fit(host, label)} {waited:>11} "
+            text += _used(rank) if used else " "
+            doing = rank.doing or rank.state.label
+            fleet.rows.append(
+                row(
+                    Span(GLYPHS[rank.state], state_style(rank.state)),
+                    Span(f" {text}"),
+                    Span(shorten(doing, max(8, width - len(text) - 2))),
+                    target=("rank", rank.name),
+                )
+            )
+            fleet.ranks.append([rank])
+    return fleet
+
+
+def _used(rank: RankView) -> str:
+    cpu = "" if rank.cpu is None else f"{rank.cpu:.0%}"
+    return f"{cpu:>5} {bytes_text(rank.memory):>7}  "
+
+
+def bytes_text(number: int | None) -> str:
+    """Return ``312 MB``; "" if it is unknown."""
+    if number is None:
+        return ""
+    return f"{number / 1e9:.1f} GB" if number >= _GIGABYTE else f"{number / 1e6:.0f} MB"
 
 
 def _by_host(ranks: Iterable[RankView]) -> list[tuple[str, list[RankView]]]:
@@ -147,12 +199,6 @@ def _add_host(
         worst = state_style(min(rank.state for rank in members))
         fleet.rows.append(TextRow((name, Span(" "), *grid, summary, Span(text, worst))))
         fleet.ranks.append(some)
-
-
-def counts(ranks: Iterable[RankView]) -> str:
-    """Return how many ranks are in which state, the worst first."""
-    states = Counter(rank.state for rank in ranks)
-    return ", ".join(f"{states[one]:,} {one.label}" for one in sorted(states))
 
 
 def legend(ranks: Iterable[RankView]) -> TextRow:

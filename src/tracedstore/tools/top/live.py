@@ -72,6 +72,7 @@ class LiveApp(TopApp):
         self._confirmed = source.asks
         self._wake = threading.Event()
         self._ended = False
+        self._started = time.monotonic()
 
     def on_mount(self) -> None:
         """Start reading."""
@@ -125,11 +126,13 @@ class LiveApp(TopApp):
         """Return the job as it was read last, or why it cannot be read."""
         if self._job is None:
             text = self._error and f"{self._error}; trying again"
+            age = duration(time.monotonic() - self._started)
             return JobView(
                 source=self._source.source,
                 time=time.time(),
                 level="bad" if text else "notable",
-                headline=text or "connecting; importing torch takes seconds ...",
+                headline=text or f"loading for {age}: importing torch takes seconds",
+                loading=True,
             )
         if not self._error:
             return self._job
