@@ -115,7 +115,8 @@ class TestKeys:
                 await pilot.press("0", "space", "n")
                 assert app.shown_job().time == START + 40
                 assert "stalled in new_group 1" in app.lines("headline").rows[0].text
-                assert app.lines("main").rows[0].text.split()[:2] == ["node1", "Aw"]
+                first = app.lines("main").rows[1].text
+                assert first.split()[:3] == ["A", "2", "node1"]
                 await pilot.press("n")
                 assert app.shown_job().time == START + 80
                 assert app.lines("footer").rows[0].text.count("!") == 1

@@ -90,6 +90,7 @@ class RankView:
         cpu: The share of one core that it uses; None if it is unknown.
         memory: Its resident memory in bytes; None if it is unknown.
         log: The last line that it logged; "" if it is unknown.
+        was_missing: The job has waited for it before.
     """
 
     rank: int
@@ -108,6 +109,7 @@ class RankView:
     cpu: float | None = None
     memory: int | None = None
     log: str = ""
+    was_missing: bool = False
 
     @property
     def name(self) -> RankName:
@@ -212,6 +214,7 @@ class StallView:
         reported: When it was reported.
         waiting: The waiting ranks for people.
         waits: Whether one of them still waits.
+        reporters: The ranks that have published that they wait.
         fields: The fields of ``job.stalled``.
     """
 
@@ -225,6 +228,7 @@ class StallView:
     reported: float
     waiting: str = ""
     waits: bool = True
+    reporters: tuple[int, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def sentence(self, now: float | None = None) -> str:

@@ -169,6 +169,7 @@ def _stall(verdict: Verdict, stall: StallRecord, now: float) -> StallView:
         reported=verdict.time,
         waiting=ranks_text(verdict.waiting_ranks, noun),
         waits=stall.still_waiting(),
+        reporters=tuple(sorted({one.rank for one in stall.covered()})),
         fields=verdict.event_fields(verdict.time),
     )
 

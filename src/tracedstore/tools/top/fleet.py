@@ -12,6 +12,7 @@ from tracedstore.tools.top.rows import (
     Span,
     TextRow,
     fit,
+    remaining,
     row,
     shorten,
     state_style,
@@ -28,6 +29,8 @@ GLYPHS: Final = {
     RankState.WAITING: "w",
     RankState.RUNNING: ".",
 }
+# A rank of a replay that was missing before.
+WAS_MISSING: Final = "!"
 _MIN_CELLS = 8
 _MAX_CELLS = 64
 _LABEL = 18
@@ -35,8 +38,10 @@ _SUMMARY = 30
 # States in which hosts are folded, if there is no room for all of them.
 _FOLDED = (RankState.RUNNING, RankState.WAITING)
 _RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
-_NO_HOST = "(not started)"
+_NOT_STARTED, _NO_HOST = "(not started)", "(unknown host)"
 _GIGABYTE = 1e9
+# Columns of a screen with room for CPU time and memory.
+_WIDE = 70
 
 
 @dataclass(slots=True)
@@ -60,6 +65,19 @@ class FleetGrid:
                 if rank.name == name:
                     return line, position
         return None
+
+
+def glyph(rank: RankView) -> str:
+    """Return the character of a rank."""
+    return WAS_MISSING if _was_missing(rank) else GLYPHS[rank.state]
+
+
+def _style(rank: RankView) -> str:
+    return "notable" if _was_missing(rank) else state_style(rank.state)
+
+
+def _was_missing(rank: RankView) -> bool:
+    return rank.was_missing and rank.state is RankState.RUNNING
 
 
 def matches(rank: RankView, pattern: str) -> bool:
@@ -131,7 +149,7 @@ def _table(hosts: list[tuple[str, list[RankView]]], width: int) -> FleetGrid:
     some = [rank for _, members in hosts for rank in members]
     digits = max(4, *(len(str(rank.rank)) for rank in some))
     label = min(_LABEL, max(4, *(len(host) for host, _ in hosts)))
-    used = any(rank.memory is not None for rank in some)
+    used = width >= _WIDE and any(rank.memory is not None for rank in some)
     heading = f"  {'rank':>{digits}} {fit('host', label)} {'for':>11} "
     heading += f"{'CPU':>5} {'memory':>7}  " if used else " "
     fleet = FleetGrid([row(Span(shorten(f"{heading}in", width), "dim"))], [[]])
@@ -140,17 +158,25 @@ def _table(hosts: list[tuple[str, list[RankView]]], width: int) -> FleetGrid:
             waited = "" if rank.waited is None else duration(rank.waited)
             text = f"{rank.rank:>{digits}} {fit(host, label)} {waited:>11} "
             text += _used(rank) if used else " "
-            doing = rank.doing or rank.state.label
             fleet.rows.append(
                 row(
-                    Span(GLYPHS[rank.state], state_style(rank.state)),
+                    Span(glyph(rank), _style(rank)),
                     Span(f" {text}"),
-                    Span(shorten(doing, max(8, width - len(text) - 2))),
+                    Span(shorten(_brief(rank), remaining(text, width - 2))),
                     target=("rank", rank.name),
                 )
             )
             fleet.ranks.append([rank])
     return fleet
+
+
+def _brief(rank: RankView) -> str:
+    """Return what a rank is in, without what other columns have."""
+    alive, _, place = rank.doing.rpartition(", in ")
+    if alive.startswith("alive"):
+        return f"in {place}"
+    # Whom it waits for is in the headline.
+    return rank.doing.partition(": waits for ")[0] or rank.state.label
 
 
 def _used(rank: RankView) -> str:
@@ -168,7 +194,8 @@ def bytes_text(number: int | None) -> str:
 def _by_host(ranks: Iterable[RankView]) -> list[tuple[str, list[RankView]]]:
     hosts: dict[str, list[RankView]] = {}
     for rank in ranks:
-        hosts.setdefault(rank.host or _NO_HOST, []).append(rank)
+        absent = _NOT_STARTED if rank.state is RankState.NOT_STARTED else _NO_HOST
+        hosts.setdefault(rank.host or absent, []).append(rank)
 
     def badness(entry: tuple[str, list[RankView]]) -> tuple[object, ...]:
         states = Counter(rank.state for rank in entry[1])
@@ -189,8 +216,7 @@ def _add_host(
     for start in range(0, len(members), cells):
         some = members[start : start + cells]
         grid = tuple(
-            Span(GLYPHS[rank.state], state_style(rank.state), ("rank", rank.name))
-            for rank in some
+            Span(glyph(rank), _style(rank), ("rank", rank.name)) for rank in some
         )
         name = Span(fit("" if start else host, label), "host")
         summary = Span(" " * (cells - len(some) + 2))

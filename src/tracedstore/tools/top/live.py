@@ -108,7 +108,8 @@ class LiveApp(TopApp):
     def _show(self, message: Arrived) -> None:
         rank, response = message.request.stacks_of, message.response
         if rank is not None:
-            self.stacks[rank] = response.stacks or (response.error,)
+            asked = time.strftime("asked at %H:%M:%S:")
+            self.stacks[rank] = (asked, *(response.stacks or (response.error,)))
             self.say("")
         elif response.job is not None:
             self._job, self._error = response.job, ""

@@ -14,12 +14,13 @@ from tracedstore.tools.job_view import (
     RankView,
     RendezvousView,
 )
-from tracedstore.tools.top.fleet import GLYPHS, bytes_text, legend
+from tracedstore.tools.top.fleet import GLYPHS, WAS_MISSING, bytes_text, legend
 from tracedstore.tools.top.rows import (
     Span,
     TextRow,
     fit,
     pad,
+    remaining,
     row,
     shorten,
     sparkline,
@@ -30,9 +31,9 @@ from tracedstore.tools.top.rows import (
 
 VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store", "groups")
 _LAST_BARRIERS = 8
-_NARROW = 70
+NARROW = 70
 # Rows; a headline has at most a thousand characters.
-_WHOLE = 50
+WHOLE = 50
 # More ranks than this have a line for each host in the arrivals at a barrier.
 _MAX_RANKS = 48
 _LABEL = 20
@@ -83,7 +84,7 @@ def headline_rows(job: JobView, width: int, limit: int) -> list[TextRow]:
 
 def detail_of_headline(job: JobView, width: int) -> list[TextRow]:
     """Return the whole sentence, the evidence and what could not be read."""
-    rows = headline_rows(job, width, _WHOLE)
+    rows = headline_rows(job, width, WHOLE)
     for sentence in job.details:
         rows += wrap(f"   {sentence}", width, indent=5)
     for note in job.notes:
@@ -363,7 +364,7 @@ def group_rows(job: JobView, width: int) -> list[TextRow]:
         rows.append(
             row(
                 Span(left),
-                Span(shorten(behind, max(8, width - len(left))), style),
+                Span(shorten(behind, remaining(left, width)), style),
                 target=("group", one.name),
             )
         )
@@ -434,7 +435,7 @@ def title_row(job: JobView, width: int, right: str) -> TextRow:
     name = fit(job.source, max(10, room))
     used = len(name) + len(counts.text) + len(right) + 2
     gap = " " * max(1, width - used)
-    if width < _NARROW:
+    if width < NARROW:
         return row(Span(name, "title"), " ", *counts.spans)
     return row(Span(name, "title"), " ", *counts.spans, Span(gap + right, "dim"))
 
@@ -591,5 +592,10 @@ def help_rows(width: int, *, replay: bool) -> list[TextRow]:
                 Span(GLYPHS[state], state_style(state)),
                 f" {state.label:<13}{text}",
             )
+        )
+    if replay:
+        text = "the job has waited for it before"
+        rows.append(
+            row("  ", Span(WAS_MISSING, "notable"), f" {'was missing':<13}{text}")
         )
     return rows
