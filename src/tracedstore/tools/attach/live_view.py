@@ -247,9 +247,15 @@ def _calls(
 
 
 def _answered(reading: JobReading) -> Iterator[AnsweredView]:
-    blocked = {one.rank for one in reading.blocked()}
+    known = {one.rank for one in reading.blocked()}
     for answers in reading.answers:
-        yield answered(answers, blocked)
+        if not answers.asked_all:
+            # The verdict has what they do.
+            for verdict, _ in reading.fresh_stalls():
+                known.update(one.rank for one in verdict.awaited)
+        found = answered(answers, known)
+        if found.activities or found.silent_ranks:
+            yield found
 
 
 def answered(answers: Answers, blocked: Iterable[int] = ()) -> AnsweredView:
