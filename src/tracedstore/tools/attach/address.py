@@ -144,7 +144,13 @@ class Address:
         Raises:
             CommandError: There is no store, or another server answers.
         """
-        self.run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
+
+        def look(_heartbeat: Heartbeat) -> bool:
+            self.check_reachable()
+            return self.is_tcpstore
+
+        # It is found in a child, which cannot set it here.
+        self.is_tcpstore = self.run(_ANSWER_TIMEOUT, look)
 
     def read_snapshot(
         self, select: Callable[[Sequence[str]], list[str]]
@@ -165,13 +171,15 @@ class Address:
         now = time.monotonic()
         started, self._started = self._started or now, None
         remaining = started + _ANSWER_TIMEOUT - now
+        # A server that has answered is slow at worst, and so may this machine be.
+        minimum = _ANSWER_TIMEOUT if self.is_tcpstore else _MIN_ANSWER_TIMEOUT
 
         def read(heartbeat: Heartbeat) -> StoreSnapshot:
             with connect(self) as store:
                 heartbeat()
                 return StoreSnapshot.take(store, select, heartbeat)
 
-        return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
+        return self.run(max(remaining, minimum), read, _READ_TIMEOUT)
 
     def run(
         self,
@@ -193,9 +201,11 @@ class Address:
                     f"{store} answered, and then not for {heartbeat_timeout:g} s: it is"
                     " overloaded, or hangs"
                 ) from None
+            cause = _TIMEOUT_CAUSES[self.scheme]
+            if self.is_tcpstore:
+                cause = "it is a TCPStore, and overloaded, or hangs"
             raise CommandError(
-                f"{store} does not answer within {timeout:.1f} s:"
-                f" {_TIMEOUT_CAUSES[self.scheme]}"
+                f"{store} does not answer within {timeout:.1f} s: {cause}"
             ) from None
         except ChildProcessError as error:
             raise CommandError(
@@ -238,7 +248,7 @@ class Address:
         """Return the error for a TCPStore that does not answer torch's client."""
         return CommandError(
             f"the store at {self.url} is a TCPStore, and did not answer within"
-            f" {seconds:g} s: it is overloaded, or this machine is; try again"
+            f" {seconds:g} s: it is overloaded, or hangs"
         )
 
     def not_an_etcd(self) -> CommandError:

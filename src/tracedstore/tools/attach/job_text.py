@@ -114,10 +114,11 @@ def _stall(view: JobView, stall: StallView) -> Iterator[Line]:
 
 
 def _wait(view: JobView) -> Iterator[Line]:
-    """Yield whom the job waits for, if no stall says it."""
-    if not view.stalls:
-        for sentence, *_ in list(view.waits())[:1]:
-            yield _fact(sentence, "bold red")
+    """Yield whom the barrier waits for that waits for longest, if no stall says it."""
+    late = [one for one in view.in_progress if one.late and one.missing]
+    if late and not view.stalls:
+        longest = min(late, key=lambda one: one.first or 0.0)
+        yield _fact(longest.sentence(view.time), "bold red")
 
 
 def _next(view: JobView) -> Iterator[Line]:

@@ -42,14 +42,14 @@ def ask_local(
         infos: The ranks that have registered.
         world_size: The number of ranks.
     """
-    here = {info.pid: info for info in of_this_host(infos.values())}
+    here = of_this_host(infos.values())
     if not here:
         return {}
     replies = local_processes(_TIMEOUT)
-    job = _identity(here, replies)
+    job = _identity({info.pid for info in here}, replies)
     if job is None:
         return {}
-    ranks = {info.rank for info in here.values()} | {
+    ranks = {info.rank for info in here} | {
         rank for rank in ranks_of_host(replies, job) if rank < world_size
     }
     return known_ranks(replies, infos, ranks, job, _TIMEOUT)

@@ -107,7 +107,8 @@ def layout(
         ranks: The ranks.
         width: The columns of the screen.
         height: Its lines. If all ranks fit, each has a line. If not even all hosts
-            fit, those whose ranks are all running, or all waiting, are one line.
+            fit, the last of those whose ranks are all running, or all waiting, are one
+            line.
         unfolded: States whose hosts are shown anyway.
         pattern: Only ranks that match it, see `matches`.
     """
@@ -119,19 +120,27 @@ def layout(
     longest = max((len(members) for _, members in hosts), default=0)
     room = min(_MAX_CELLS, width - label - 2 - _SUMMARY, longest)
     cells = max(_MIN_CELLS, room)
-    lines = sum(-(-len(members) // cells) for _, members in hosts)
+    lines = [-(-len(members) // cells) for _, members in hosts]
+    states = [_uniform(members) for _, members in hosts]
+    # Hosts that are well have the lines that the others, and the folds, leave free.
+    foldable = {one for one in states if one in _FOLDED and one not in unfolded}
+    taken = sum(
+        n for n, state in zip(lines, states, strict=True) if state not in foldable
+    )
+    free = height - taken - len(foldable) if sum(lines) > height else sum(lines)
     fleet = FleetGrid(offset=label + 1)
     folded: dict[RankState, list[list[RankView]]] = {}
-    for host, members in hosts:
-        state = _uniform(members)
-        if lines > height and state in _FOLDED and state not in unfolded:
+    for (host, members), number, state in zip(hosts, lines, states, strict=True):
+        if state in foldable and number > free:
             folded.setdefault(state, []).append(members)
-        else:
-            _add_host(fleet, host, members, cells, label)
+            continue
+        free -= number * (state in foldable)
+        _add_host(fleet, host, members, cells, label)
     for state in _FOLDED:
         if groups := folded.get(state):
             number = sum(map(len, groups))
-            text = f"{len(groups):,} hosts, {number:,} ranks, all {state.label}"
+            more = "more " if len(groups) < states.count(state) else ""
+            text = f"{len(groups):,} {more}hosts, {number:,} ranks, all {state.label}"
             fleet.rows.append(
                 row(
                     Span(GLYPHS[state] + " ", state_style(state)),

@@ -85,13 +85,14 @@ class Replay:
         self._ends = [one.end for one in self._completed]
         self._incomplete = [one for one in barriers if not one.completed]
         self._stalls = [(one, self._end_of_stall(one)) for one in analysis.stalls]
-        known = {*records.last_events, *range(min(records.world_size, _MAX_RANKS))}
         # A rank that hangs before its first event logs nothing: others name its host.
         named = {
             int(rank): host
             for stall in analysis.stalls
             for rank, host in _HOST.findall(stall.last.awaited)
         }
+        known = {*records.last_events, *range(min(records.world_size, _MAX_RANKS))}
+        known |= named.keys()
         self._ranks = [
             RankView(
                 rank=number,
