@@ -620,6 +620,11 @@ class JobView:
         if len(started) < len(self.ranks):
             text = f"{len(started)} of {len(self.ranks)} ranks have registered"
             return "notable", text
+        if self.blocked:
+            number = plural(sum(len(one.ranks) for one in self.blocked), "rank")
+            longest = duration(max(one.waited for one in self.blocked))
+            text = f"{number} blocked, for {longest} at most; nothing is missing yet"
+            return "notable", text
         hosts = plural(len({rank.host for rank in self.ranks}), "host")
         ranks = plural(len(self.ranks), "rank")
         return "good", f"healthy: {ranks} on {hosts}, none is missing"

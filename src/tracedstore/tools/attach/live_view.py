@@ -215,7 +215,10 @@ def _awaited_by(blocked: BlockedRank) -> str:
         if folded:
             noun = "rank" if folded.isdecimal() else "ranks"
             return text.format(f"{noun} {shorten(folded, _MAX_RANKS_LENGTH)}")
-    return "an unknown rank"
+    # In a large group, few ranks look for those that are absent.
+    return (
+        "an unknown rank" if blocked.protocol != COLLECTIVE else "a rank of the group"
+    )
 
 
 def _calls(

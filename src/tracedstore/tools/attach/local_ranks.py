@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from tracedstore.common import procfs
 from tracedstore.common.text import printable
 from tracedstore.coordination.rank_registry import RankInfo
-from tracedstore.local.facts import LocalIdentity, ProcessFacts
+from tracedstore.local.facts import ITSELF, LocalIdentity, ProcessFacts
 from tracedstore.local.host_ranks import Replies, known_ranks, ranks_of_host
-from tracedstore.local.sockets import local_processes
+from tracedstore.local.sockets import ask_processes, local_processes
 
 # Seconds for all processes of this host to answer.
 _TIMEOUT = 1.0
@@ -45,14 +45,25 @@ def ask_local(
     here = of_this_host(infos.values())
     if not here:
         return {}
-    replies = local_processes(_TIMEOUT)
-    job = _identity({info.pid for info in here}, replies)
+    pids = {info.pid for info in here}
+    if len(infos) < world_size:
+        # One that has not registered may be any process.
+        replies: Replies = local_processes(_TIMEOUT)
+    else:
+        replies = ask_processes(pids, "status", _TIMEOUT)
+    job = _identity(pids, replies)
     if job is None:
         return {}
     ranks = {info.rank for info in here} | {
         rank for rank in ranks_of_host(replies, job) if rank < world_size
     }
-    return known_ranks(replies, infos, ranks, job, _TIMEOUT)
+    found = known_ranks(replies, infos, ranks, job, _TIMEOUT)
+    # That a process runs says nothing. Those of another user do not answer this one.
+    return {
+        rank: facts
+        for rank, facts in found.items()
+        if facts.source == ITSELF or facts.state != "running"
+    }
 
 
 def _identity(here: Iterable[int], replies: Replies) -> LocalIdentity | None:

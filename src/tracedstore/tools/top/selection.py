@@ -86,6 +86,8 @@ class Selection:
 
     def move(self, lines: int, columns: int) -> int | None:
         """Move the selection; return the row that it is in then."""
+        if not self.rows:  # nothing has been read yet
+            return None
         if self.view == "fleet":
             return self._move_in_fleet(lines, columns)
         places = [n for n, one in enumerate(self.rows) if one.target]
