@@ -91,8 +91,9 @@ class TestFound:
         with pytest.raises(CommandError) as raised:
             find_job()
 
-        assert f"run 'job-7' at {url}, ranks 0-1 of this host" in str(raised.value)
-        assert f"run 'job-8' at tcp://127.0.0.1:{port}, rank 0 " in str(raised.value)
+        assert f"\n  --store {url}: run 'job-7', ranks 0-1" in str(raised.value)
+        other = f"\n  --store tcp://127.0.0.1:{port}: run 'job-8', rank 0"
+        assert other in str(raised.value)
         assert find_job(run_id="job-8").ranks == (0,)
 
 

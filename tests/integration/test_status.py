@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import struct
@@ -33,6 +34,10 @@ from support.rendezvous import handler, new_run_id, pickled_state
 from support.terminal import frames, without_styles
 from tracedstore.common.identity import ProcessIdentity
 from tracedstore.coordination import rank_registry
+from tracedstore.diagnosis.connection.connection_attempt import (
+    _PROBE_REQUEST,
+    _PROBE_RESPONSE,
+)
 from tracedstore.tools.cli.main import main
 
 Store = Any
@@ -149,7 +154,11 @@ class TestBarriers:
         complete = run(url)
 
         assert incomplete.code == 2
-        assert incomplete.lines[0] == "missing: 1 barrier not complete"
+        assert re.fullmatch(
+            rf"barrier checkpoint/7 waits( for .+)?: missing 1 of 4: {HOST} \(rank 2\)",
+            incomplete.lines[0],
+        )
+        assert incomplete.lines[1] == "missing: 1 barrier not complete"
         assert f"ranks: 4 of 4 registered\n  {HOST}: ranks 0-3\n" in incomplete.out
         assert "  checkpoint/7: 3 of 4 arrived" in incomplete.out
         assert f"    missing 1 of 4: {HOST} (rank 2)\n" in incomplete.out
@@ -254,7 +263,8 @@ class TestBarriers:
             # Without a ledger the arrival times are unknown.
             assert continued.code == 2
             return
-        assert halfway.lines[0] == "missing: 1 barrier not complete"
+        assert halfway.lines[0].startswith("barrier step/2 waits for ")
+        assert halfway.lines[1] == "missing: 1 barrier not complete"
         assert continued.code == 0
         assert "in progress" not in continued.out
         assert "\nbarriers abandoned: 1:\n  step/1: 2 of 3 arrived, " in continued.out
@@ -339,9 +349,11 @@ def test_64_ranks(
 
     assert (incomplete.code, complete.code) == (2, 0)
     assert "ranks: 64 of 64 registered" in incomplete.lines
-    assert [
-        f"node{n}: ranks {8 * n}-{8 * n + 7}" in incomplete.lines for n in range(8)
-    ] == ([True] * 8)
+    assert incomplete.lines[0].endswith(": missing 2 of 64: node5 (ranks 42-43)")
+    odd = "node5: ranks 40-47, of these ranks 42-43 (2 awaited)"
+    assert odd in incomplete.lines
+    assert "7 other hosts: 56 ranks, none is awaited" in incomplete.lines
+    assert "8 hosts: 64 ranks, none is awaited" in complete.lines
     assert "missing 2 of 64: node5 (ranks 42-43)" in incomplete.lines
     assert "  end: 62 of 64 arrived, the first " in incomplete.out
     assert any(line.startswith("start: 64 arrived within") for line in incomplete.lines)
@@ -687,6 +699,23 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
         yield port
         # close() does not wake a thread in accept().
         server.shutdown(socket.SHUT_RDWR)
+
+
+def answers_the_probe_only(client: socket.socket) -> None:
+    """Answer as a TCPStore does, and then not any more, as a busy server does."""
+    while request := client.recv(1000):
+        if request == _PROBE_REQUEST:
+            client.sendall(_PROBE_RESPONSE)
+
+
+def test_busy_store_is_not_another_server(run: RunStatus) -> None:
+    """A server that answers as a TCPStore does is one, however slow it is then."""
+    with answering(answers_the_probe_only) as port:
+        result = run(f"tcp://127.0.0.1:{port}")
+
+    assert result.code == 1
+    assert "another" not in result.err
+    assert "it is a TCPStore, and overloaded, or hangs" in result.err
 
 
 def speaks_http(client: socket.socket) -> None:

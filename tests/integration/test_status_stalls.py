@@ -1,6 +1,7 @@
 """``tracedstore status`` with the verdict and the blocked ranks of a stalled job."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -103,12 +104,14 @@ def test_stalled_job(
     lines = [" ".join(line.split()) for line in out.splitlines()]
     text = " ".join(lines)
     assert code == 2
-    assert lines[0].startswith(
-        "stalled in new_group 1: waiting for rank 2 on node4 (pid 812): alive"
+    # For as long as it has lasted by now, and not when it was reported.
+    assert re.match(
+        r"stalled in new_group 1 for 4[0-9.]+ s: waiting for rank 2 on node4 \(pid 8",
+        lines[0],
     )
     assert DOING in text
     assert "cause: busy evidence: rank 2 answered itself remedy: look at" in text
-    assert "waiting: ranks 0-1,3, for 30 s when it was reported 1" in text
+    assert "waiting: ranks 0-1,3, reported 1" in text
     assert "may have ended" not in text
     assert "missing: 1 stall reported, 3 ranks blocked" in lines
     (line,) = [line for line in lines if line.startswith("ranks 0-1,3: new_group 1")]
@@ -158,7 +161,7 @@ class TestFresh:
         code, out = run(capsys, url)
 
         assert code == 2
-        assert "stalled in new_group 1: waiting for rank 2" in out
+        assert re.search(r"stalled in new_group 1 for .+: waiting for rank 2", out)
         assert "reported 1 h 0 min ago" in " ".join(out.split())
 
     def test_later_wait(
@@ -233,9 +236,10 @@ def test_unknown_culprit(
 
     _, out = run(capsys, url)
 
-    assert out.startswith(
-        "stalled in key epoch/3/go: no rank has written a key like it\n"
-        "  cause: unknown\n"
+    assert re.match(
+        "stalled in key epoch/3/go for .+: no rank has written a key like it\n"
+        "  cause: unknown\n",
+        out,
     )
     assert "  rank 0: key epoch/3/go, waiting " in out
     assert " for an unknown rank\n" in out
@@ -428,7 +432,7 @@ class TestClaims:
         code, out = run(capsys, url)
 
         assert code == 2
-        assert "stalled in new_group 1: waiting for rank 2" in out
+        assert re.search(r"stalled in new_group 1 for .+: waiting for rank 2", out)
         assert "claimed" not in out
 
 
@@ -461,7 +465,7 @@ class TestHostile:
         document = json.loads(run(capsys, url, "--json")[1])
 
         assert code == 2
-        assert out.startswith("stalled in new_group 1: waiting for rank 2 ")
+        assert re.match(r"stalled in new_group 1 for .+: waiting for rank 2 ", out)
         assert f"{2 * len(self.BAD) + 1} records of stalls are not valid" in out
         assert document["invalid_records"] == 2 * len(self.BAD) + 1
         assert [one["rank"] for one in document["blocked"]] == [0, 1, 3]

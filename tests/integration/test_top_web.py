@@ -78,7 +78,7 @@ def test_hung_torchrun(start_command: StartCommand, tmp_path: Path) -> None:
 
     with Tmux(tmp_path) as terminal:
         terminal.press(shlex.join(top), "Enter")
-        terminal.wait_for("load_dataset")
+        terminal.wait_for("next: s shows")
         check_terminal(terminal)
 
     with Browser("--window-size=800,520") as browser:
@@ -92,7 +92,7 @@ def test_hung_torchrun(start_command: StartCommand, tmp_path: Path) -> None:
             "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path)
         )
         browser.open(f"http://anyone:{TOKEN}@127.0.0.1:{port}/")
-        browser.wait_for("load_dataset")
+        browser.wait_for("next: s shows")
         check_browser(browser, tmp_path)
         tab = descendants(server.pid)
         assert len(tab) >= 2
@@ -107,7 +107,8 @@ def check_terminal(terminal: Tmux) -> None:
     """The headline names the culprit; keys select views; q leaves the terminal."""
     screen = terminal.screen()
     assert CULPRIT.search(screen), screen
-    assert re.search(r"^\S+ +wA +1 awaited, 1 waiting", screen, re.MULTILINE)
+    assert re.search(r"^A +1 \S+ .* in \S*train\.py:7", screen, re.MULTILINE), screen
+    assert "next: s shows the stacks of rank 1" in screen
     terminal.press("4")
     assert "job-7: round 0, complete" in terminal.wait_for("joined: 1")
     terminal.press("q")
@@ -133,6 +134,13 @@ def check_browser(browser: Browser, downloads: Path) -> None:
     assert svg.startswith("<svg")
     browser.press("?")
     browser.wait_for("a character for each rank")
+    # A phone has fewer columns, and words to tap instead of keys.
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 0, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    browser.open(str(browser.evaluate("document.URL")))
+    browser.wait_for("s stacks  r report")
+    assert CULPRIT.search(browser.wait_for("next: s shows"))
+    assert browser.evaluate("window.xterm.cols >= 55 && document.hasFocus()")
     addresses = {(url.hostname, url.port) for url in map(urlsplit, browser.requested)}
     assert len(addresses) == 1, browser.requested
 

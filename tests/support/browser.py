@@ -182,8 +182,7 @@ class Browser:
         return found
 
     def press(self, text: str) -> None:
-        """Type characters into the terminal."""
-        self.evaluate('document.querySelector(".xterm-helper-textarea").focus()')
+        """Type characters into what has the focus."""
         for character in text:
             self.call("Input.dispatchKeyEvent", type="keyDown", text=character)
             self.call("Input.dispatchKeyEvent", type="keyUp", text=character)

@@ -198,6 +198,23 @@ def test_restart(restarted: bool) -> None:
     assert bool(status.missing()) == (not restarted)
 
 
+def test_barrier_of_agents() -> None:
+    """The agents' barrier at the end of a job is none of its 16 ranks."""
+    store: Any = dist.HashStore()
+    for rank in range(16):
+        entry = {"rank": rank, "host": "a", "pid": 1, "world_size": 16, "started": 1.0}
+        store.set(f"{REGISTRY}/{rank}", json.dumps(entry))
+    store.add("torch.rendezvous.job.0/torchelastic/agent/terminal_state/num_members", 1)
+
+    status = status_of(store)
+
+    assert status.missing() == []
+    (barrier,) = status.job.in_progress
+    assert (barrier.of_agents, barrier.world_size) == (True, None)
+    assert "terminal_state: 1 agents arrived" in " ".join(text_of(status).split())
+    assert {rank.state.label for rank in view_of(status).ranks} == {"running"}
+
+
 class TestText:
     """The text for people."""
 

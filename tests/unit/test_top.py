@@ -19,10 +19,16 @@ from tracedstore.coordination.arrivals import (
     record_arrival,
 )
 from tracedstore.coordination.rank_registry import RankInfo
+from tracedstore.diagnosis.observe.blocked_record import (
+    COLLECTIVE,
+    BlockedRecord,
+    CollectivePosition,
+    blocked_key,
+)
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.signals.inflight import InFlight
 from tracedstore.tools.attach import live_view
-from tracedstore.tools.attach.job_reading import JobReading
+from tracedstore.tools.attach.job_reading import Answers, JobReading
 from tracedstore.tools.attach.job_state import read_job_state, select_keys
 from tracedstore.tools.attach.live_view import view_of
 from tracedstore.tools.attach.rank_endpoints import Reply
@@ -318,11 +324,54 @@ class TestFleet:
 
         assert text_of(grid.rows).splitlines() == [
             "node154  wwAwwwww  1 awaited, 7 waiting",
-            "w 511 hosts, 4,088 ranks, all waiting  (Enter shows them)",
+            *(f"node{n:<4} wwwwwwww  8 waiting" for n in range(10)),
+            "w 501 more hosts, 4,008 ranks, all waiting  (Enter shows them)",
         ]
         assert (
             len(fleet.layout(ranks, 80, 12, unfolded={RankState.WAITING}).rows) == 512
         )
+
+    def test_a_line_for_each_rank(self) -> None:
+        """If all ranks fit, each has a line with what is known about it."""
+        ranks = [
+            replace(
+                rank(2, RankState.AWAITED),
+                doing="alive, no store call for 35 s, in data.py:88 load_dataset",
+                waited=35.2,
+                cpu=0.994,
+                memory=312_000_000,
+            ),
+            replace(
+                rank(9, RankState.WAITING),
+                doing="new_group 1: waits for rank 2 (wait key)",
+                waited=33.1,
+                memory=1_500_000_000,
+            ),
+            rank(10),
+        ]
+
+        assert text_of(fleet.layout(ranks, 80, 4).rows).splitlines() == [
+            "  rank host          for   CPU  memory  in",
+            "A    2 node0      35.2 s   99%  312 MB  in data.py:88 load_dataset",
+            "w    9 node1      33.1 s        1.5 GB  new_group 1",
+            ".   10 node1                            running",
+        ]
+        # On a phone.
+        assert text_of(fleet.layout(ranks, 60, 4).rows).splitlines()[1] == (
+            "A    2 node0      35.2 s  in data.py:88 load_dataset"
+        )
+        assert len(fleet.layout(ranks, 80, 3).rows) == 2
+
+    def test_headings_are_not_selected(self) -> None:
+        """The worst rank is selected; the line above the first one cannot be."""
+        ranks = (rank(0), rank(1, RankState.AWAITED))
+        model = JobView(source="s", time=NOW, ranks=ranks)
+        selection = Selection()
+
+        selection.arrange(model, 80, 20)
+        assert selection.target == ("rank", ("", 1))
+        selection.move(-10, 0)
+        assert selection.target == ("rank", ("", 0))
 
     def test_many_ranks_on_a_host(self) -> None:
         """The ranks of a large host are several lines."""
@@ -354,6 +403,87 @@ class TestFleet:
         shown = [one.rank for one in ranks if fleet.matches(one, pattern)]
 
         assert shown == found
+
+
+class TestGroups:
+    """The process groups in which a collective does not end."""
+
+    @staticmethod
+    def blocked(number: int, place: str = "train.py:12 main", **fields: Any) -> Any:
+        """Return the record of a rank in all_reduce 51 of the default group."""
+        position = CollectivePosition(
+            group="0",
+            description="default_pg",
+            number=51,
+            operation="all_reduce",
+            sizes="[10]",
+            place=place,
+            called={"0": 51, "tp": 7},
+        )
+        record = BlockedRecord(
+            rank=number,
+            host="node0",
+            pid=1000 + number,
+            operation="all_reduce",
+            keys=(),
+            phase=position.phase,
+            protocol=COLLECTIVE,
+            awaits=(2,),
+            started=NOW - 35,
+            collective=position,
+        )
+        return replace(record, **fields)
+
+    def model(self, records: Any, answers: Any = ()) -> JobView:
+        """Make the model of four ranks of which some are blocked."""
+        store = job(4)
+        for one in records:
+            store.set(blocked_key(one.rank), one.to_bytes())
+        state = read_job_state(StoreSnapshot.take(store, select_keys))
+        reading = JobReading(
+            store="s", now=NOW, job=state, replies={}, answers=tuple(answers)
+        )
+        return view_of(reading)
+
+    def test_behind(self) -> None:
+        """The rank that has not called what the others wait in is behind, at 50."""
+        facts = ProcessFacts(rank=2, host="node0", state="running", called={"0": 50})
+        answers = Answers(
+            world_size=4, registered={}, answers={2: facts}, asked_all=False
+        )
+        model = self.model([self.blocked(n) for n in (0, 1, 3)], [answers])
+
+        rows = text_of(views.group_rows(model, 80)).splitlines()
+        assert rows[1].split() == [
+            *("0", "(default_pg)", "4", "35", "s"),
+            *("rank", "2", "at", "50"),
+        ]
+        assert text_of(views.group_detail(model, "0", 80)).splitlines() == [
+            "group 0 (default_pg): 4 ranks, 0-3",
+            "  wait in all_reduce 51 [10]: ranks 0-1,3",
+            "    called at train.py:12 main: ranks 0-1,3",
+            "  behind: rank 2 at 50",
+        ]
+
+    def test_arrived_since(self) -> None:
+        """A rank that waits there is not behind, whatever an older record says."""
+        records = [self.blocked(0), self.blocked(2, awaits=())]
+        (group,) = self.model(records).process_groups
+
+        assert group.behind == ()
+        assert "no rank: all have called it" in text_of(
+            views.group_rows(self.model(records), 80)
+        )
+
+    def test_unknown_number(self) -> None:
+        """The number of a rank that has not been asked is unknown."""
+        model = self.model([self.blocked(0)])
+
+        assert "rank 2 at an unknown number" in text_of(views.group_rows(model, 80))
+
+    def test_moving_job(self) -> None:
+        """Nobody is behind in a job in which no collective is stuck."""
+        assert "no collective is stuck" in text_of(views.group_rows(self.model([]), 80))
 
 
 class TestSelection:
@@ -407,13 +537,15 @@ class TestSelection:
         selection = Selection()
 
         selection.arrange(model, 80, 10)
-        targets = [selection.target]
+        assert len(selection.rows) == 10
+        selection.move(9, 0)
+        assert selection.target == ("fold", RankState.RUNNING)
         assert selection.rank(model) is None
         assert selection.unfold()
         selection.arrange(model, 80, 10)
-        targets.append(selection.target)
 
-        assert targets == [("fold", RankState.RUNNING), ("rank", ("", 0))]
+        assert len(selection.rows) == 100
+        assert selection.target == ("rank", ("", 0))
         assert not selection.unfold()
 
     def test_barriers(self) -> None:

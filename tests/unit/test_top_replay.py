@@ -17,6 +17,7 @@ from tracedstore.tools.job_view import JobView
 from tracedstore.tools.report.analysis import analyse
 from tracedstore.tools.report.log_reader import ReadStats
 from tracedstore.tools.report.logged_events import LoggedEvents
+from tracedstore.tools.top import fleet
 from tracedstore.tools.top.fleet import GLYPHS
 from tracedstore.tools.top.replay import Replay, ReplayApp
 
@@ -95,6 +96,32 @@ class TestReplay:
         assert states(replay.view(START + 59)) == "wwAw"
         assert states(replay.view(START + 60.5)) == "wwww"
 
+    def test_was_missing(self, replay: Replay) -> None:
+        """Ranks that were missing are marked once the job has gone on."""
+        before, during, after = (replay.view(START + n) for n in (30, 42, 60))
+
+        assert [rank.was_missing for rank in before.ranks] == [False] * 4
+        assert [rank.was_missing for rank in during.ranks] == [False] * 4
+        assert [fleet.glyph(rank) for rank in after.ranks] == [".", ".", "!", "."]
+        assert after.ranks[2].doing == "was awaited in new_group 1"
+
+    def test_host_of_a_silent_rank(self) -> None:
+        """A rank that hangs before its first event is under the host that others name.
+
+        What the report says about times is as of the time that is shown.
+        """
+        records = LoggedEvents()
+        awaited = "rank 2 on node4 (pid 7): alive, no store call for 30 s, in a.py:1 f"
+        records.add(stall_event(0, 40, 8) | {"awaited": awaited})
+        replay = Replay("logs", analyse(records))
+
+        assert replay.view(START + 40).ranks[-1].host == "node4"
+        assert "no store call for 30 s" in replay.view(START + 40).headline
+        model = replay.view(replay.end)
+        assert "waiting for rank 2 on node4" in model.headline
+        grid = fleet.layout(model.ranks, 80, 2)
+        assert grid.rows[0].text.startswith("node4 ")
+
     def test_bounds(self, replay: Replay) -> None:
         """The time bar is the time of the logs, with what went wrong in it."""
         assert (replay.start, replay.end) == (START + 10, START + 100)
@@ -115,7 +142,8 @@ class TestKeys:
                 await pilot.press("0", "space", "n")
                 assert app.shown_job().time == START + 40
                 assert "stalled in new_group 1" in app.lines("headline").rows[0].text
-                assert app.lines("main").rows[0].text.split()[:2] == ["node1", "Aw"]
+                first = app.lines("main").rows[1].text
+                assert first.split()[:3] == ["A", "2", "node1"]
                 await pilot.press("n")
                 assert app.shown_job().time == START + 80
                 assert app.lines("footer").rows[0].text.count("!") == 1

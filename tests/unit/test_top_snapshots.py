@@ -6,6 +6,7 @@ writes the pictures again. Look at them before you commit them.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ import pytest
 from support.jobs_in_stores import arrive, block, judge
 from support.pseudo_terminal import SIZE
 from tracedstore.tools.job_view import JobView
+from tracedstore.tools.top import views
 from tracedstore.tools.top.live import LiveApp
-from tracedstore.tools.top.reader_process import ReaderAnswer, ReaderRequest
+from tracedstore.tools.top.reader_process import (
+    ReaderAnswer,
+    ReaderLostError,
+    ReaderRequest,
+)
 from tracedstore.tools.top.saving import screen_svg
 from unit.test_top import NOW, job, model_of
 
@@ -109,3 +115,47 @@ def test_screen(name: str, make: Callable[[], Any], keys: str, tmp_path: Path) -
         found = tmp_path / snapshot.name
         found.write_text(text, "utf-8")
         pytest.fail(f"the screen differs from {snapshot}: it is in {found}")
+
+
+def test_phone(tmp_path: Path) -> None:
+    """A narrow screen names the views without numbers; words stand for keys."""
+    app = LiveApp(Source(model_of(stopped())), 60.0, tmp_path)
+
+    async def scenario() -> None:
+        async with app.run_test(size=(60, 50)) as pilot:
+            while not app.has_read:
+                await pilot.pause(0.01)
+            assert app.lines("tabs").rows[0].text.split() == list(views.VIEWS)
+            footer = app.lines("footer").rows[0].text
+            await pilot.click("#footer", offset=(footer.index("i why"), 0))
+            await pilot.pause()
+            assert app.zoomed
+            detail = app.lines("detail").rows
+            assert any("remedy: " in one.text for one in detail)
+            await pilot.click("#footer", offset=(footer.index("Esc"), 0))
+            await pilot.pause()
+            assert not app.zoomed
+
+    asyncio.run(scenario())
+
+
+def test_loading(tmp_path: Path) -> None:
+    """Until the first reading the screen says that it loads, and nothing of ranks."""
+
+    class Slow(Source):
+        def read(self, _request: ReaderRequest) -> ReaderAnswer:
+            ended.wait()
+            raise ReaderLostError
+
+    ended = threading.Event()
+    app = LiveApp(Slow(model_of(job(1))), 60.0, tmp_path)
+
+    async def scenario() -> None:
+        async with app.run_test(size=SIZE) as pilot:
+            await pilot.pause()
+            assert app.shown_job().headline.startswith("loading for ")
+            assert [one.text for one in app.lines("main").rows] == []
+            await pilot.press("up", "enter", "escape", "6", "1")
+            ended.set()
+
+    asyncio.run(scenario())

@@ -33,7 +33,7 @@ _STATES: Final[dict[str, ProcState]] = {
 }
 # Fields of /proc/<pid>/stat after the command, which is in parentheses.
 _STATE, _PARENT, _START_TICKS, _EXIT_STATUS = 0, 1, 19, 49
-_USER_TICKS, _SYSTEM_TICKS = 11, 12
+_USER_TICKS, _SYSTEM_TICKS, _RESIDENT_PAGES = 11, 12, 21
 # Seconds between two looks at a process.
 _BETWEEN_LOOKS: Final = 0.2
 _MAX_ENVIRON_BYTES = 1 << 20
@@ -54,6 +54,7 @@ class Stat(NamedTuple):
         start_ticks: When it started, in clock ticks since the boot.
         exit_status: The wait status of a zombie; 0 where it cannot be read.
         cpu_ticks: The CPU time that it has used, in clock ticks.
+        memory_bytes: The memory of it that is resident.
     """
 
     letter: str
@@ -61,6 +62,7 @@ class Stat(NamedTuple):
     start_ticks: int
     exit_status: int
     cpu_ticks: int
+    memory_bytes: int = 0
 
 
 def read_stat(pid: int | str) -> Stat | None:
@@ -74,6 +76,7 @@ def read_stat(pid: int | str) -> Stat | None:
             int(fields[_START_TICKS]),
             int(fields[_EXIT_STATUS]) if len(fields) > _EXIT_STATUS else 0,
             int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]),
+            int(fields[_RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE"),
         )
     except (OSError, ValueError, IndexError):
         return None

@@ -10,7 +10,8 @@ nor a library for terminals is imported here.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from statistics import median
@@ -84,6 +85,12 @@ class RankView:
         registered: When it registered, in seconds since the epoch; None if it has not.
         endpoint: The URL of its metrics, if it serves them.
         group: The key prefix under which it registered.
+        moved: When something last moved in it, in seconds since the epoch: a Store
+            call or a collective that ended; None if it is unknown, or moves.
+        cpu: The share of one core that it uses; None if it is unknown.
+        memory: Its resident memory in bytes; None if it is unknown.
+        log: The last line that it logged; "" if it is unknown.
+        was_missing: The job has waited for it before.
     """
 
     rank: int
@@ -98,6 +105,11 @@ class RankView:
     registered: float | None = None
     endpoint: str | None = None
     group: str = ""
+    moved: float | None = None
+    cpu: float | None = None
+    memory: int | None = None
+    log: str = ""
+    was_missing: bool = False
 
     @property
     def name(self) -> RankName:
@@ -142,6 +154,7 @@ class BarrierView:
         last_rank: The last rank of a complete barrier, None if it is unknown.
         last_host: Its host.
         timed_out: The ranks that recorded that they timed out here.
+        of_agents: It is a barrier of torchrun's agents, whose ranks are other ones.
     """
 
     prefix: str
@@ -161,6 +174,7 @@ class BarrierView:
     last_rank: int | None = None
     last_host: str | None = None
     timed_out: frozenset[int] = frozenset()
+    of_agents: bool = False
 
     @property
     def awaits_ranks(self) -> bool:
@@ -200,6 +214,7 @@ class StallView:
         reported: When it was reported.
         waiting: The waiting ranks for people.
         waits: Whether one of them still waits.
+        reporters: The ranks that have published that they wait.
         fields: The fields of ``job.stalled``.
     """
 
@@ -213,6 +228,7 @@ class StallView:
     reported: float
     waiting: str = ""
     waits: bool = True
+    reporters: tuple[int, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def sentence(self, now: float | None = None) -> str:
@@ -270,6 +286,33 @@ class StillView:
     ranks: tuple[int, ...]
     place: str
     since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroupView:
+    """A process group of torch in which a collective does not end.
+
+    Attributes:
+        name: Its name in torch.
+        description: Its description; "" without one.
+        members: Its ranks.
+        waiting: The ranks that wait in each collective, by its number and what it is:
+            ``all_reduce``, with size and type. A number of 0 is unknown.
+        called: The number of the last collective that each rank has called, as far as
+            it is known.
+        behind: The members that have not called what the others wait in.
+        started: When the longest wait in it began, in seconds since the epoch.
+        places: The lines of the program that called what does not end.
+    """
+
+    name: str
+    description: str
+    members: tuple[int, ...]
+    waiting: Mapping[tuple[int, str], tuple[int, ...]]
+    called: Mapping[int, int]
+    behind: tuple[int, ...]
+    started: float
+    places: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +499,8 @@ class JobView:
         stalls: The waits that were reported, the latest first; those of agents last.
         blocked: Blocked ranks, those that wait for longest first.
         still: All ranks, if nothing has moved for long in any of them.
+        process_groups: The process groups in which a collective does not end, the
+            longest wait first.
         calls: The calls in flight, the longest first; None if no rank was queried.
         idle_ranks: Ranks that are in no call.
         unknown_calls: Ranks whose calls are unknown, by the reason.
@@ -468,6 +513,7 @@ class JobView:
         more_blocked: The number of blocked ranks whose records were not read.
         rendezvous: All rendezvous.
         rates: The Store calls; None if they were not requested.
+        loading: Nothing has been read yet.
     """
 
     source: str
@@ -483,6 +529,7 @@ class JobView:
     stalls: tuple[StallView, ...] = ()
     blocked: tuple[BlockedView, ...] = ()
     still: tuple[StillView, ...] = ()
+    process_groups: tuple[ProcessGroupView, ...] = ()
     calls: tuple[CallView, ...] | None = None
     idle_ranks: tuple[int, ...] = ()
     unknown_calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -495,6 +542,7 @@ class JobView:
     more_blocked: int = 0
     rendezvous: tuple[RendezvousView, ...] = ()
     rates: Rates | None = None
+    loading: bool = False
 
     @property
     def unfinished(self) -> tuple[BarrierView, ...]:
@@ -572,6 +620,11 @@ class JobView:
         if len(started) < len(self.ranks):
             text = f"{len(started)} of {len(self.ranks)} ranks have registered"
             return "notable", text
+        if self.blocked:
+            number = plural(sum(len(one.ranks) for one in self.blocked), "rank")
+            longest = duration(max(one.waited for one in self.blocked))
+            text = f"{number} blocked, for {longest} at most; nothing is missing yet"
+            return "notable", text
         hosts = plural(len({rank.host for rank in self.ranks}), "host")
         ranks = plural(len(self.ranks), "rank")
         return "good", f"healthy: {ranks} on {hosts}, none is missing"
@@ -595,6 +648,12 @@ class JobView:
             for (rank, host), each in lags.items()
         ]
         return sorted(found, key=lambda one: (-one.cost, one.rank))
+
+
+def counts(ranks: Iterable[RankView]) -> str:
+    """Return how many ranks are in which state, the worst first."""
+    states = Counter(rank.state for rank in ranks)
+    return ", ".join(f"{states[one]:,} {one.label}" for one in sorted(states))
 
 
 class RankStates:
@@ -629,6 +688,10 @@ class RankStates:
     def ranks(self) -> tuple[RankView, ...]:
         """Return all ranks, by group and number."""
         return tuple(self._ranks[name] for name in sorted(self._ranks))
+
+    def note(self, rank: RankView, **facts: Any) -> None:
+        """Set facts about a rank that say nothing about its state."""
+        self._ranks[rank.name] = replace(self._ranks[rank.name], **facts)
 
     def worsen(
         self, rank: RankView, state: RankState, doing: str, waited: float | None

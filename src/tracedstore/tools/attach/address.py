@@ -103,6 +103,7 @@ class Address:
         path: The file, or the prefix in etcd.
         namespace: The namespace of an EtcdV3Store, "" if it is another store; known
             after `check_reachable`.
+        is_tcpstore: A TCPStore has answered `check_reachable`.
     """
 
     def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
@@ -133,6 +134,7 @@ class Address:
             raise UsageError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
         self.namespace = ""
+        self.is_tcpstore = False
         # The time of the first read includes the start of the command.
         self._started: float | None = _imported
 
@@ -142,7 +144,13 @@ class Address:
         Raises:
             CommandError: There is no store, or another server answers.
         """
-        self.run(_ANSWER_TIMEOUT, lambda _: self.check_reachable())
+
+        def look(_heartbeat: Heartbeat) -> bool:
+            self.check_reachable()
+            return self.is_tcpstore
+
+        # It is found in a child, which cannot set it here.
+        self.is_tcpstore = self.run(_ANSWER_TIMEOUT, look)
 
     def read_snapshot(
         self, select: Callable[[Sequence[str]], list[str]]
@@ -163,13 +171,15 @@ class Address:
         now = time.monotonic()
         started, self._started = self._started or now, None
         remaining = started + _ANSWER_TIMEOUT - now
+        # A server that has answered is slow at worst, and so may this machine be.
+        minimum = _ANSWER_TIMEOUT if self.is_tcpstore else _MIN_ANSWER_TIMEOUT
 
         def read(heartbeat: Heartbeat) -> StoreSnapshot:
             with connect(self) as store:
                 heartbeat()
                 return StoreSnapshot.take(store, select, heartbeat)
 
-        return self.run(max(remaining, _MIN_ANSWER_TIMEOUT), read, _READ_TIMEOUT)
+        return self.run(max(remaining, minimum), read, _READ_TIMEOUT)
 
     def run(
         self,
@@ -191,9 +201,11 @@ class Address:
                     f"{store} answered, and then not for {heartbeat_timeout:g} s: it is"
                     " overloaded, or hangs"
                 ) from None
+            cause = _TIMEOUT_CAUSES[self.scheme]
+            if self.is_tcpstore:
+                cause = "it is a TCPStore, and overloaded, or hangs"
             raise CommandError(
-                f"{store} does not answer within {timeout:.1f} s:"
-                f" {_TIMEOUT_CAUSES[self.scheme]}"
+                f"{store} does not answer within {timeout:.1f} s: {cause}"
             ) from None
         except ChildProcessError as error:
             raise CommandError(
@@ -210,11 +222,11 @@ class Address:
             self._check_file()
             return
         with self._connect() as connection:
-            if (
-                self.scheme == "tcp"
-                and connection_attempt.probe_tcpstore(connection) is False
-            ):
-                raise self.not_a_tcpstore()
+            if self.scheme == "tcp":
+                answers = connection_attempt.probe_tcpstore(connection)
+                if answers is False:
+                    raise self.not_a_tcpstore()
+                self.is_tcpstore = answers is True
         # The client for TLS and users needs torch.
         if self.scheme == "etcd" and not (self.secure or self.access.user):
             self.find_namespace(self._count_keys)
@@ -230,6 +242,13 @@ class Address:
         return CommandError(
             f"the server at {self.url} does not answer as a TCPStore does: it is"
             " another server, or the TCPStore of another torch"
+        )
+
+    def overloaded(self, seconds: float) -> CommandError:
+        """Return the error for a TCPStore that does not answer torch's client."""
+        return CommandError(
+            f"the store at {self.url} is a TCPStore, and did not answer within"
+            f" {seconds:g} s: it is overloaded, or hangs"
         )
 
     def not_an_etcd(self) -> CommandError:

@@ -41,6 +41,7 @@ from tracedstore.tools.attach.job_state import (
     select_keys,
     worker_stores,
 )
+from tracedstore.tools.attach.local_ranks import ask_local
 from tracedstore.tools.attach.rank_endpoints import Reply, query_ranks
 from tracedstore.tools.attach.stall_records import (
     BlockedRank,
@@ -71,16 +72,19 @@ class Answers:
         world_size: The number of ranks.
         registered: The ranks that have registered.
         answers: What is known about ranks.
+        asked_all: All ranks were asked, and not only those of this host.
     """
 
     world_size: int
     registered: dict[int, RankInfo]
     answers: dict[int, ProcessFacts]
+    asked_all: bool = True
 
     @property
     def silent_ranks(self) -> list[int]:
         """The ranks in question about which nothing is known."""
-        return [rank for rank in range(self.world_size) if rank not in self.answers]
+        asked = range(self.world_size) if self.asked_all else ()
+        return [rank for rank in asked if rank not in self.answers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,8 @@ class JobReading:
         replies: The reply of each registered rank.
         after: Seconds a barrier may take before its absent ranks count as missing, and
             a rank may be blocked.
-        answers: What the ranks answered, a group each; empty if they were not asked.
+        answers: What the ranks answered, a group each: all ranks, or those of this
+            host while something does not move; empty if none was asked.
     """
 
     store: str
@@ -199,6 +204,9 @@ class JobReading:
 
     def is_late(self, barrier: BarrierView) -> bool:
         """Return whether a barrier waits for ranks, for longer than `after`."""
+        # The agents whose workers have ended wait for the others, as they should.
+        if barrier.of_agents:
+            return False
         # A barrier of unknown age is late.
         first = barrier.first
         young = first is not None and self.now - first < self.after
@@ -354,7 +362,7 @@ def read_job(
     # A job without registered ranks cannot be asked.
     if ask and infos:
         answers = ask_job(address, "status", run_id, ANSWER_TIMEOUT)
-    return JobReading(
+    reading = JobReading(
         store=address.url,
         now=now,
         job=job,
@@ -362,6 +370,23 @@ def read_job(
         after=after,
         answers=answers,
     )
+    # A rank that is asked publishes where it is, so that a healthy job is left alone.
+    if not ask and (job.stalls or job.still or reading.missing()):
+        reading = replace(reading, answers=tuple(_answers_of_host(job)))
+    return reading
+
+
+def _answers_of_host(job: JobState) -> Iterator[Answers]:
+    """Ask the ranks of this host over their sockets, which writes to no store."""
+    for group in job.groups:
+        infos = {info.rank: info for info in group.ranks}
+        if answers := ask_local(infos, group.world_size):
+            yield Answers(
+                world_size=group.world_size,
+                registered=infos,
+                answers=answers,
+                asked_all=False,
+            )
 
 
 def _collect(address: Address, run_id: str | None) -> JobState:

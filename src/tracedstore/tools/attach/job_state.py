@@ -53,6 +53,8 @@ _RENDEZVOUS = re.compile(r"(?:.*/)?torch\.rendezvous\.((?:(?!\.\d+/).)+)", re.DO
 _WORKER_STORE = re.compile(
     r"(?:.*/)?torch\.rendezvous\.(.+)\.([0-9]{1,18})/MASTER_(?:ADDR|PORT)", re.DOTALL
 )
+# Where torchrun's agents meet. Their numbers are not those of the workers' ranks.
+_OF_AGENTS = "torchelastic/agent/"
 # The expressions above take the square of the length on some keys.
 _MAX_RENDEZVOUS_KEY = 1024
 # A name or an address, of IPv6 without brackets.
@@ -168,6 +170,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
     groups = [group for group in all_groups if _belongs_to(group, run_id)]
     other_groups = [group for group in all_groups if not _belongs_to(group, run_id)]
     incomplete, complete = _barriers(snapshot.keys)
+    rendezvous = _read_rendezvous(snapshot, run_id)
     newest_incomplete, newest_complete = _newest(incomplete), _newest(complete)
     unreadable: list[str] = []
     without_ledger: list[str] = []
@@ -175,7 +178,8 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
     def read_barriers(prefixes: Sequence[str]) -> tuple[BarrierView, ...]:
         barriers = []
         for prefix in prefixes:
-            group = _group_of(prefix, all_groups)
+            of_agents = _OF_AGENTS in prefix
+            group = None if of_agents else _group_of(prefix, all_groups)
             if group in other_groups:
                 continue
             keys = BarrierKeys(prefix)
@@ -185,7 +189,10 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
                 without_ledger.append(prefix)
                 continue
             try:
-                barriers.append(_read_barrier(snapshot, prefix, group))
+                found = _read_barrier(snapshot, prefix, group)
+                if of_agents:
+                    found = _of_agents(found, rendezvous)
+                barriers.append(found)
             except (ValueError, KeyError):  # KeyError: deleted after it was listed
                 unreadable.append(prefix)
         # Barriers without a known time are first, ordered by their numbers.
@@ -210,7 +217,7 @@ def read_job_state(snapshot: StoreSnapshot, run_id: str | None = None) -> JobSta
         abandoned=abandoned,
         finished=finished,
         unread_finished=len(complete) - len(newest_complete),
-        rendezvous=_read_rendezvous(snapshot, run_id),
+        rendezvous=rendezvous,
         worker_stores=worker_stores(snapshot),
         unreadable_barriers=tuple(unreadable),
         unread_ledgers=len(without_ledger),
@@ -349,6 +356,17 @@ def _read_barrier(
         unfinished = replace(unfinished, ranks=report.arrived_ranks)
     return replace(
         unfinished, missing=report.describe(), missing_ranks=report.missing_ranks
+    )
+
+
+def _of_agents(
+    barrier: BarrierView, rendezvous: "dict[str, RendezvousState | None]"
+) -> BarrierView:
+    """Return a barrier of agents: as many as the rendezvous has, if there is one."""
+    states = [state for state in rendezvous.values() if state is not None]
+    number = len(states[0].participants) if len(states) == 1 else None
+    return replace(
+        barrier, world_size=number, missing="", missing_ranks=(), of_agents=True
     )
 
 

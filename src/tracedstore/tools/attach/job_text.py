@@ -14,8 +14,11 @@ from tracedstore.tools.job_view import (
     BarrierView,
     JobView,
     RankGroup,
+    RankState,
+    RankView,
     RendezvousView,
     StallView,
+    counts,
 )
 from tracedstore.tools.terminal import Line
 
@@ -23,6 +26,8 @@ _MAX_IN_PROGRESS = 16
 _MAX_ABANDONED = 4
 _MAX_FINISHED = 8
 _MAX_HOSTS = 32
+# So many hosts have a line each, whatever the state of their ranks.
+_FEW_HOSTS = 4
 _MAX_CALLS = 24
 _MAX_REASONS = 16
 _MAX_STALLS = 4
@@ -33,6 +38,7 @@ _MAX_ACTIVITIES = 16
 _MAX_PROCESSES = 4
 # Characters of one fact.
 _MAX_LENGTH = 1000
+_NO_NEWS = {"no endpoint"}
 _HEADING, _WARNING = "bold", "yellow"
 
 Stacks = tuple[tuple[str, tuple[Frame, ...]], ...]
@@ -41,8 +47,14 @@ Stacks = tuple[tuple[str, tuple[Frame, ...]], ...]
 def status_lines(view: JobView) -> list[Line]:
     """Return the lines to print: stalls and what is missing, then the details."""
     sections: list[Iterable[Line]] = [
-        [*_stalls(view), _missing(view), _line(f"store: {view.source}")],
-        *map(_ranks, view.groups),
+        [
+            *_stalls(view),
+            *_wait(view),
+            _missing(view),
+            *_next(view),
+            _line(f"store: {view.source}"),
+        ],
+        *(_ranks(view, group) for group in view.groups),
         (_line(note, _WARNING) for note in view.notes),
         _blocked(view),
         *map(answer_lines, view.answered),
@@ -88,20 +100,31 @@ def _stalls(view: JobView) -> Iterator[Line]:
 
 
 def _stall(view: JobView, stall: StallView) -> Iterator[Line]:
-    yield _fact(stall.sentence(), "bold red")
+    yield _fact(stall.sentence(view.time if stall.waits else None), "bold red")
     yield _line(f"  cause: {stall.cause}")
     for sentence in stall.evidence[:_MAX_EVIDENCE]:
         yield _fact(f"  evidence: {sentence}")
     if stall.remedy:
         yield _fact(f"  remedy: {stall.remedy}")
-    waited = duration(stall.reported - stall.start)
     ago = duration(view.time - stall.reported)
-    yield _line(
-        f"  waiting: {stall.waiting}, for {waited} when it was reported {ago} ago"
-    )
+    yield _line(f"  waiting: {stall.waiting}, reported {ago} ago")
     if not stall.waits:
         text = "  none of them is blocked in this call now: it may have ended"
         yield _line(text, _WARNING)
+
+
+def _wait(view: JobView) -> Iterator[Line]:
+    """Yield whom the barrier waits for that waits for longest, if no stall says it."""
+    late = [one for one in view.in_progress if one.late and one.missing]
+    if late and not view.stalls:
+        longest = min(late, key=lambda one: one.first or 0.0)
+        yield _fact(longest.sentence(view.time), "bold red")
+
+
+def _next(view: JobView) -> Iterator[Line]:
+    """Yield the command that says more."""
+    if view.groups and (view.missing or view.nothing_moves()):
+        yield _line(f"next: tracedstore stacks --store {view.source}")
 
 
 def _missing(view: JobView) -> Line:
@@ -112,17 +135,40 @@ def _missing(view: JobView) -> Line:
     return _line("nothing is missing", "bold green")
 
 
-def _ranks(group: RankGroup) -> Iterator[Line]:
+def _ranks(view: JobView, group: RankGroup) -> Iterator[Line]:
     hosts = group.hosts
     under = f" under {group.prefix}" if group.prefix else ""
     heading = f"ranks{under}: {len(hosts)} of {group.world_size} registered"
     yield _line(heading, _HEADING)
     by_name = list(by_host(hosts, hosts.__getitem__).items())
-    for host, ranks in by_name[:_MAX_HOSTS]:
-        yield _line(f"  {host}: {ranks_text(ranks)}")
-    yield from _more(len(by_name) - _MAX_HOSTS, "host")
+    # With many hosts, only those that are not well have a line each.
+    odd = _odd_ranks(view, group) if len(by_name) > _FEW_HOSTS else {}
+    well = [one for one in by_name if len(by_name) > _FEW_HOSTS and one[0] not in odd]
+    shown = [one for one in by_name if one not in well]
+    for host, ranks in shown[:_MAX_HOSTS]:
+        of_it = odd.get(host)
+        states = "" if of_it is None else f", of these {of_it}"
+        yield _line(f"  {host}: {ranks_text(ranks)}{states}")
+    yield from _more(len(shown) - _MAX_HOSTS, "host")
+    if well:
+        number = sum(len(ranks) for _, ranks in well)
+        noun = "other host" if shown else "host"
+        text = f"{plural(len(well), noun)}: {plural(number, 'rank')}, none is awaited"
+        yield _line(f"  {text}")
     if absent := set(range(group.world_size)) - hosts.keys():
         yield _line(f"  not registered: {ranks_text(absent)}", _WARNING)
+
+
+def _odd_ranks(view: JobView, group: RankGroup) -> dict[str, str]:
+    """Return the ranks that are neither running nor waiting, as text by host."""
+    odd: dict[str, list[RankView]] = {}
+    for rank in view.ranks:
+        if rank.host and rank.state < RankState.WAITING and rank.rank in group.hosts:
+            odd.setdefault(rank.host, []).append(rank)
+    return {
+        host: f"{ranks_text([one.rank for one in some])} ({counts(some)})"
+        for host, some in odd.items()
+    }
 
 
 def _blocked(view: JobView) -> Iterator[Line]:
@@ -178,13 +224,17 @@ def _incomplete(view: JobView, barriers: Iterable[BarrierView]) -> Iterator[Line
         since = ""
         if barrier.first is not None:
             since = f", the first {duration(view.time - barrier.first)} ago"
-        yield _line(f"  {barrier.prefix}: {barrier.arrived}{of} arrived{since}")
+        noun = " agents" if barrier.of_agents else ""
+        text = f"{barrier.arrived}{of}{noun} arrived{since}"
+        yield _line(f"  {barrier.prefix}: {text}")
         if barrier.missing:
             yield _line(f"    {barrier.missing}", _WARNING)
 
 
 def _calls(view: JobView) -> Iterator[Line]:
-    if view.calls is None:
+    # Most jobs serve no endpoint: that is no news.
+    known = view.calls or view.idle_ranks
+    if view.calls is None or not (known or view.unknown_calls.keys() - _NO_NEWS):
         return
     yield _line("calls in flight:", _HEADING)
     for one in view.calls[:_MAX_CALLS]:

@@ -1,7 +1,7 @@
 """Makes the view of a job from one reading of the running job."""
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tracedstore.common.ranges import ranks_text
@@ -19,6 +19,8 @@ from tracedstore.export.discovery import invalid_entries
 from tracedstore.local.facts import ProcessFacts
 from tracedstore.tools.attach.job_reading import Answers, JobReading
 from tracedstore.tools.attach.job_state import Group
+from tracedstore.tools.attach.local_ranks import Usage
+from tracedstore.tools.attach.process_groups import process_groups
 from tracedstore.tools.attach.stall_records import BlockedRank, StallRecord
 from tracedstore.tools.attach.store_snapshot import MAX_LEDGER_BYTES
 from tracedstore.tools.job_view import (
@@ -56,16 +58,22 @@ _MAX_LISTED = 4
 _LAST_MEMBER = BarrierKeys("").last_member
 
 
-def view_of(reading: JobReading, rates: Rates | None = None) -> JobView:
+def view_of(
+    reading: JobReading,
+    rates: Rates | None = None,
+    used: Mapping[tuple[str, int], Usage] | None = None,
+) -> JobView:
     """Return the view of a reading.
 
     Args:
         reading: The reading.
         rates: The Store calls of the ranks, if they were requested.
+        used: What processes of this host use, by host and pid.
     """
     job = reading.job
     late = [replace(one, late=reading.is_late(one)) for one in job.in_progress]
     ranks = _LiveRanks(reading, late)
+    ranks.add_usage(used or {})
     budget = _MAX_ARRIVALS
 
     def shown(barriers: Iterable[BarrierView]) -> tuple[BarrierView, ...]:
@@ -102,6 +110,12 @@ def view_of(reading: JobReading, rates: Rates | None = None) -> JobView:
         unknown_calls=unknown,
         answered=tuple(_answered(reading)),
         still=tuple(_still(reading)),
+        process_groups=process_groups(
+            reading.blocked(),
+            reading.answers,
+            {one.group: one.awaited_ranks for one, _ in reading.fresh_stalls()},
+            min(MAX_ABSENT, max((one.world_size for one in job.groups), default=0)),
+        ),
         in_progress=shown(late),
         abandoned=shown(job.abandoned),
         finished=shown(job.finished),
@@ -155,6 +169,7 @@ def _stall(verdict: Verdict, stall: StallRecord, now: float) -> StallView:
         reported=verdict.time,
         waiting=ranks_text(verdict.waiting_ranks, noun),
         waits=stall.still_waiting(),
+        reporters=tuple(sorted({one.rank for one in stall.covered()})),
         fields=verdict.event_fields(verdict.time),
     )
 
@@ -200,7 +215,10 @@ def _awaited_by(blocked: BlockedRank) -> str:
         if folded:
             noun = "rank" if folded.isdecimal() else "ranks"
             return text.format(f"{noun} {shorten(folded, _MAX_RANKS_LENGTH)}")
-    return "an unknown rank"
+    # In a large group, few ranks look for those that are absent.
+    return (
+        "an unknown rank" if blocked.protocol != COLLECTIVE else "a rank of the group"
+    )
 
 
 def _calls(
@@ -232,9 +250,15 @@ def _calls(
 
 
 def _answered(reading: JobReading) -> Iterator[AnsweredView]:
-    blocked = {one.rank for one in reading.blocked()}
+    known = {one.rank for one in reading.blocked()}
     for answers in reading.answers:
-        yield answered(answers, blocked)
+        if not answers.asked_all:
+            # The verdict has what they do.
+            for verdict, _ in reading.fresh_stalls():
+                known.update(one.rank for one in verdict.awaited)
+        found = answered(answers, known)
+        if found.activities or found.silent_ranks:
+            yield found
 
 
 def answered(answers: Answers, blocked: Iterable[int] = ()) -> AnsweredView:
@@ -304,7 +328,7 @@ class _LiveRanks:
             self._groups[prefix] = min(shown, self._groups.get(prefix, shown))
         self._add_replies()
         for barrier in barriers:
-            if barrier.awaits_ranks:
+            if barrier.awaits_ranks and not barrier.of_agents:
                 self.states.add_barrier(barrier, reading.now)
         for blocked in reading.blocked():
             self._add_blocked(blocked)
@@ -312,6 +336,13 @@ class _LiveRanks:
             if not verdict.agents:  # which have ranks of their own
                 self._add_verdict(stall.prefix, verdict, waits=stall.still_waiting())
         self._add_answers()
+        self._add_movement()
+
+    def add_usage(self, used: Mapping[tuple[str, int], Usage]) -> None:
+        """Add what processes of this host use."""
+        for rank in self.states.ranks():
+            if one := used.get((rank.host, rank.pid or 0)):
+                self.states.note(rank, cpu=one.cpu, memory=one.memory, log=one.log)
 
     def group_of(self, prefix: str | None) -> str:
         """Return the group under which the ranks of a prefix are shown."""
@@ -425,6 +456,14 @@ class _LiveRanks:
                     if answer.state in ("gone", "stopped"):
                         state = min(state, awaited_state(answer.state))
                     self.states.worsen(rank, state, doing, rank.waited)
+
+    def _add_movement(self) -> None:
+        """Add when something moved last in ranks in which nothing moves."""
+        still = {(one.host, one.pid): one for one in self._reading.job.still}
+        for rank in self.states.ranks():
+            if one := still.get((rank.host, rank.pid or 0)):
+                place = f"in {one.place}" if one.place else ""
+                self.states.note(rank, moved=one.since, doing=rank.doing or place)
 
 
 def _registered(info: RankInfo, group: str) -> RankView:

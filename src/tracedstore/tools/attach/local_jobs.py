@@ -36,11 +36,15 @@ class LocalJob:
 
     def describe(self) -> str:
         """Return ``run 'job-7' at tcp://node1:29400, ranks 0-7 of this host``."""
-        run = (
+        where = f" at {self.url}" if self.url else ""
+        ranks = ranges.ranks_text(self.ranks)
+        return f"{self.describe_run()}{where}, {ranks} of this host"
+
+    def describe_run(self) -> str:
+        """Return ``run 'job-7'``."""
+        return (
             "a job without a run id" if self.run_id is None else f"run {self.run_id!r}"
         )
-        where = f" at {self.url}" if self.url else ""
-        return f"{run}{where}, {ranges.ranks_text(self.ranks)} of this host"
 
 
 def find_job(pid: int | None = None, run_id: str | None = None) -> LocalJob:
@@ -60,10 +64,16 @@ def find_job(pid: int | None = None, run_id: str | None = None) -> LocalJob:
         return reachable[0]
     if not reachable:
         raise CommandError(_nothing(replies, jobs, pid, run_id))
-    shown = "; ".join(job.describe() for job in reachable[:_MAX_JOBS_SHOWN])
+    shown = [
+        f"  --store {job.url}: {job.describe_run()}, {ranges.ranks_text(job.ranks)}"
+        for job in reachable[:_MAX_JOBS_SHOWN]
+    ]
+    if more := len(reachable) - len(shown):
+        shown.append(f"  and {more} more")
+    listed = "\n".join(shown)
     raise CommandError(
         f"this host has {len(reachable)} jobs; choose one by --store, --run-id or"
-        f" --pid: {shown}"
+        f" --pid:\n{listed}"
     )
 
 
@@ -129,6 +139,7 @@ def _nothing(
         )
     others = f"; {len(replies)} others do" if replies and wanted else ""
     return (
-        f"no traced rank{wanted} of this user answers on this host{others}: run this on"
-        f" a node of the job, as its user, or give --store: {ACCEPTED}"
+        f"no traced rank{wanted} of this user answers on this host{others}. If the job"
+        " has ended, tracedstore report LOG says why. If it runs, run this on a node of"
+        f" it, as its user, or give --store: {ACCEPTED}"
     )

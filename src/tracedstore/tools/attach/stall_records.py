@@ -20,6 +20,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
     COLLECTIVE,
     CONNECTS,
     BlockedRecord,
+    CollectivePosition,
 )
 from tracedstore.diagnosis.observe.movement import STILL, StillRecord
 from tracedstore.tools.attach.rank_endpoints import Reply
@@ -59,6 +60,7 @@ class BlockedRank:
         started: When the call began, in seconds since the epoch.
         failed: The call has failed.
         key_exists: All keys that it waits for exist now.
+        collective: Its position, if it waits in a collective.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class BlockedRank:
     protocol: str = ""
     failed: bool = False
     key_exists: bool = False
+    collective: CollectivePosition | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +263,7 @@ class StoredStalls:
             protocol=record.protocol,
             failed=record.failed is not None,
             key_exists=exist and self._keys.issuperset(prefix + k for k in record.keys),
+            collective=record.collective,
         )
 
     def _fold(self, ranks: tuple[int, ...] | None) -> str | None:

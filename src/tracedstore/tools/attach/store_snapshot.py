@@ -38,6 +38,8 @@ from tracedstore.tools.attach.address import Address
 
 # torch retries for this long where another server listens, and then half as long.
 _CONNECT_TIMEOUT = timedelta(seconds=0.5)
+# The same for a server that has answered as a TCPStore does: it is busy at worst.
+_BUSY_TIMEOUT = timedelta(seconds=3)
 # Seconds for one answer. The process that reads is killed if all of it takes too long.
 _ANSWER_TIMEOUT = 5
 # Keys per multi_get request.
@@ -254,12 +256,15 @@ def connect(address: Address, *, for_writing: bool = False) -> Iterator[Any]:
 
 @contextmanager
 def _tcp(address: Address) -> Iterator[Any]:
+    timeout = _BUSY_TIMEOUT if address.is_tcpstore else _CONNECT_TIMEOUT
     try:
         store = TCPStore(
-            address.host, address.port, None, is_master=False, timeout=_CONNECT_TIMEOUT
+            address.host, address.port, None, is_master=False, timeout=timeout
         )
         store.num_keys()
     except DistError:
+        if address.is_tcpstore:
+            raise address.overloaded(timeout.total_seconds()) from None
         raise address.not_a_tcpstore() from None
     store.set_timeout(timedelta(seconds=_ANSWER_TIMEOUT))
     yield store

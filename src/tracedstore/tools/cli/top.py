@@ -24,6 +24,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tracedstore.common.errors import CommandError, ConfigurationError
 from tracedstore.common.validation import MAX_PORT
@@ -39,6 +40,11 @@ from tracedstore.tools.cli.options import (
     token_policy,
 )
 
+# What a colleague needs.
+_FOR_OTHERS = (
+    "for others: --web 0.0.0.0:{port} with "
+    f"{TOKEN_VARIABLE}, and send them the link that it prints\n"
+)
 # The process id of the server, for a process that draws for a browser.
 _SERVER = "_TRACEDSTORE_TOP_SERVER"
 # What the server of --web needs itself, and what is no option.
@@ -163,6 +169,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"serving on {url} until Ctrl-C\n")
         if access.credentials is not None:
             sys.stdout.write("log in as any user, with the token as the password\n")
+        if is_loopback(host):
+            sys.stdout.write(_FOR_OTHERS.format(port=urlsplit(url).port))
         sys.stdout.flush()
 
     return asyncio.run(server.run(host, port, say))

@@ -47,6 +47,15 @@ SIGNALS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: INTERRUPTED}
 _MESSAGE_SECONDS = 8.0
 _HEADLINE_ROWS = 3
 _MIN_WIDTH = 20
+_NARROW_KEYS = "Enter  Esc  i why  s stacks  r report  e save  ? help"
+# What a click on a word of the last line presses.
+_CLICKED_KEYS = {
+    **{key: key for key in ("i", "s", "r", "e")},
+    "Enter": "enter",
+    "Esc": "escape",
+    "/": "slash",
+    "?": "question_mark",
+}
 
 Topic = Callable[[int], list[TextRow]]
 
@@ -143,7 +152,7 @@ class TopApp(App[int]):
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
-    KEYS = "1-5 views  arrows  Enter  / filter  s stacks  e save  r report  ? help  q"
+    KEYS = "1-6 views  arrows  Enter  / filter  s stacks  e save  r report  ? help  q"
     HAS_REPLAY_KEYS = False
     CSS = """
     Screen { layout: vertical; background: ansi_default; color: ansi_default; }
@@ -252,6 +261,11 @@ class TopApp(App[int]):
         main = self.lines("main")
         height = body * 3 // 5
         self.selection.arrange(job, width - 1, height)
+        # What the details leave free belongs to the view: fewer hosts are folded.
+        details = min(len(self.detail_rows(job, width - 1)), body - height)
+        if height < body - details:
+            height = body - details
+            self.selection.arrange(job, width - 1, height)
         main.styles.height = max(1, min(len(self.selection.rows), height))
         main.show(self.selection.rows, self.selection.target)
         self._draw_detail(job, width - 1)
@@ -259,10 +273,11 @@ class TopApp(App[int]):
     def _draw_frame(self, job: JobView, width: int) -> list[TextRow]:
         clock = time.strftime("%H:%M:%S", time.localtime(job.time))
         self.lines("title").show([views.title_row(job, width, clock)])
-        headline = views.headline_rows(job, width, _HEADLINE_ROWS)
+        limit = max(_HEADLINE_ROWS, self.size.height // 8)
+        headline = views.headline_rows(job, width, limit)
         self.lines("headline").styles.height = len(headline)
         self.lines("headline").show(headline)
-        self.lines("tabs").show([self._tabs()])
+        self.lines("tabs").show([self._tabs(width)])
         self.lines("footer").show([self.footer(width)])
         notes = self.lines("notes")
         notes.show(self.note_rows(width))
@@ -279,13 +294,22 @@ class TopApp(App[int]):
         text, _ = self._message
         if text:
             return row(Span(shorten(text, width), "notable"))
-        return row(Span(shorten(self.KEYS, width), "dim"))
+        keys = self.KEYS if width >= views.NARROW else _NARROW_KEYS
+        spans = []
+        for one in keys.split("  "):
+            word = one.partition(" ")[0]
+            key = _CLICKED_KEYS.get(word)
+            target: Target | None = None if key is None else ("key", key)
+            spans += [Span(one, "dim", target), Span("  ")]
+        return row(*spans)
 
-    def _tabs(self) -> TextRow:
+    def _tabs(self, width: int) -> TextRow:
         spans = []
         for number, view in enumerate(views.VIEWS, 1):
             style = "selected" if view == self.selection.view else ""
-            spans.append(Span(f" {number} {view} ", style, ("view", view)))
+            # A screen that is as narrow as a phone's is tapped.
+            name = f"{number} {view}" if width >= views.NARROW else view
+            spans.append(Span(f" {name} ", style, ("view", view)))
         if self.selection.pattern:
             spans.append(styled(f"  filter: {self.selection.pattern}", "notable"))
         return TextRow(tuple(spans))
@@ -441,6 +465,8 @@ class TopApp(App[int]):
         kind, value = event.target
         if kind == "view":
             self.action_view(str(value))
+        elif kind == "key":
+            self.simulate_key(str(value))
         else:
             self.selection.select(event.target)
             self.draw()

@@ -72,6 +72,7 @@ class LiveApp(TopApp):
         self._confirmed = source.asks
         self._wake = threading.Event()
         self._ended = False
+        self._started = time.monotonic()
 
     def on_mount(self) -> None:
         """Start reading."""
@@ -107,7 +108,8 @@ class LiveApp(TopApp):
     def _show(self, message: Arrived) -> None:
         rank, response = message.request.stacks_of, message.response
         if rank is not None:
-            self.stacks[rank] = response.stacks or (response.error,)
+            asked = time.strftime("asked at %H:%M:%S:")
+            self.stacks[rank] = (asked, *(response.stacks or (response.error,)))
             self.say("")
         elif response.job is not None:
             self._job, self._error = response.job, ""
@@ -125,11 +127,13 @@ class LiveApp(TopApp):
         """Return the job as it was read last, or why it cannot be read."""
         if self._job is None:
             text = self._error and f"{self._error}; trying again"
+            age = duration(time.monotonic() - self._started)
             return JobView(
                 source=self._source.source,
                 time=time.time(),
                 level="bad" if text else "notable",
-                headline=text or "connecting; importing torch takes seconds ...",
+                headline=text or f"loading for {age}: importing torch takes seconds",
+                loading=True,
             )
         if not self._error:
             return self._job

@@ -21,6 +21,7 @@ from tracedstore.tools.top.rates import RateMeter
 
 if TYPE_CHECKING:
     from tracedstore.coordination.rank_registry import RankInfo
+    from tracedstore.tools.attach.local_ranks import UsageMeter
 
 # Ranks whose metrics are read. A scrape costs a rank 10 ms.
 MAX_SCRAPED = 32
@@ -129,6 +130,7 @@ class _Job:
         self._tokens = tokens
         self._options = options
         self._meter = RateMeter()
+        self._usage: UsageMeter | None = None
         self._probed = False
 
     def answer(self, request: ReaderRequest) -> ReaderAnswer:
@@ -146,9 +148,12 @@ class _Job:
     def _read(self, request: ReaderRequest) -> JobView:
         from tracedstore.tools.attach.job_reading import read_job  # noqa: PLC0415
         from tracedstore.tools.attach.live_view import view_of  # noqa: PLC0415
+        from tracedstore.tools.attach.local_ranks import UsageMeter  # noqa: PLC0415
 
+        self._usage = self._usage or UsageMeter()
         reading = read_job(self._address, self._tokens, **self._options)
-        return view_of(reading, self._rates(reading.replies) if request.rates else None)
+        rates = self._rates(reading.replies) if request.rates else None
+        return view_of(reading, rates, self._usage.read(reading.replies))
 
     def _rates(self, infos: "Iterable[RankInfo]") -> Rates:
         from tracedstore.tools.attach.rank_endpoints import scrape_ranks  # noqa: PLC0415

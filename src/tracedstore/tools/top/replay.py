@@ -1,5 +1,6 @@
 """The screen of a finished job, which plays its logs back."""
 
+import re
 import time
 from array import array
 from bisect import bisect_left, bisect_right
@@ -44,6 +45,9 @@ _SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1000.0, 3600.0)
 # Seconds that a whole job should take at first.
 _WHOLE = 60.0
 _STEPS_A_SECOND = 5
+# What a verdict tells about ranks: their hosts, and ages as of the time of the report.
+_HOST = re.compile(r"\brank (\d{1,7}) on (\S{1,253})(?: \(pid|:|,|;|$)")
+_AGE = re.compile(r"\b(no store call|its agent has been silent) for (\d{1,9}) s\b")
 
 
 class Replay:
@@ -81,9 +85,20 @@ class Replay:
         self._ends = [one.end for one in self._completed]
         self._incomplete = [one for one in barriers if not one.completed]
         self._stalls = [(one, self._end_of_stall(one)) for one in analysis.stalls]
+        # A rank that hangs before its first event logs nothing: others name its host.
+        named = {
+            int(rank): host
+            for stall in analysis.stalls
+            for rank, host in _HOST.findall(stall.last.awaited)
+        }
         known = {*records.last_events, *range(min(records.world_size, _MAX_RANKS))}
+        known |= named.keys()
         self._ranks = [
-            RankView(rank=number, host=records.host(number), state=RankState.RUNNING)
+            RankView(
+                rank=number,
+                host=records.host(number) or named.get(number, ""),
+                state=RankState.RUNNING,
+            )
             for number in sorted(known)[:_MAX_RANKS]
         ]
 
@@ -101,6 +116,7 @@ class Replay:
                 states.add_barrier(barrier, time)
         for stall in stalls:
             _add_stall(states, stall, time)
+        self._mark(states, barriers, time)
         count = bisect_right(self._ends, time)
         newest = self._completed[max(0, count - _MAX_FINISHED) : count]
         view = JobView(
@@ -108,7 +124,8 @@ class Replay:
             time=time,
             ranks=states.ranks(),
             stalls=tuple(
-                replace(stall.view(), waits=True) for stall in reversed(stalls)
+                replace(stall.view(), waits=True, awaited=_awaited(stall, time))
+                for stall in reversed(stalls)
             ),
             in_progress=tuple(one for one in barriers if not one.abandoned),
             abandoned=tuple(one for one in barriers if one.abandoned),
@@ -116,6 +133,24 @@ class Replay:
             more_finished=count - len(newest),
         )
         return view.with_headline(self._otherwise(time))
+
+    def _mark(
+        self, states: RankStates, barriers: list[BarrierView], time: float
+    ) -> None:
+        """Mark the ranks that the job has waited for before."""
+        missing = {
+            number: f"was missing at barrier {barrier.prefix}"
+            for barrier in barriers
+            if barrier.abandoned
+            for number in barrier.missing_ranks
+        }
+        for stall, end in self._stalls:
+            if end <= time:
+                text = f"was awaited in {stall.last.phase}"
+                missing |= dict.fromkeys(_ranks(stall.last.awaited_ranks), text)
+        for number, text in missing.items():
+            if rank := states.get("", number):
+                states.note(rank, was_missing=True, doing=rank.doing or text)
 
     def _end_of_stall(self, stall: LoggedStall) -> float:
         """Return when a stall ended.
@@ -213,15 +248,30 @@ def _end_of(one: BarrierInstance) -> float:
 def _add_stall(states: RankStates, stall: LoggedStall, time: float) -> None:
     report = stall.last
     waited = time - stall.start
-    doing = f"{report.phase}: {report.awaited}"
+    doing = f"{report.phase}: {_awaited(stall, time)}"
     for text, state in (
         (report.waiting_ranks, RankState.WAITING),
         (report.awaited_ranks, awaited_state(report.cause)),
     ):
-        with suppress(ValueError):  # a log may have any text
-            for number in unfold(text, _MAX_RANKS):
-                if rank := states.get("", number):
-                    states.worsen(rank, state, doing, waited)
+        for number in _ranks(text):
+            if rank := states.get("", number):
+                states.worsen(rank, state, doing, waited)
+
+
+def _ranks(text: str) -> list[int]:
+    with suppress(ValueError):  # a log may have any text
+        return unfold(text, _MAX_RANKS)
+    return []
+
+
+def _awaited(stall: LoggedStall, time: float) -> str:
+    """Return what the last report has about the awaited ranks, with ages of `time`."""
+    later = time - stall.last.time
+
+    def age(found: re.Match[str]) -> str:
+        return f"{found[1]} for {max(0.0, int(found[2]) + later):.0f} s"
+
+    return _AGE.sub(age, stall.last.awaited)
 
 
 class ReplayApp(TopApp):

@@ -120,6 +120,11 @@ def pad(text: str, width: int, *, right: bool = False) -> str:
     return blank + text if right else text + blank
 
 
+def remaining(text: str, width: int) -> int:
+    """Return how many columns of a width a text leaves, at least one."""
+    return max(1, width - cell_len(text))
+
+
 def wrap(
     text: str, width: int, style: str = "", indent: int = 0, limit: int = 1000
 ) -> list[TextRow]:

@@ -32,6 +32,8 @@ _NAME = "tracedstore-top-%Y%m%d-%H%M%S"
 # Arrivals that are kept, of the newest barriers; a million take about 12 MB.
 _MAX_ARRIVALS = 1_000_000
 _MAX_STALLS = 1000
+# Ranks that are named as those that reported a stall.
+_MAX_REPORTERS = 64
 
 _Key = tuple[str, float]
 
@@ -86,11 +88,9 @@ class Seen:
         for barrier, seen in self._barriers.values():
             yield from self._barrier(barrier, seen)
         for stall in self._stalls.values():
-            # Folded ranks, as in ``0-2,5``: the first one reports.
-            first = re.match(r"\d+", str(stall.fields["waiting_ranks"]))
-            rank = int(first[0]) if first else 0
-            event = self._event(names.JOB_STALLED, stall.reported, "", rank)
-            yield {**event, **stall.fields}
+            for rank in stall.reporters[:_MAX_REPORTERS] or (None,):
+                event = self._event(names.JOB_STALLED, stall.reported, "", rank)
+                yield {**event, **stall.fields}
 
     def _barrier(self, barrier: BarrierView, seen: float) -> Iterator[dict[str, Any]]:
         end = (barrier.last if barrier.complete else seen) or seen
@@ -123,13 +123,14 @@ class Seen:
         rank = self._ranks.get((group, number))
         return rank.host if rank is not None else f"rank {number}"
 
-    def _event(self, name: str, time: float, group: str, number: int) -> dict[str, Any]:
+    def _event(
+        self, name: str, time: float, group: str, number: int | None
+    ) -> dict[str, Any]:
+        event: dict[str, Any] = {"event": name, "timestamp": time}
+        if number is None:
+            return event
         rank = self._ranks.get((group, number))
-        event: dict[str, Any] = {
-            "event": name,
-            "timestamp": time,
-            "rank": number,
-        }
+        event["rank"] = number
         if rank is not None:
             event |= {"host": rank.host, "pid": rank.pid}
             if rank.run_id:

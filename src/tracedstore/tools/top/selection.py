@@ -63,14 +63,14 @@ class Selection:
         self.rows, self._ranks = grid.rows, grid.ranks
         if not self.rows:
             text = " no rank matches" if self.pattern else " no rank has registered"
-            self.rows = [row(styled(text, "dim"))]
+            self.rows = [] if job.loading else [row(styled(text, "dim"))]
         if self._line() is None or not self._chosen:
             self._targets.pop("fleet", None)
             shown = [rank for line in self._ranks for rank in line]
             worst = min(shown, key=lambda rank: (rank.state, rank.name), default=None)
             if worst is not None:
                 self._targets["fleet"] = "rank", worst.name
-            elif (first := self.rows[0].target) is not None:
+            elif self.rows and (first := self.rows[0].target) is not None:
                 self._targets["fleet"] = first
 
     def _line(self) -> int | None:
@@ -86,6 +86,8 @@ class Selection:
 
     def move(self, lines: int, columns: int) -> int | None:
         """Move the selection; return the row that it is in then."""
+        if not self.rows:  # nothing has been read yet
+            return None
         if self.view == "fleet":
             return self._move_in_fleet(lines, columns)
         places = [n for n, one in enumerate(self.rows) if one.target]
@@ -108,6 +110,8 @@ class Selection:
         }
         place = 0 if self.target is None else places.get(self.target, 0)
         line = min(len(self.rows) - 1, max(0, line + lines))
+        if not self._selectable(line):
+            line = min(len(self.rows) - 1, line + 1)
         ranks = self._ranks[line] if self._ranks else []
         if ranks:
             place = min(len(ranks) - 1, max(0, place + columns))
@@ -115,6 +119,11 @@ class Selection:
         elif (target := self.rows[line].target) is not None:
             self.select(target)
         return line
+
+    def _selectable(self, line: int) -> bool:
+        """Return whether a row of the fleet is more than a heading."""
+        ranks = self._ranks[line] if self._ranks else []
+        return bool(ranks) or self.rows[line].target is not None
 
     def unfold(self) -> bool:
         """Show the hosts of the selected fold; return whether a fold is selected."""
@@ -145,8 +154,19 @@ class Selection:
         target = self.target
         if target is not None and target[0] == "barrier":
             return views.barrier_detail(job, str(target[1]), width)
+        if target is not None and target[0] == "group":
+            return views.group_detail(job, str(target[1]), width)
         rank = self.rank(job)
         if rank is None:
             known = job.details or job.notes
             return views.detail_of_headline(job, width) if known else []
-        return views.rank_rows(job, rank, width, stacks.get(rank.name, ()))
+        asked = stacks.get(rank.name, ())
+        rows = views.rank_rows(job, rank, width, asked)
+        if step := "" if asked else views.next_step(job, rank):
+            rows.append(row(styled(f"  {step}", "notable")))
+            # How it is known that the job waits for it.
+            if not self._chosen:
+                rows += views.detail_of_headline(job, width)[
+                    len(views.headline_rows(job, width, views.WHOLE)) :
+                ]
+        return rows

@@ -3,22 +3,24 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tracedstore.common.ranges import fold
-from tracedstore.common.text import duration
+from tracedstore.common.ranges import fold, ranks_text
+from tracedstore.common.text import duration, plural
 from tracedstore.tools.job_view import (
     BarrierView,
     JobView,
     OperationRate,
+    ProcessGroupView,
     RankState,
     RankView,
     RendezvousView,
 )
-from tracedstore.tools.top.fleet import GLYPHS, legend
+from tracedstore.tools.top.fleet import GLYPHS, WAS_MISSING, bytes_text, legend
 from tracedstore.tools.top.rows import (
     Span,
     TextRow,
     fit,
     pad,
+    remaining,
     row,
     shorten,
     sparkline,
@@ -27,11 +29,11 @@ from tracedstore.tools.top.rows import (
     wrap,
 )
 
-VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store")
+VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store", "groups")
 _LAST_BARRIERS = 8
-_NARROW = 70
+NARROW = 70
 # Rows; a headline has at most a thousand characters.
-_WHOLE = 50
+WHOLE = 50
 # More ranks than this have a line for each host in the arrivals at a barrier.
 _MAX_RANKS = 48
 _LABEL = 20
@@ -39,7 +41,7 @@ _TIME = 10
 _WAITS, _PARTLY = "━", "─"
 
 _KEYS: Final = (
-    ("1 to 5, Tab", "fleet, barriers, stragglers, rendezvous, store"),
+    ("1 to 6, Tab", "fleet, barriers, stragglers, rendezvous, store, groups"),
     ("arrows, Page, Home, End", "select; a click does it too"),
     ("Enter", "show all of what is selected; show hosts that are folded"),
     ("Esc", "back; remove the filter"),
@@ -82,7 +84,7 @@ def headline_rows(job: JobView, width: int, limit: int) -> list[TextRow]:
 
 def detail_of_headline(job: JobView, width: int) -> list[TextRow]:
     """Return the whole sentence, the evidence and what could not be read."""
-    rows = headline_rows(job, width, _WHOLE)
+    rows = headline_rows(job, width, WHOLE)
     for sentence in job.details:
         rows += wrap(f"   {sentence}", width, indent=5)
     for note in job.notes:
@@ -261,24 +263,44 @@ def rank_rows(
     rows = [row(Span(shorten(title, width), state_style(rank.state)))]
     if rank.doing:
         rows += wrap(f"  {rank.doing}", width, indent=4)
+    if used := _usage(job, rank):
+        rows += wrap(f"  {used}", width, indent=4)
+    if rank.log:
+        rows.append(row(Span(shorten(f"  last line logged: {rank.log}", width))))
     if rank.registered is not None:
-        facts = [f"pid {rank.pid}"]
-        if rank.local_rank is not None:
-            facts.append(f"local rank {rank.local_rank}")
-        if rank.attempt:
-            facts.append(f"attempt {rank.attempt}")
-        if rank.run_id:
-            facts.append(f"run {rank.run_id}")
-        facts.append(f"registered {duration(job.time - rank.registered)} ago")
-        if rank.group:
-            facts.append(f"under {rank.group}")
-        rows += wrap(f"  {', '.join(facts)}", width, "dim", indent=4)
+        rows += wrap(f"  {_registration(job, rank)}", width, "dim", indent=4)
     if rank.endpoint:
         rows.append(row(Span(shorten(f"  serves {rank.endpoint}", width), "dim")))
     for line in stacks:
         rows += wrap(f"  {line}", width, indent=6)
     rows += _last_barriers(job, rank, width)
     return rows
+
+
+def _registration(job: JobView, rank: RankView) -> str:
+    facts = [f"pid {rank.pid}"]
+    if rank.local_rank is not None:
+        facts.append(f"local rank {rank.local_rank}")
+    if rank.attempt:
+        facts.append(f"attempt {rank.attempt}")
+    if rank.run_id:
+        facts.append(f"run {rank.run_id}")
+    facts.append(f"registered {duration(job.time - (rank.registered or 0.0))} ago")
+    if rank.group:
+        facts.append(f"under {rank.group}")
+    return ", ".join(facts)
+
+
+def _usage(job: JobView, rank: RankView) -> str:
+    parts = []
+    if rank.moved is not None:
+        ago = duration(job.time - rank.moved)
+        parts.append(f"last progress {ago} ago")
+    if rank.cpu is not None:
+        parts.append(f"{rank.cpu:.0%} of a core")
+    if rank.memory is not None:
+        parts.append(f"{bytes_text(rank.memory)} of memory")
+    return ", ".join(parts)
 
 
 def _last_barriers(job: JobView, rank: RankView, width: int) -> Iterator[TextRow]:
@@ -318,8 +340,84 @@ def view_rows(view: str, job: JobView, width: int) -> list[TextRow]:
         "stragglers": straggler_rows,
         "rendezvous": rendezvous_rows,
         "store": store_rows,
+        "groups": group_rows,
     }[view]
     return make(job, width)
+
+
+def group_rows(job: JobView, width: int) -> list[TextRow]:
+    """Return the process groups in which a collective does not end."""
+    if not job.process_groups:
+        text = (
+            "no collective is stuck. Ranks publish their numbers when one does not end;"
+            " those of a job that moves differ from moment to moment"
+        )
+        return wrap(f" {text}", width, "dim", indent=1)
+    name = max(12, width // 3 - 6)
+    head = f" {fit('group', name)} {'ranks':>7} {'waits':>11}  behind"
+    rows = [row(styled(head, "heading"))]
+    for one in job.process_groups:
+        waited = duration(max(0.0, job.time - one.started))
+        left = f" {fit(_group_name(one), name)} {len(one.members):>7,} {waited:>11}  "
+        behind = _behind(one) if one.behind else "no rank: all have called it"
+        style = "awaited" if one.behind else ""
+        rows.append(
+            row(
+                Span(left),
+                Span(shorten(behind, remaining(left, width)), style),
+                target=("group", one.name),
+            )
+        )
+    return rows
+
+
+def _group_name(one: ProcessGroupView) -> str:
+    return f"{one.name} ({one.description})" if one.description else one.name
+
+
+def _behind(one: ProcessGroupView) -> str:
+    """Return ``rank 2 at 50``, the ranks with one number together."""
+    by_number: dict[int | None, list[int]] = {}
+    for rank in one.behind:
+        by_number.setdefault(one.called.get(rank), []).append(rank)
+    return "; ".join(
+        f"{ranks_text(some)} at {'an unknown number' if number is None else number}"
+        for number, some in by_number.items()
+    )
+
+
+def group_detail(job: JobView, name: str, width: int) -> list[TextRow]:
+    """Return the members of a process group by the collective that they are in."""
+    rows: list[TextRow] = []
+    for one in job.process_groups:
+        if one.name != name:
+            continue
+        title = f"group {_group_name(one)}: {plural(len(one.members), 'rank')}"
+        text = f"{title}, {fold(one.members)}"
+        rows.append(row(Span(shorten(text, width), "heading")))
+        for (number, what), some in sorted(one.waiting.items()):
+            operation, _, sizes = what.partition(" ")
+            called = " ".join(filter(None, (operation, str(number or ""), sizes)))
+            rows += wrap(f"  wait in {called}: {ranks_text(some)}", width, "waiting", 4)
+        for place, some in one.places.items():
+            rows += wrap(f"    called at {place}: {ranks_text(some)}", width, "dim", 6)
+        if one.behind:
+            rows += wrap(f"  behind: {_behind(one)}", width, "awaited", 4)
+        rest = set(one.members) - set(one.behind)
+        rest -= {rank for some in one.waiting.values() for rank in some}
+        if rest:
+            text = f"  not known to wait: {ranks_text(rest)}"
+            rows += wrap(text, width, "dim", 4)
+    return rows
+
+
+def next_step(job: JobView, rank: RankView | None) -> str:
+    """Return which key to press next; "" if nothing is wrong."""
+    if job.level == "good" or job.loading:
+        return ""
+    if rank is not None and rank.state in (RankState.AWAITED, RankState.STOPPED):
+        return f"next: s shows the stacks of rank {rank.rank}, i the whole verdict"
+    return "next: i shows the whole verdict, r writes a report"
 
 
 def barrier_detail(job: JobView, prefix: str, width: int) -> list[TextRow]:
@@ -337,7 +435,7 @@ def title_row(job: JobView, width: int, right: str) -> TextRow:
     name = fit(job.source, max(10, room))
     used = len(name) + len(counts.text) + len(right) + 2
     gap = " " * max(1, width - used)
-    if width < _NARROW:
+    if width < NARROW:
         return row(Span(name, "title"), " ", *counts.spans)
     return row(Span(name, "title"), " ", *counts.spans, Span(gap + right, "dim"))
 
@@ -494,5 +592,10 @@ def help_rows(width: int, *, replay: bool) -> list[TextRow]:
                 Span(GLYPHS[state], state_style(state)),
                 f" {state.label:<13}{text}",
             )
+        )
+    if replay:
+        text = "the job has waited for it before"
+        rows.append(
+            row("  ", Span(WAS_MISSING, "notable"), f" {'was missing':<13}{text}")
         )
     return rows

@@ -49,6 +49,7 @@ _PAGE = """\
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="/static/css/xterm.css">
@@ -69,6 +70,7 @@ html, body {{ margin: 0; height: 100%; overflow: hidden; background: #000; }}
 body.-closed .closed {{ display: flex; }}
 </style>
 <script src="/static/js/textual.js"></script>
+<script src="/page.js"></script>
 </head>
 <body>
 <div class="notice opening">{title}</div>
@@ -77,6 +79,17 @@ body.-closed .closed {{ display: flex; }}
  data-session-websocket-url="{websocket}"></div>
 </body>
 </html>
+"""
+
+# Keys work without a click. A phone gets a smaller font, and so 60 columns.
+_SCRIPT = """\
+addEventListener("DOMContentLoaded", () => {
+  const size = Math.min(16, Math.max(9, innerWidth / 60 / 0.61));
+  document.getElementById("terminal").dataset.fontSize = size;
+});
+const focus = () => document.querySelector(".xterm-helper-textarea")?.focus();
+addEventListener("load", () => setTimeout(focus));
+addEventListener("focus", focus);
 """
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -173,6 +186,7 @@ class TopServer(Server):
         application.add_routes(
             [
                 web.get("/", self.handle_index),
+                web.get("/page.js", _send_script),
                 web.get("/ws/{key}", self.handle_websocket),
                 web.get("/download/{key}", self.handle_download),
                 web.static("/static", self.statics_path),
@@ -258,6 +272,10 @@ class TopServer(Server):
     async def _close_tabs(self, _application: web.Application) -> None:
         """Close all tabs, which ends their processes."""
         await asyncio.gather(*(one.close(code=1001) for one in self._tabs))
+
+
+async def _send_script(_request: web.Request) -> web.Response:
+    return web.Response(text=_SCRIPT, content_type="text/javascript")
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
