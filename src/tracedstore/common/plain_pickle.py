@@ -26,7 +26,7 @@ _GETS: Final = frozenset({"BINGET", "LONG_BINGET"})
 _TEXTS: Final = frozenset({"SHORT_BINUNICODE", "BINUNICODE"})
 _AFTER_TUPLE: Final = _CALLS | _PUTS
 _MAX_TUPLE: Final = max(_TUPLES.values())
-# Opcodes of dicts, lists, texts and numbers, in the pickles of Python and of torch's C++.
+# Dicts, lists, texts and numbers, in the pickles of Python and of torch's C++.
 DATA: Final = (
     _PUTS
     | _GETS
@@ -108,11 +108,8 @@ class _Unpickler(pickle.Unpickler):
 
 def _check_opcodes(data: bytes, form: Form) -> None:
     """Raise ValueError for a pickle that is not of a form."""
-    containers = memoized = 0
-    makes_tuple = False
-    # Whether the last values are texts, and the places in the memo that have a text.
-    texts: deque[bool] = deque(maxlen=_MAX_TUPLE)
-    memoized_texts: set[int] = set()
+    containers = 0
+    tuples = _TuplesOfCalls() if form.calls else _TuplesOfTexts()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name == "FRAME":
@@ -121,29 +118,65 @@ def _check_opcodes(data: bytes, form: Form) -> None:
             raise ValueError(f"the opcode {name}")
         if count >= form.max_opcodes:
             raise ValueError(f"more than {form.max_opcodes} opcodes")
-        if name in _TUPLES and not form.calls:
-            length = _TUPLES[name]
-            if list(texts)[-length:].count(True) != length or not length:
-                raise ValueError("a tuple of something else than texts")
-        if form.calls:
-            if makes_tuple and name not in _AFTER_TUPLE:
-                raise ValueError("a tuple that is not the arguments of a call")
-            makes_tuple = name in _TUPLES or (makes_tuple and name not in _CALLS)
-        if name in _PUTS:
-            # A gap would be allocated.
-            if argument not in (None, memoized):
-                raise ValueError("a gap in the memo")
-            if texts and texts[-1]:
-                memoized_texts.add(memoized)
-            memoized += 1
-            continue
-        texts.append(name in _TEXTS or (name in _GETS and argument in memoized_texts))
+        tuples.add(name, argument)
         if name in _CONTAINERS:
             containers += 1
             if containers > form.max_containers:
                 raise ValueError(f"more than {form.max_containers} containers")
-        elif argument is not None:
+        elif argument is not None and name not in _PUTS:
             _check_argument(name, argument, form)
+
+
+class _Memo:
+    """Checks that the memo is filled in order: a gap would be allocated."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, name: str, argument: Any) -> None:
+        """Check the next opcode."""
+        if name in _PUTS:
+            if argument not in (None, self.count):
+                raise ValueError("a gap in the memo")
+            self.count += 1
+
+
+class _TuplesOfCalls(_Memo):
+    """Checks that a tuple is the arguments of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_made = False
+
+    def add(self, name: str, argument: Any) -> None:
+        """Check the next opcode."""
+        if self._is_made and name not in _AFTER_TUPLE:
+            raise ValueError("a tuple that is not the arguments of a call")
+        self._is_made = name in _TUPLES or (self._is_made and name not in _CALLS)
+        super().add(name, argument)
+
+
+class _TuplesOfTexts(_Memo):
+    """Checks that a tuple consists of the texts right before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Whether the last values are texts, and the places in the memo that have one.
+        self._texts: deque[bool] = deque([False], maxlen=_MAX_TUPLE)
+        self._memoized: set[int] = set()
+
+    def add(self, name: str, argument: Any) -> None:
+        """Check the next opcode."""
+        length = _TUPLES.get(name)
+        if length is not None and not (length and all(list(self._texts)[-length:])):
+            raise ValueError("a tuple of something else than texts")
+        if name in _PUTS:
+            if self._texts[-1]:
+                self._memoized.add(self.count)
+        else:
+            is_known = name in _GETS and argument in self._memoized
+            self._texts.append(name in _TEXTS or is_known)
+        super().add(name, argument)
 
 
 def _check_argument(name: str, argument: Any, form: Form) -> None:
