@@ -211,8 +211,8 @@ class TestPlain:
         for line in lines:
             # A path is never broken, so that it can be copied.
             assert len(line) <= 80 or str(plain.folder) in line
-        headings = re.findall(r"^Scenario (\d) of 5: (.*)", plain.output, re.MULTILINE)
-        assert [number for number, _ in headings] == [*"12345"]
+        headings = re.findall(r"^Scenario (\d) of 6: (.*)", plain.output, re.MULTILINE)
+        assert [number for number, _ in headings] == [*"123456"]
         assert f"real processes on {host_name()}, " in " ".join(lines)
         assert lines.index("Next, with DIR for that folder") > lines.index(
             f"Files in {plain.folder}"

@@ -28,6 +28,11 @@ class OutputSource(NamedTuple):
     name: str = ""
 
     @property
+    def is_of_rank(self) -> bool:
+        """Whether a rank printed it, even if it is not known which one."""
+        return self.rank != NO_RANK or self.local_rank != NO_RANK
+
+    @property
     def shown(self) -> str:
         """What it is called where its rank is not known."""
         file = "/".join(self.file.split("/")[-3:])
@@ -149,7 +154,7 @@ class JobOutput:
     def of_job(self) -> bool:
         """Whether a job wrote it: a failure, an exit, a stack, a dump or a rank."""
         found = self.failures or self.exits or self.stacks or self.dumps
-        return bool(found) or any(self.rank(source) != NO_RANK for source in self.lines)
+        return bool(found) or any(source.is_of_rank for source in self.lines)
 
     def rank(self, source: OutputSource) -> int:
         """Return the rank of a source, NO_RANK if it is not known.
