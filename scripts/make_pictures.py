@@ -1,10 +1,10 @@
 """Make the README's pictures from a real run of the demo: ``make pictures``.
 
-docs/pictures/demo.svg is the demo on a terminal: its last two scenarios and the
-summary. docs/pictures/report.png is the page of ``tracedstore report`` for the same
-run. docs/pictures/top.svg is `tracedstore top` on a job of torchrun that hangs. The
-runs have their own host name and a relative folder, so that the pictures show neither
-the host nor a path of their maker.
+docs/pictures/demo.svg is the demo on a terminal: the skipped collective, the last
+two scenarios and the summary. docs/pictures/report.png is the page of ``tracedstore
+report`` for the same run. docs/pictures/top.svg is `tracedstore top` on a job of
+torchrun that hangs. The runs have their own host name and a relative folder, so that
+the pictures show neither the host nor a path of their maker.
 """
 
 import argparse
@@ -135,10 +135,11 @@ def run_demo(folder: Path) -> str:
 
 
 def select_lines(lines: list[str]) -> list[str]:
-    """Return the lines to show: the last two scenarios, and the summary."""
+    """Return the lines of three scenarios, and of the summary."""
+    skipped, after = _find(lines, ": a skipped coll"), _find(lines, ": contention")
     first, files = _find(lines, ": a busy rank"), _find(lines, "Files in ")
     # The empty line keeps the lower parts of the last line's letters in the picture.
-    return lines[first:files]
+    return [*lines[skipped:after], *lines[first:files]]
 
 
 def _find(lines: list[str], text: str) -> int:

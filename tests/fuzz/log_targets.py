@@ -4,11 +4,13 @@ import gzip
 import io
 import json
 import zlib
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import strategies as st
 
 from fuzz.target import Inputs, Target, changed_bytes
+from support.flight_entries import dump_of, entry, frames
 from support.hostile_json import JSON
 from support.log_events import (
     completed_event,
@@ -17,6 +19,7 @@ from support.log_events import (
     span_from_event,
 )
 from tracedstore import names
+from tracedstore.tools.report import flight_dumps
 from tracedstore.tools.report import log_reader as reader
 from tracedstore.tools.report.analysis import analyse
 from tracedstore.tools.report.job_output import JobOutput
@@ -254,7 +257,53 @@ def _job_output(data: bytes) -> None:
         assert "<script>alert" not in text
 
 
+_SCRIPT = "<script>alert(1)</script>"
+_FIELDS: st.SearchStrategy[_Object] = st.fixed_dictionaries(
+    {},
+    optional={
+        "profiling_name": st.sampled_from(
+            ["nccl:broadcast", "nccl:recv 0<-7", "gloo:coalesced", _SCRIPT]
+        ),
+        "process_group": st.sampled_from([["1", "tp"], ["", ""], [_SCRIPT, "x"]]),
+        "is_p2p": st.booleans(),
+        "retired": st.booleans(),
+        "pg_id": st.integers(-1, 2),
+        "time_created_ns": st.sampled_from([0, -1, 2**62, 1795062327377632469]),
+        "timeout_ms": st.sampled_from([0, -5, 2**62]),
+        "frames": st.sampled_from([frames(3), [], None, [{"filename": _SCRIPT}]]),
+        "input_sizes": JSON,
+    },
+)
+_RANKS_OF_GROUP = st.lists(st.integers(0, 9), max_size=4)
+_DUMPS: Inputs = st.builds(
+    lambda fields, ranks: dump_of(
+        [entry(number, **one) for number, one in enumerate(fields)],
+        {"0": ranks, "1": ranks[1:]},
+    ),
+    st.lists(_FIELDS, min_size=1, max_size=6),
+    _RANKS_OF_GROUP,
+)
+# A dump that others are compared with.
+_OTHER_DUMP = flight_dumps.read_dump(
+    "trace_1", dump_of([entry(3, retired=False)]), 1795062330.0
+)
+
+
+def _flight_dump(data: bytes) -> None:
+    """Read a dump as ``tracedstore report`` does, and make its page."""
+    output = JobOutput()
+    output.add_dump(_OTHER_DUMP)
+    with suppress(ValueError):  # no dump: the file is reported as not read
+        output.add_dump(flight_dumps.read_dump("trace_0", data, 1795062330.0))
+    text = page(analyse(LoggedEvents(), output), reader.ReadStats())
+    text.encode("utf-8", "replace")
+    assert "<script>alert" not in text
+
+
 TARGETS = (
+    Target(
+        name="flight_dump", run=_flight_dump, inputs=changed_bytes(_DUMPS), share=0.2
+    ),
     Target(
         name="job_output", run=_job_output, inputs=changed_bytes(_OUTPUT), share=0.2
     ),

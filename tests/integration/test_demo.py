@@ -211,8 +211,8 @@ class TestPlain:
         for line in lines:
             # A path is never broken, so that it can be copied.
             assert len(line) <= 80 or str(plain.folder) in line
-        headings = re.findall(r"^Scenario (\d) of 5: (.*)", plain.output, re.MULTILINE)
-        assert [number for number, _ in headings] == [*"12345"]
+        headings = re.findall(r"^Scenario (\d) of 6: (.*)", plain.output, re.MULTILINE)
+        assert [number for number, _ in headings] == [*"123456"]
         assert f"real processes on {host_name()}, " in " ".join(lines)
         assert lines.index("Next, with DIR for that folder") > lines.index(
             f"Files in {plain.folder}"
@@ -329,7 +329,7 @@ class TestPlain:
         resumed = [e for e in events if e["event"] == names.JOB_RESUMED]
         output = " ".join(plain.output.split())
 
-        assert finding["phase"] == "new_group 1"
+        assert finding["phase"] == "new_group 2"
         for event in (*reports, *resumed):
             assert (event["awaited_ranks"], event["cause"]) == ([busy], "busy")
             assert event["awaited"].startswith(f"rank {busy} on {event['host']} (pid ")
@@ -350,6 +350,30 @@ class TestPlain:
         positions = [output.find(text) for text in printed]
         assert -1 not in positions
         assert positions == sorted(positions)
+
+    def test_skipped_collective(self, plain: Run) -> None:
+        """The rank that left out a collective is named, with what it called instead."""
+        summary = plain.summary()
+        skipping, finding = summary["skipping"], summary["skipped"]
+        reports = [
+            event
+            for event in plain.events()
+            if event["event"] == names.JOB_STALLED
+            and event.get("collective") == "all_reduce"
+        ]
+
+        assert finding["phase"] == "all_reduce 7 of group 1 (training)"
+        assert finding["ranks"] == [skipping]
+        assert finding["agree"]
+        for event in reports:
+            assert (event["awaited_ranks"], event["cause"]) == ([skipping], "mismatch")
+            assert re.fullmatch(
+                rf"rank {skipping} on \S+ \(pid \d+\): skipped all_reduce 7 "
+                r"\[10\] Float: called barrier 7 at demo/rank\.py:\d+ _Rank\.train",
+                event["awaited"],
+            )
+        output = " ".join(plain.output.split())
+        assert f"names rank {skipping}, mismatch: correct" in output
 
     def test_slowest_waits(self, plain: Run) -> None:
         """The timeout and the wait in new_group are among them."""
@@ -390,8 +414,8 @@ class TestTop:
         screen, _, lines = on_top.output.rpartition("\x1b[?1049l")
         summary = on_top.summary()
 
-        for number, title in enumerate(("healthy steps", "contention"), 1):
-            assert f"Scenario {number} of 5: {title}" in without_styles(screen)
+        for number, title in enumerate(("healthy steps", "a skipped collective"), 1):
+            assert f"Scenario {number} of 6: {title}" in without_styles(screen)
         assert summary["missing"]["ranks"] == summary["killed"]
         assert summary["stalled"]["ranks"] == [summary["busy"]]
         # The headline of the last scenario, and the killed ranks in the fleet.
@@ -401,11 +425,12 @@ class TestTop:
         assert re.search("".join(fleet), without_styles(screen))
         # The lines are printed when the screen is gone, and nothing is left of it.
         assert re.findall("^Scenario .*", lines, re.MULTILINE) == [
-            "Scenario 1 of 5: healthy steps",
-            "Scenario 2 of 5: contention",
-            "Scenario 3 of 5: a straggler",
-            "Scenario 4 of 5: a busy rank",
-            "Scenario 5 of 5: two ranks die",
+            "Scenario 1 of 6: healthy steps",
+            "Scenario 2 of 6: a skipped collective",
+            "Scenario 3 of 6: contention",
+            "Scenario 4 of 6: a straggler",
+            "Scenario 5 of 6: a busy rank",
+            "Scenario 6 of 6: two ranks die",
         ]
         assert "Summary of " in lines
 
@@ -475,7 +500,7 @@ class TestEnd:
         run = Run(tmp_path / "demo", "--ranks=4", terminal=True)
         try:
             wait_until(
-                lambda: "\x1b[1mScenario 1 of 5: healthy steps\x1b[0m" in run.output,
+                lambda: "\x1b[1mScenario 1 of 6: healthy steps\x1b[0m" in run.output,
             )
             pids = run.children()
             run.press(b"\x03")

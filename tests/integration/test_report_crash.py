@@ -13,6 +13,10 @@ from tracedstore.tools.cli.main import main
 
 pytestmark = pytest.mark.processes
 
+DUMPED = (
+    "The job was waiting in all_reduce 2 of group 0 (default_pg) for rank 1: alive, the"
+    " last that it called is all_reduce 1 [1] Float at children/crashing_rank.py:"
+)
 CHILD = ROOT / "tests/integration/children/crashing_rank.py"
 
 
@@ -28,7 +32,11 @@ def run_job(folder: Path, crash: str) -> None:
             torchrun,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={"PATH": "", "OMP_NUM_THREADS": "1"},
+            env={
+                "PATH": "",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_FR_DUMP_TEMP_FILE": str(logs / "comm_lib_trace_rank_"),
+            },
             timeout=HANG,
             check=False,
         )
@@ -52,6 +60,11 @@ class TestCrash:
                 "Rank 0 on localhost timed out: RuntimeError: Timed out waiting 5000ms",
                 "No failure of rank 1 is logged.",
             ),
+            (
+                "dump",
+                DUMPED,
+                "Rank 0 called it at children/crashing_rank.py:",
+            ),
         ],
     )
     def test_headline(
@@ -73,6 +86,8 @@ class TestCrash:
         assert shown.texts["headline"].startswith(headline)
         assert detail in shown.texts["lead"]
         assert printed.startswith(headline)
-        assert "2 ranks, 0 barriers, 0 incidents, 2 failed processes" in printed
+        stalls = 1 if crash == "dump" else 0
+        counts = f"2 ranks, 0 barriers, {stalls} incident{'s' * (1 - stalls)}, 2 failed"
+        assert counts in printed
         page = (ROOT / "docs/report.md").read_text("utf-8")
         assert f"\n{headline}" in page

@@ -36,7 +36,8 @@ def texts() -> list[str]:
 def words() -> set[str]:
     """Return the words that a run of the demo can print."""
     printed = f"{strings()} {load_dataset.__name__} {JOB_RESUMED}"
-    return {*WORD.findall(printed), "tools", "demo", "host"}
+    # The type is in the words of torch.
+    return {*WORD.findall(printed), "tools", "demo", "host", "Float"}
 
 
 def strings() -> str:
@@ -104,6 +105,7 @@ class TestDemo:
         killed = re.findall(r"\d+", warned.partition(" (ranks ")[2].partition(")")[0])
 
         assert headings == [
+            f"Scenario 2 of {SCENARIOS}: a skipped collective",
             f"Scenario {SCENARIOS - 1} of {SCENARIOS}: a busy rank",
             f"Scenario {SCENARIOS} of {SCENARIOS}: two ranks die",
         ]
@@ -111,6 +113,7 @@ class TestDemo:
         assert re.search(
             r"job\.stalled: rank \d on demo-host(?:.|\n)*load_dataset", picture
         )
+        assert re.search(r"skipped all_reduce \d(?:.|\n)*: called barrier \d", picture)
         assert killed == re.findall(r"\d+", lines[-2].partition(" on ")[0])
         assert f"missing ranks {','.join(killed)}" in picture
         assert all(len(line) <= 80 for line in lines)

@@ -85,7 +85,14 @@ ALLOWED_IMPORTS = {
     "tools/__init__": set[str](),
     "tools/terminal": set[str](),
     "tools/job_view": {"common", "coordination"},
-    "tools/report": {"names", "common", "naming", "diagnosis", "tools/job_view"},
+    "tools/report": {
+        "names",
+        "common",
+        "naming",
+        "diagnosis",
+        "local",
+        "tools/job_view",
+    },
     "tools/attach": {
         "names",
         "common",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.flight_entries import entry, write_dumps
 from support.log_events import completed_event, json_lines
 from tracedstore._version import __version__
 from tracedstore.tools.cli import sd
@@ -253,12 +254,15 @@ class TestOtherMachines:
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_report_without_torch(self, tmp_path: Path) -> None:
-        """Logs are read where torch is not installed."""
+        """Logs and dumps are read where torch is not installed."""
         (tmp_path / "log").write_text(json_lines([completed_event(0, 1.0, 0.5)]))
+        prefix = tmp_path / "nccl_trace_rank_"
+        write_dumps(prefix, {0: [entry(1, retired=False)], 1: []}, {"0": [0, 1]})
 
-        done = self.run("torch", "report", "log", folder=tmp_path)
+        done = self.run("torch", "report", "log", str(prefix), folder=tmp_path)
 
         assert (done.returncode, done.stderr) == (0, "")
+        assert "for rank 1: alive, has called nothing in group 0" in done.stdout
         assert (tmp_path / "report.html").exists()
 
     def test_replay_without_torch(self, tmp_path: Path) -> None:

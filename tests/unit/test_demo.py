@@ -144,6 +144,7 @@ class TestStall:
         stalled = stall(tmp_path).find_stall()
 
         assert stalled["agree"]
+        assert stalled["resumed"]
         assert (stalled["ranks"], stalled["cause"]) == ([2], "busy")
         assert stalled["reported_by"] == [0, 1]
 
@@ -155,11 +156,11 @@ class TestStall:
         assert not stall(tmp_path, **different).find_stall()["agree"]
 
     def test_not_resumed(self, tmp_path: Path) -> None:
-        """A stall whose end was not reported is a disagreement."""
+        """The end of a stall counts if all that reported it reported that."""
         outputs = stall(tmp_path)
         outputs.events.pop()
 
-        assert not outputs.find_stall()["agree"]
+        assert not outputs.find_stall()["resumed"]
 
     def test_no_stall(self, tmp_path: Path) -> None:
         """Without a report there is no verdict."""
@@ -200,6 +201,9 @@ class TestSummary:
                 "late_seconds": 1.8,
             },
             "stalled": stall(tmp_path / "stall").find_stall(),
+            "skipped": stall(tmp_path / "skip", phase="all_reduce 7").find_stall(
+                "all_reduce "
+            ),
             "missing": checkpoint(folder).find_missing(),
         }
 
@@ -207,9 +211,9 @@ class TestSummary:
             "arrived last",
             "rank 4: 5x, rank 1: 2x, rank 2: 1x, rank 7: 1x, others: 2x",
         )
-        assert ("awaited", "rank 2, busy, in new_group 1 by ranks 0-1") in (
-            scenarios._summary_rows(document)
-        )
+        rows = scenarios._summary_rows(document)
+        assert ("awaited", "rank 2, busy, in new_group 1 by ranks 0-1") in rows
+        assert ("skipped", "all_reduce 7, by rank 2") in rows
 
 
 class TestReading:

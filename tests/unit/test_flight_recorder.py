@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.flight_entries import entry
 from tracedstore.diagnosis.observe import flight_recorder
 from tracedstore.diagnosis.observe.flight_recorder import (
     Signature,
@@ -16,32 +17,6 @@ from tracedstore.diagnosis.observe.flight_recorder import (
     parse,
     records_of,
 )
-
-
-def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str, Any]:
-    """Return an entry in the form of torch's recorder."""
-    sizes = fields.pop("sizes", [[10]])
-    return {
-        "collective_seq_id": number,
-        "input_dtypes": ["Float"] * len(sizes),
-        "input_sizes": sizes,
-        "is_p2p": False,
-        "op_id": number,
-        "output_dtypes": ["Float"] * len(sizes),
-        "output_sizes": sizes,
-        "p2p_seq_id": 0,
-        "pg_id": 0,
-        "process_group": ["0", "default_pg"],
-        "profiling_name": name,
-        "record_id": number,
-        "retired": True,
-        "state": "completed",
-        "thread_id": "140308167977856",
-        "thread_name": "python",
-        "time_created_ns": 1795062327377632469,
-        "timeout_ms": 1800000,
-        **fields,
-    }
 
 
 def dump(*entries: dict[str, Any]) -> str:

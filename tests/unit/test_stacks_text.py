@@ -1,11 +1,12 @@
 """The text of ``tracedstore stacks``."""
 
 import json
+from dataclasses import replace
 
 from tracedstore.coordination.rank_registry import RankInfo
 from tracedstore.local.facts import Frame, ProcessFacts, State
 from tracedstore.tools.attach.job_reading import Answers
-from tracedstore.tools.attach.job_text import group_by_stacks, stack_lines, to_json
+from tracedstore.tools.attach.job_text import group_by_place, stack_lines, to_json
 
 TRAIN = (
     Frame(file="c10d.py", line=5, function="all_reduce"),
@@ -69,9 +70,24 @@ def test_odd_ones_come_first() -> None:
 def test_threads_are_compared_if_they_are_shown() -> None:
     """The names of the second threads differ."""
     given = {rank: answer(rank, TRAIN) for rank in (0, 1)}
-    assert len(group_by_stacks(given, all_threads=False)) == 1
-    assert len(group_by_stacks(given, all_threads=True)) == 2
+    assert len(group_by_place(given, all_threads=False)) == 1
+    assert len(group_by_place(given, all_threads=True)) == 2
     assert "thread worker-1" in text(answers(2, *given.values()), all_threads=True)
+
+
+def test_call_sites_are_compared() -> None:
+    """Ranks in one call of the program differ in torch; others in what they wait in."""
+    call = "all_reduce 7 of group 0 (default_pg)"
+    place = "train.py:9 main, in torch: all_reduce"
+    waiting = [
+        replace(answer(rank, frames), collective=call, place=place)
+        for rank, frames in enumerate((TRAIN, TRAIN[1:], TRAIN))
+    ]
+    behind = replace(answer(3, TRAIN), place=place)
+    shown = text(answers(4, *waiting, behind)).splitlines()
+
+    assert shown[0] == f"rank 3: {place}"
+    assert f"ranks 0-2: {call} at {place}" in shown
 
 
 def test_ranks_without_stacks_are_grouped_by_their_state() -> None:

@@ -35,7 +35,7 @@ from tracedstore.local.facts import ProcessFacts
 _SEND: Final = ("send", "isend")
 _RECEIVE: Final = ("recv", "irecv")
 # Collectives that end on no rank before all ranks have called them.
-_NEED_ALL: Final = frozenset(
+NEED_ALL: Final = frozenset(
     ("all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 )
 # Sides of a mismatch that are described.
@@ -93,7 +93,7 @@ def _reached(records: Iterable[BlockedRecord]) -> dict[str, int]:
         if position is None:
             continue
         for call in position.recent:
-            if call.operation in _NEED_ALL:
+            if call.operation in NEED_ALL:
                 number = max(found.get(position.group, 0), call.number)
                 found[position.group] = number
     return found

@@ -33,13 +33,11 @@ from tracedstore import names
 from tracedstore.diagnosis.observe import flight_recorder
 from tracedstore.diagnosis.observe.blocked_record import (
     MAX_GROUPS,
-    Called,
     CollectivePosition,
 )
 from tracedstore.diagnosis.observe.flight_recorder import (
     Entry,
     GroupRecord,
-    Signature,
     shown_description,
     shown_name,
 )
@@ -488,15 +486,9 @@ class Collectives:
         place = "" if thread is None else thread.place
         peers = _global_ranks(group.members, entry.peer) if entry.is_p2p else None
         return StuckCall(
-            position=CollectivePosition(
-                group=group.name,
-                description=group.description or entry.description,
-                number=None if entry.is_p2p else entry.number,
-                operation=entry.signature.operation,
-                sizes=entry.signature.sizes,
-                dtype=entry.signature.dtype,
-                recent=_recent(record),
-                expected=_called(0, record.expected),
+            position=record.position_of(
+                entry,
+                description=group.description,
                 place=place or _place_of_thread(entry.thread_id),
                 since=group.seen,
                 called=self._called(),
@@ -528,7 +520,7 @@ class Collectives:
                 description=group.description,
                 number=number,
                 operation=flight_recorder.operation_of(call.function),
-                recent=() if record is None else _recent(record),
+                recent=() if record is None else record.recent_calls(),
                 place=call.place,
                 since=group.seen,
                 called=self._called(),
@@ -540,22 +532,6 @@ class Collectives:
             sequence=group.number,
             thread_id=thread,
         )
-
-
-def _recent(record: GroupRecord) -> tuple[Called, ...]:
-    calls = (_called(one.number, one.signature) for one in record.recent)
-    return tuple(one for one in calls if one is not None)
-
-
-def _called(number: int, signature: Signature | None) -> Called | None:
-    if signature is None:
-        return None
-    return Called(
-        number=number,
-        operation=signature.operation,
-        sizes=signature.sizes,
-        dtype=signature.dtype,
-    )
 
 
 def _world() -> Any:

@@ -16,7 +16,7 @@ the end of the text is parsed, and the entries before it that have not retired.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +24,11 @@ from typing import Any, Final
 
 from tracedstore import names
 from tracedstore.common import text
-from tracedstore.diagnosis.observe.blocked_record import MAX_RECENT
+from tracedstore.diagnosis.observe.blocked_record import (
+    MAX_RECENT,
+    Called,
+    CollectivePosition,
+)
 from tracedstore.recording.recorder import RECORDER
 
 # Characters at the end of the text that are parsed: 250 entries of ordinary length.
@@ -103,6 +107,9 @@ class Entry:
         created: When it was called, in seconds since the epoch.
         thread_id: The thread that called it; 0 if it is unknown.
         retired: It has ended.
+        timeout: Seconds after which it fails; 0 if that is unknown.
+        place: The line of the program that called it; "" in a live recorder, whose
+            JSON has no stacks.
     """
 
     group: str
@@ -115,6 +122,8 @@ class Entry:
     created: float = 0.0
     thread_id: int = 0
     retired: bool = False
+    timeout: float = 0.0
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +149,52 @@ class GroupRecord:
     def last_number(self) -> int:
         """The number of the last collective that has ended; 0 without one."""
         return self.recent[-1].number if self.recent else 0
+
+    def position_of(
+        self,
+        entry: Entry,
+        *,
+        description: str = "",
+        place: str = "",
+        since: float = 0.0,
+        called: Mapping[str, int],
+    ) -> CollectivePosition:
+        """Return the position of a rank that waits in an entry of this record.
+
+        Args:
+            entry: The entry.
+            description: The description of the group, if the entry has none.
+            place: The line of the program that called it.
+            since: When the rank saw the group first; 0 if that is unknown.
+            called: The last collective that the rank has called, by group.
+        """
+        signature = entry.signature
+        return CollectivePosition(
+            group=self.name,
+            description=description or entry.description,
+            number=None if entry.is_p2p else entry.number,
+            operation=signature.operation,
+            sizes=signature.sizes,
+            dtype=signature.dtype,
+            recent=self.recent_calls(),
+            expected=None if self.expected is None else _called(0, self.expected),
+            since=since,
+            place=place,
+            called=called,
+        )
+
+    def recent_calls(self) -> tuple[Called, ...]:
+        """Return the last collectives that have ended, the latest last."""
+        return tuple(_called(one.number, one.signature) for one in self.recent)
+
+
+def _called(number: int, signature: Signature) -> Called:
+    return Called(
+        number=number,
+        operation=signature.operation,
+        sizes=signature.sizes,
+        dtype=signature.dtype,
+    )
 
 
 def read(*, nccl: bool = True) -> dict[str, GroupRecord]:
@@ -242,7 +297,19 @@ def parse(dump: str) -> list[Entry]:
     begin = tail if tail == start else _next_begin(dump, tail)
     if begin is not None:
         values += _entries_from(dump, begin)
-    entries = (_entry(value) for value in values if isinstance(value, dict))
+    return entries_of(values)
+
+
+def entries_of(
+    values: Iterable[Any], place_of: Callable[[Any], str] = lambda _: ""
+) -> list[Entry]:
+    """Return the entries of a recorder, those of the known form.
+
+    Args:
+        values: What the recorder wrote of each.
+        place_of: Returns the line of the program in the ``frames`` of one.
+    """
+    entries = (_entry(value, place_of) for value in values if isinstance(value, dict))
     return [entry for entry in entries if entry is not None]
 
 
@@ -285,10 +352,11 @@ def _entries_from(dump: str, begin: int) -> list[Any]:
     return values
 
 
-def _entry(value: dict[str, Any]) -> Entry | None:
+def _entry(value: dict[str, Any], place_of: Callable[[Any], str]) -> Entry | None:
     """Return an entry; None for one that is not of the known form."""
     group = value.get("process_group")
-    if not (isinstance(group, list) and group and isinstance(group[0], str)):
+    # A tuple in a pickle.
+    if not (isinstance(group, (list, tuple)) and group and isinstance(group[0], str)):
         return None
     is_p2p = value.get("is_p2p") is True
     number = _number(value.get("p2p_seq_id" if is_p2p else "collective_seq_id"))
@@ -309,6 +377,8 @@ def _entry(value: dict[str, Any]) -> Entry | None:
         created=(_number(value.get("time_created_ns")) or 0) / 1e9,
         thread_id=_number(value.get("thread_id")) or 0,
         retired=value.get("retired") is True,
+        timeout=(_number(value.get("timeout_ms")) or 0) / 1000,
+        place=place_of(value.get("frames")),
     )
 
 

@@ -1,12 +1,12 @@
 """The text of ``tracedstore status`` and of ``tracedstore stacks``, as lines."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tracedstore.common.ranges import fold, ranks_text
 from tracedstore.common.text import duration, plural, shorten
 from tracedstore.diagnosis.judgement.verdict import describe_answer
-from tracedstore.local.facts import Frame, ProcessFacts
+from tracedstore.local.facts import ProcessFacts
 from tracedstore.naming.decoders import by_host
 from tracedstore.tools.attach.job_reading import Answers
 from tracedstore.tools.job_view import (
@@ -40,8 +40,6 @@ _MAX_PROCESSES = 4
 _MAX_LENGTH = 1000
 _NO_NEWS = {"no endpoint"}
 _HEADING, _WARNING = "bold", "yellow"
-
-Stacks = tuple[tuple[str, tuple[Frame, ...]], ...]
 
 
 def status_lines(view: JobView) -> list[Line]:
@@ -294,41 +292,43 @@ def _last_of(total: int, shown: int) -> str:
     return f": {total}, the last {shown}" if total > shown else f": {total}"
 
 
-def group_by_stacks(
+def group_by_place(
     answers: Mapping[int, ProcessFacts], *, all_threads: bool
-) -> list[tuple[Stacks, dict[int, ProcessFacts]]]:
-    """Group ranks by their stacks, the smallest groups first.
+) -> list[dict[int, ProcessFacts]]:
+    """Group ranks by the line of the program that they are in, the smallest first.
+
+    Their stacks may differ in torch below that line.
 
     Args:
         answers: The answers with stacks.
-        all_threads: Compare all threads; else the main threads only.
+        all_threads: Group them by the stacks of all threads instead.
     """
-    groups: dict[tuple[str, Stacks], dict[int, ProcessFacts]] = {}
+    groups: dict[Hashable, dict[int, ProcessFacts]] = {}
     for rank in sorted(answers):
         answer = answers[rank]
-        stacks = tuple(answer.stacks.items())
-        if not all_threads:
-            stacks = stacks[:1]
         # Ranks without stacks are grouped by what is known about them.
-        state = "" if stacks else f"{answer.state} {answer.detail}"
-        groups.setdefault((state, stacks), {})[rank] = answer
-    by_size = sorted(groups.items(), key=lambda group: len(group[1]))
-    return [(stacks, members) for (_, stacks), members in by_size]
+        state = "" if answer.stacks else f"{answer.state} {answer.detail}"
+        stacks = tuple(answer.stacks.items())
+        where: Hashable = answer.place or stacks[:1]
+        key = state, answer.collective, stacks if all_threads else where
+        groups.setdefault(key, {})[rank] = answer
+    return sorted(groups.values(), key=len)
 
 
 def stack_lines(answers: Answers, *, all_threads: bool) -> Iterator[Line]:
     """Return the lines for one group of a job."""
-    groups = group_by_stacks(answers.answers, all_threads=all_threads)
-    for stacks, members in groups:
-        named = ranks_text(members)
-        where = f": {stacks[0][1][0]}" if stacks and stacks[0][1] else ""
-        yield Line(f"{named}{where}", "bold")
+    for members in group_by_place(answers.answers, all_threads=all_threads):
+        first = next(iter(members.values()))
+        stacks = list(first.stacks.items())
+        place = first.place or (str(stacks[0][1][0]) if stacks and stacks[0][1] else "")
+        found = " at ".join(filter(None, (first.collective, place)))
+        yield Line(ranks_text(members) + (f": {found}" if found else ""), "bold", 4)
         for rank, answer in list(members.items())[:_MAX_PROCESSES]:
             info = answers.registered.get(rank)
             yield Line(f"  {describe_answer(rank, answer, info)}", "", 4)
         if len(members) > _MAX_PROCESSES:
             yield Line(f"  and {len(members) - _MAX_PROCESSES} more")
-        for thread, frames in stacks:
+        for thread, frames in stacks if all_threads else stacks[:1]:
             if all_threads:
                 yield Line(f"  thread {thread}")
             for frame in frames:

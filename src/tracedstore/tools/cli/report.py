@@ -1,18 +1,22 @@
 """Create a page from the logs of all ranks: crashes, missing ranks, stragglers.
 
 Reads the JSON lines that tracedstore logs, and what a job prints: tracebacks,
-torchrun's report, NCCL's watchdog, and lines of the kernel (dmesg -T). The page
-is one HTML file that loads nothing. The job may have ended or hang.
+torchrun's report, NCCL's watchdog, and lines of the kernel (dmesg -T). The
+dumps of torch's Flight Recorder are read too. The page is one HTML file that
+loads nothing. The job may have ended or hang.
 
 LOG is a file, plain or gzip, a directory, which is read recursively, a pipe, or
-- for standard input. Lines may be wrapped by torchrun, Docker, Kubernetes, Loki
-or journald. The times of completed barriers are in the logs if the application
-has configured structlog. Else pass spans with --traces, in the JSON of
-OpenTelemetry's ConsoleSpanExporter or of a collector's file exporter (OTLP).
+- for standard input. The name of a dump ends with its rank; LOG may be what is
+before that, as in TORCH_FR_DUMP_TEMP_FILE. Lines may be wrapped by torchrun,
+Docker, Kubernetes, Loki or journald. The times of completed barriers are in the
+logs if the application has configured structlog. Else pass spans with --traces,
+in the JSON of OpenTelemetry's ConsoleSpanExporter or of a collector's file
+exporter (OTLP).
 
 Examples:
   tracedstore report logs/ --output report.html
   tracedstore report rank*.log node7.log.gz --traces spans.jsonl
+  tracedstore report logs/ ~/.cache/torch/comm_lib_trace_rank_
   kubectl logs -l job=train --tail=-1 | tracedstore report -
 
 Exit codes: 0 the page is written, 1 nothing of a job could be read or the page
@@ -90,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{number(stats.unrelated)} unrelated",
         f"{number(stats.damaged)} damaged",
     ]
+    if stats.dumps:
+        lines.append(plural(stats.dumps, "dump"))
     sys.stdout.write(
         f"{printable(found.text)}\n"
         f"{output}: {', '.join(summary)}\n"

@@ -1,10 +1,10 @@
 """Show what every rank of a job executes: the stacks of its threads.
 
 Asks the ranks through the job's store and prints their stacks, innermost frame
-first, grouped by what is the same: the odd ones first. It needs no open port.
-It also explains a hang in a collective, which no store call shows. Agents and
-other ranks answer for processes that do not answer themselves. The question is
-written to the store, and deleted with its answers.
+first, grouped by the line of the program that they are in: the odd ones first.
+It needs no open port. It also shows which collective of which group a rank is
+in. Agents and other ranks answer for processes that do not answer themselves.
+The question is written to the store, and deleted with its answers.
 
 Examples:
   tracedstore stacks
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for answers; large jobs look for questions every 5 s (5)",
     )
     parser.add_argument(
-        "--threads", action="store_true", help="all threads, not only the main ones"
+        "--threads",
+        action="store_true",
+        help="all threads, not only the main ones, and grouped by all of them",
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 

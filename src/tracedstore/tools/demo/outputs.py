@@ -298,13 +298,16 @@ class RankOutputs:
             by_rank |= dict(pairs)
         return by_rank
 
-    def find_stall(self) -> dict[str, Any]:
-        """Return whom the ranks waited for in ``new_group``, from the events.
+    def find_stall(self, phase: str = _NEW_GROUP) -> dict[str, Any]:
+        """Return whom the ranks waited for in some phase, from the events.
 
         ``agree`` is true if every rank that reported the stall named the same ranks and
-        the same cause, and reported its end.
+        the same cause, and ``resumed`` if each reported its end.
+
+        Args:
+            phase: The start of the phase.
         """
-        events = [e for e in self.events if e.get("phase", "").startswith(_NEW_GROUP)]
+        events = [e for e in self.events if e.get("phase", "").startswith(phase)]
         reports = [e for e in events if e["event"] == names.JOB_STALLED]
         resumed = {e["rank"] for e in events if e["event"] == names.JOB_RESUMED}
         verdicts = {(tuple(e["awaited_ranks"]), e["cause"]) for e in reports}
@@ -318,7 +321,8 @@ class RankOutputs:
             "waiting_ranks": first.get("waiting_ranks", ""),
             "waited_seconds": first.get("waited_seconds"),
             "reported_by": reporters,
-            "agree": len(verdicts) == 1 and sorted(resumed) == reporters,
+            "agree": len(verdicts) == 1,
+            "resumed": bool(reporters) and sorted(resumed) == reporters,
         }
 
     def find_missing(self) -> dict[str, Any]:

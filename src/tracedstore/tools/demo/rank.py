@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
@@ -34,6 +35,8 @@ RUN_ID = "demo"
 CHECKPOINT = "checkpoint/1"
 # Seconds; longer than any barrier that completes takes.
 _BARRIER_TIMEOUT = 30.0
+# Of the collectives, of which one never completes.
+_COLLECTIVE_TIMEOUT = 6.0
 # Seconds after which a blocked call leads to a verdict; a straggler is late for less.
 _STALL_AFTER = 2.0
 # Seconds that a rank is busy if the demo does not end it.
@@ -122,6 +125,7 @@ def _execute(rank: "_Rank", commands: Any) -> None:
         "join": rank.join,
         "steps": rank.steps,
         "contend": rank.contend,
+        "train": rank.train,
         "create_group": rank.create_group,
         "checkpoint": rank.checkpoint,
     }
@@ -197,8 +201,8 @@ class _Rank:
                 desired = str(int(held or 0) + 1)
                 held = self._store.compare_set("ticket", held, desired).decode()
 
-    def create_group(self, busy_rank: int) -> None:
-        """Create a process group; one rank is busy before it does."""
+    def train(self, steps: int, skipping_rank: int) -> None:
+        """Call two collectives a step; one rank leaves one of them out at the end."""
         dist.init_process_group(
             "gloo",
             store=self._store,
@@ -206,6 +210,19 @@ class _Rank:
             world_size=self._world_size,
             timeout=timedelta(seconds=_BARRIER_TIMEOUT),
         )
+        group = dist.new_group(
+            timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT), group_desc="training"
+        )
+        gradients = torch.ones(10)
+        # The last step ends with a timeout on all ranks.
+        with suppress(RuntimeError):
+            for step in range(1, steps + 1):
+                if step < steps or self._rank != skipping_rank:
+                    dist.all_reduce(gradients, group=group)
+                dist.barrier(group)
+
+    def create_group(self, busy_rank: int) -> None:
+        """Create a process group; one rank is busy before it does."""
         if self._rank == busy_rank:
             load_dataset(self._channel)
         dist.new_group()

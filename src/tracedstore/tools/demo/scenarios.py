@@ -21,16 +21,22 @@ from tracedstore.tools.demo.rank import OutputFolder, RankProcesses
 from tracedstore.tools.demo.store_servers import serve_store, store_url
 from tracedstore.tools.terminal import Line, Screen
 
-SCENARIOS = 5
+SCENARIOS = 6
 # Seconds between two polls of the ranks, whose pages change twice a second.
 _POLL_INTERVAL = 0.5
 # Seconds that a scenario may take.
 _SCENARIO_TIMEOUT = 60.0
+# Seconds after which others do not take what a failed call of a rank waited for as what
+# it does now; and after which they would not if the rank had ended.
+_OUTLIVED_AFTER, _FORGOTTEN_AFTER = 7.0, 16.0
 # Seconds for the event that a stall has ended.
 _RESUME_TIMEOUT = 5.0
 _HEALTHY_STEPS = range(1, 13)
 _LATE_STEPS = range(13, 16)
 _LATE_SECONDS = 1.8
+_TRAINING_STEPS = 4
+# The collective that one rank leaves out.
+SKIPPED = "all_reduce"
 _STORES = {
     "tcp": "a TCPStore",
     "file": "a FileStore",
@@ -124,10 +130,12 @@ class _Scenarios:
         self._outputs = RankOutputs(folder, ranks.living)
         self._next_poll = 0.0
         self._title = "starting"
+        self._failed_at = 0.0
         chosen = random.Random(arguments.seed)  # noqa: S311 - no secret
         others = chosen.sample(range(1, arguments.ranks), 2)
         self._straggler, self._victims = others[0], sorted([0, others[1]])
         self._busy = chosen.randrange(arguments.ranks)
+        self._skipping = chosen.randrange(arguments.ranks)
 
     def run(self, location: str, joined: Callable[[], None]) -> dict[str, Any]:
         """Run all scenarios and return the summary.
@@ -147,6 +155,7 @@ class _Scenarios:
         self._wait()
         joined()
         self._healthy_steps()
+        skipped = self._skipped_call()
         self._contention()
         straggler = self._late_rank()
         stalled = self._busy_rank()
@@ -162,6 +171,8 @@ class _Scenarios:
             "slowest_waits": outputs.slowest_waits(),
             "straggler": straggler,
             "busy": self._busy,
+            "skipping": self._skipping,
+            "skipped": skipped,
             "stalled": stalled,
             "killed": self._victims,
             "missing": missing,
@@ -201,8 +212,23 @@ class _Scenarios:
             f" {completed[1] - completed[0]} barriers, all completed"
         )
 
+    def _skipped_call(self) -> dict[str, Any]:
+        self._begin(
+            2,
+            "a skipped collective",
+            f"One rank leaves out an {SKIPPED} that all others call. Which one?",
+        )
+        self._ranks.send("train", steps=_TRAINING_STEPS, skipping_rank=self._skipping)
+        self._wait()
+        self._failed_at = time.monotonic()
+        skipped = self._stall_of(lambda found: bool(found["agree"]), f"{SKIPPED} ")
+        self._print_stall(
+            skipped, self._skipping, "mismatch", "; the call timed out on all ranks"
+        )
+        return skipped
+
     def _contention(self) -> None:
-        self._begin(2, "contention", "All ranks update one key by compare-and-set.")
+        self._begin(3, "contention", "All ranks update one key by compare-and-set.")
         before = self._outputs.totals()
         self._ranks.send("contend", seconds=2.5)
         self._wait()
@@ -215,8 +241,9 @@ class _Scenarios:
 
     def _late_rank(self) -> dict[str, Any]:
         self._begin(
-            3, "a straggler", "One rank arrives late at every barrier. Which one?"
+            4, "a straggler", "One rank arrives late at every barrier. Which one?"
         )
+        self._wait_until(self._failed_at + _OUTLIVED_AFTER)
         self._ranks.send(
             "steps",
             first=_LATE_STEPS.start,
@@ -237,28 +264,42 @@ class _Scenarios:
 
     def _busy_rank(self) -> dict[str, Any]:
         self._begin(
-            4,
+            5,
             "a busy rank",
             "All ranks but one call torch's new_group. What is that rank doing?",
         )
         self._ranks.send("create_group", busy_rank=self._busy)
         self._wait(self._end_load_after_verdict)
+        stalled = self._stall_of(
+            lambda found: bool(found["agree"] and found["resumed"])
+        )
+        self._print_stall(stalled, self._busy, "busy", "; all ranks went on")
+        return stalled
+
+    def _stall_of(
+        self, is_complete: Callable[[dict[str, Any]], bool], *phase: str
+    ) -> dict[str, Any]:
+        """Return what the ranks report of a stall, when it is complete."""
         until = time.monotonic() + _RESUME_TIMEOUT
-        while not (stalled := self._outputs.find_stall())["agree"]:
+        while not is_complete(stalled := self._outputs.find_stall(*phase)):
             if time.monotonic() > until:
                 raise CommandError(
                     "the ranks do not report one stall and its end: this machine is too"
                     f" busy, or this is a bug; report it with {self._folder.path}"
                 )
             self._tick()
-        correct = stalled["ranks"] == [self._busy] and stalled["cause"] == "busy"
+        return stalled
+
+    def _print_stall(
+        self, stalled: dict[str, Any], rank: int, cause: str, more: str = ""
+    ) -> None:
+        correct = stalled["ranks"] == [rank] and stalled["cause"] == cause
         reporters = stalled["reported_by"]
         self._printer.result(
             f"log of rank{'s' * (len(reporters) > 1)} {fold(reporters)} names rank"
             f" {fold(stalled['ranks'])}, {stalled['cause']}:"
-            f" {'correct' if correct else 'wrong'}; all ranks went on"
+            f" {'correct' if correct else 'wrong'}{more}"
         )
-        return stalled
 
     def _end_load_after_verdict(self) -> None:
         self._tick()
@@ -267,10 +308,11 @@ class _Scenarios:
 
     def _killed_ranks(self) -> dict[str, Any]:
         self._begin(
-            5,
+            6,
             "two ranks die",
             "Two processes get SIGKILL before a checkpoint. Which ranks are they?",
         )
+        self._wait_until(self._failed_at + _FORGOTTEN_AFTER)
         # Before the command is sent: however busy the machine is, they do not arrive.
         self._ranks.kill(self._victims)
         self._printer.note("two processes killed; the other ranks do not know it yet")
@@ -300,6 +342,10 @@ class _Scenarios:
         while time.monotonic() < until:
             self._tick()
         self._poll(scrape_all=True)
+
+    def _wait_until(self, moment: float) -> None:
+        while time.monotonic() < moment:
+            self._tick()
 
     def _tick(self) -> None:
         time.sleep(0.05)
@@ -485,7 +531,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if others := sum(n for _, n in ordered[_MAX_LAST_RANKS:]):
         last.append(f"others: {others}x")
     gone, late = summary["missing"], summary["straggler"]
-    stall = summary["stalled"]
+    stall, skip = summary["stalled"], summary["skipped"]
     awaited = f"rank {fold(stall['ranks'])}, {stall['cause']}"
     waits = [
         f"{wait['seconds']:.2f} s  {wait['what']}, by rank {wait['rank']}"
@@ -502,6 +548,10 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "awaited",
             f"{awaited}, in {stall['phase']} by ranks {stall['waiting_ranks']}",
+        ),
+        (
+            "skipped",
+            f"{skip['phase']}, by rank {fold(skip['ranks'])}",
         ),
         ("missing", f"ranks {fold(gone['ranks'])} on {', '.join(set(gone['hosts']))}"),
         ("", f"by log, exception, metric and trace of {len(gone['survivors'])} ranks"),

@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 from typing import Final
 
-from tracedstore.common.ranges import unfold
+from tracedstore.common.ranges import fold, unfold
 from tracedstore.common.text import timestamp
 from tracedstore.tools.job_view import StallView
 from tracedstore.tools.report.barriers import (
@@ -18,6 +18,7 @@ from tracedstore.tools.report.barriers import (
 )
 from tracedstore.tools.report.failure_kinds import FailureKind
 from tracedstore.tools.report.failures import FailureGroup, failure_groups
+from tracedstore.tools.report.flight_dumps import judge_dumps
 from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.logged_events import (
     COMPLETED,
@@ -127,6 +128,7 @@ class LoggedStall:
         ranks: The ranks that reported it, NO_RANK for a process without one.
         causes: The reported causes, in the order of their first reports.
         end: "timed out" or "failed" if the barrier that it waited at did; else "".
+        is_dumped: It is from dumps of Flight Recorder, and no rank reported it.
     """
 
     last: StallReport
@@ -136,6 +138,7 @@ class LoggedStall:
     ranks: set[int]
     causes: dict[str, None]
     end: str = ""
+    is_dumped: bool = False
 
     @property
     def duration(self) -> float:
@@ -199,6 +202,7 @@ class Analysis:
     def ranks(self) -> list[int]:
         """Ranks that logged an event or printed a line themselves."""
         printed = {self.output.rank(source) for source in self.output.lines}
+        printed.update(self.output.dumps)
         printed.update(*(group.ranks for group in self.failures))
         return sorted(printed.union(self.logged.last_events) - {NO_RANK})
 
@@ -235,6 +239,7 @@ class Analysis:
         """The first and the last known time, 0 and 0 if there is none."""
         times = [each.failure.time for each in self.failures if each.failure.time]
         times += [self.logged.first_time, self.logged.last_time]
+        times += [each.last.time for each in self.stalls if each.is_dumped]
         known = [each for each in times if 0 < each < inf]
         return (min(known), max(known)) if known else (0.0, 0.0)
 
@@ -275,6 +280,12 @@ def analyse(logged: LoggedEvents, output: JobOutput | None = None) -> Analysis:
     )
     stalls = _merge_reports(logged.stall_reports)
     _add_ends(stalls, incidents)
+    dumped = _dumped_stall(logged, output)
+    # What a rank logged about the same wait says more, such as what the others did.
+    if dumped is not None and dumped.last.phase not in {
+        each.last.phase for each in stalls if each.resumed_at is None
+    }:
+        stalls.append(dumped)
     return Analysis(
         logged=logged,
         output=output,
@@ -284,6 +295,37 @@ def analyse(logged: LoggedEvents, output: JobOutput | None = None) -> Analysis:
         failures=failure_groups(logged, output),
         stalls=stalls,
         clock_offsets=_clock_offsets(logged, barriers),
+    )
+
+
+def _dumped_stall(logged: LoggedEvents, output: JobOutput) -> LoggedStall | None:
+    """Return the wait that the dumps of Flight Recorder show, if they show one."""
+    verdict = judge_dumps(output.dumps, logged.world_size, logged.host)
+    if verdict is None:
+        return None
+    report = StallReport(
+        time=verdict.time,
+        run_id="",
+        rank=NO_RANK,
+        resumed=False,
+        phase=verdict.phase,
+        cause=verdict.cause,
+        awaited=verdict.describe_awaited(verdict.time),
+        awaited_ranks=fold(verdict.awaited_ranks),
+        waiting_ranks=fold(verdict.waiting_ranks),
+        key="",
+        waited=verdict.waited_seconds,
+        evidence=verdict.evidence,
+        remedy=verdict.remedy,
+    )
+    return LoggedStall(
+        last=report,
+        start=report.start,
+        first_time=report.time,
+        resumed_at=None,
+        ranks=set(output.dumps),
+        causes={verdict.cause: None},
+        is_dumped=True,
     )
 
 

@@ -212,7 +212,10 @@ def _failure(analysis: Analysis) -> Headline:
         named += f" on {_name(process.host)}" if process.host else ""
     subject = shorten(failure.subject, _MAX_SUBJECT_LENGTH)
     if failure.kind is FailureKind.STOPPED:
-        text = f"{named} {'was' if len(ranks) == 1 else 'were'} stopped by {subject}"
+        verb = "was" if len(group.processes) == 1 else "were"
+        # torchrun's agent is none of the ranks.
+        named = named if ranks else f"The job ({named})"
+        text = f"{named} {verb} stopped by {subject}"
         text += ", and no failure is logged"
     elif failure.evidence == TORCHRUN:
         text = f"{named} ended with {subject}"
@@ -220,7 +223,9 @@ def _failure(analysis: Analysis) -> Headline:
         text = f"{named} failed: {_name(failure.subject)}"
     else:
         text = f"{named} {_VERBS.get(failure.kind, 'failed')}: {subject}"
-    facts = [shorten(failure.error.strip().rstrip("."), _MAX_ERROR_LENGTH)]
+    is_stopped = failure.kind is FailureKind.STOPPED
+    error = "" if is_stopped else failure.error.strip().rstrip(".")
+    facts = [shorten(error, _MAX_ERROR_LENGTH)]
     if failure.time:
         facts.append(f"at {analysis.format_time(failure.time)} UTC")
     details = ", ".join(filter(None, facts))
@@ -231,6 +236,8 @@ def _failure(analysis: Analysis) -> Headline:
         subject = "The process" if len(group.processes) == 1 else "The processes"
         sentences.append(f"{subject} ended with {enumeration(list(group.exits))}.")
     sentences += certainty(analysis.failures, analysis.logged, analysis.output)
+    if is_stopped:
+        sentences += output_view.details(analysis.output)
     return Headline(text, " ".join(sentences))
 
 

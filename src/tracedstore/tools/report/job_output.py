@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from tracedstore.tools.report.failure_kinds import FailureKind
+from tracedstore.tools.report.flight_dumps import RankDump
 from tracedstore.tools.report.logged_events import NO_RANK
 
 MAX_SOURCES: Final = 10_000
@@ -25,6 +26,11 @@ class OutputSource(NamedTuple):
     rank: int = NO_RANK
     local_rank: int = NO_RANK
     name: str = ""
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether a rank printed it, even if it is not known which one."""
+        return self.rank != NO_RANK or self.local_rank != NO_RANK
 
     @property
     def shown(self) -> str:
@@ -127,6 +133,7 @@ class JobOutput:
         closed: Processes to which torchrun sent a signal.
         lines: What each source printed.
         stacks: Stacks, at most 100.
+        dumps: Dumps of Flight Recorder, by rank.
         last_write: When the last of the files was written, 0 if not known.
         read_at: When they were read.
         unread: Failures beyond the limit.
@@ -137,6 +144,7 @@ class JobOutput:
     closed: set[int] = field(default_factory=set)
     lines: dict[OutputSource, SourceLines] = field(default_factory=dict)
     stacks: dict[OutputSource, Stack] = field(default_factory=dict)
+    dumps: dict[int, RankDump] = field(default_factory=dict)
     last_write: float = 0.0
     read_at: float = 0.0
     unread: int = 0
@@ -144,9 +152,9 @@ class JobOutput:
 
     @property
     def of_job(self) -> bool:
-        """Whether a job wrote it: there is a failure, an exit, a stack or a rank."""
-        found = self.failures or self.exits or self.stacks
-        return bool(found) or any(self.rank(source) != NO_RANK for source in self.lines)
+        """Whether a job wrote it: a failure, an exit, a stack, a dump or a rank."""
+        found = self.failures or self.exits or self.stacks or self.dumps
+        return bool(found) or any(source.is_of_rank for source in self.lines)
 
     def rank(self, source: OutputSource) -> int:
         """Return the rank of a source, NO_RANK if it is not known.
@@ -172,6 +180,12 @@ class JobOutput:
             return len(self.failures) - 1
         self.unread += 1
         return -1
+
+    def add_dump(self, dump: RankDump) -> None:
+        """Add a dump. Of two of one rank, that with the later call counts."""
+        known = self.dumps.get(dump.rank)
+        if known is None or known.last_created <= dump.last_created:
+            self.dumps[dump.rank] = dump
 
     def add_exit(self, worker: WorkerExit) -> None:
         """Add how a worker ended. The line with its rank knows most."""

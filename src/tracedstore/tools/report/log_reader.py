@@ -6,6 +6,7 @@ not an event is searched recursively: its objects and lists are searched, and it
 strings are parsed as lines. A span of a barrier call counts as the event of that call.
 """
 
+import glob
 import gzip
 import io
 import json
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tracedstore import names
+from tracedstore.tools.report import flight_dumps
 from tracedstore.tools.report.job_output import JobOutput
 from tracedstore.tools.report.logged_events import INVALID, parse_timestamp
 from tracedstore.tools.report.output_reader import OutputReader
@@ -97,6 +99,7 @@ class ReadStats:
 
     Attributes:
         files: Files that were opened.
+        dumps: Dumps of Flight Recorder among them.
         lines: Lines in them. A line that a container runtime has split counts once.
         events: Valid events. A line may contain several.
         spans: Valid barrier spans. A span may have many lines, or a line many spans.
@@ -110,6 +113,7 @@ class ReadStats:
     """
 
     files: int = 0
+    dumps: int = 0
     lines: int = 0
     events: int = 0
     spans: int = 0
@@ -134,7 +138,8 @@ def find_files(paths: Iterable[str], output: Path) -> list[str]:
     """List the input files: directories recursively, every file once.
 
     Args:
-        paths: Files, directories, or "-" for standard input.
+        paths: Files, directories, "-" for standard input, or what is before the rank
+            in the names of dumps, as TORCH_FR_DUMP_TEMP_FILE has it.
         output: The file that the report is written to. It is left out if it contains
             an earlier report or nothing.
 
@@ -150,7 +155,7 @@ def find_files(paths: Iterable[str], output: Path) -> list[str]:
             files[name] = name
             continue
         path = Path(name)
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        for file in _files_of(path):
             try:
                 status = file.stat()
             except OSError:
@@ -166,6 +171,16 @@ def find_files(paths: Iterable[str], output: Path) -> list[str]:
                 elif regular and status.st_size and not _is_page(output):
                     raise OutputError
     return list(files.values())
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    if not path.exists() and path.name:
+        dumps = path.parent.glob(f"{glob.escape(path.name)}[0-9]*")
+        of_ranks = (one for one in dumps if one.name[len(path.name) :].isdecimal())
+        return sorted(of_ranks) or [path]
+    return [path]
 
 
 def _is_page(path: Path) -> bool:
@@ -198,8 +213,15 @@ def read_events(
                 stats.files += 1
                 written = _last_write(name)
                 output.last_write = max(output.last_write, written)
+                if file.peek(1)[:1] == flight_dumps.PICKLE_START:
+                    data = file.read(flight_dumps.MAX_BYTES + 1)
+                    output.add_dump(flight_dumps.read_dump(name, data, written))
+                    stats.dumps += 1
+                    continue
                 reader = OutputReader(output, name, number, written)
                 _read_file(file, add, stats, reader)
+        except ValueError as error:
+            stats.incomplete_files.append(f"{name}: {error}")
         except (OSError, EOFError, zlib.error) as error:
             # EOFError: a killed process leaves an incomplete gzip file.
             reason = getattr(error, "strerror", None) or str(error)
@@ -216,7 +238,9 @@ def _last_write(name: str) -> float:
 
 
 @contextmanager
-def _open(name: str, on_wait: Callable[[str], None]) -> Iterator[IO[bytes]]:
+def _open(
+    name: str, on_wait: Callable[[str], None]
+) -> "Iterator[io.BufferedReader[Any]]":
     # Opening a pipe blocks until it has a writer, and peek() until it has data.
     timer = threading.Timer(_PIPE_TIMEOUT, on_wait, [name])
     timer.daemon = True

@@ -16,6 +16,7 @@ from tracedstore.common.ranges import MAX_RANKS
 from tracedstore.tools.report.failure_kinds import (
     FailureKind,
     exception_kind,
+    exit_text,
 )
 from tracedstore.tools.report.job_output import (
     MAX_EXITS,
@@ -76,6 +77,7 @@ _CHAINED: Final = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
+_GOT_SIGNAL: Final = re.compile(r"got signal: (\d{1,3})$")
 _WATCHDOG: Final = re.compile(
     r"Rank (\d{1,7})\] Watchdog caught collective operation timeout:"
     r" WorkNCCL\((SeqNum=\d{1,18}, OpType=\w{1,60}).{0,300}?"
@@ -391,11 +393,15 @@ class OutputReader:
             return
         kind = exception_kind(name, message, in_torch=traceback.in_torch)
         message = _ADVICE.sub("", _CPP_PLACE.sub("", message))
+        text = f"{name}: {message}" if message else name
+        # torchrun's agent raises it when it gets a signal, and it has its own name.
+        if name == "SignalException" and (match := _GOT_SIGNAL.search(message)):
+            text = exit_text(-int(match[1]))
         lines = self._output.lines.get(traceback.source)
         failure = OutputFailure(
             source=traceback.source,
             kind=kind,
-            text=(f"{name}: {message}" if message else name)[:_MAX_TEXT_LENGTH],
+            text=text[:_MAX_TEXT_LENGTH],
             where=traceback.own_frame or traceback.last_frame,
             evidence="traceback",
             time=traceback.time,

@@ -52,7 +52,7 @@ def last_lines(output: JobOutput) -> list[LastLines]:
     A launcher's own lines are left out if there are lines of ranks.
     """
     groups: dict[str, LastLines] = {}
-    of_ranks = {each: lines for each, lines in output.lines.items() if _of_rank(each)}
+    of_ranks = {each: lines for each, lines in output.lines.items() if each.is_of_rank}
     for source, lines in (of_ranks or output.lines).items():
         group = groups.setdefault(lines.last, LastLines(lines.last))
         group.sources.append(source)
@@ -90,10 +90,6 @@ def sources_text(output: JobOutput, sources: Iterable[OutputSource]) -> str:
     return ", ".join(parts)
 
 
-def _of_rank(source: OutputSource) -> bool:
-    return source.rank != NO_RANK or source.local_rank != NO_RANK
-
-
 def idle_time(output: JobOutput) -> float | None:
     """Return for how long nothing was written, None if that is not known."""
     idle = output.read_at - output.last_write
@@ -105,13 +101,17 @@ def summary(output: JobOutput) -> tuple[str, str]:
     text = "The logs contain no event and no failure"
     if (idle := idle_time(output)) is not None and idle >= _MIN_IDLE:
         text += f"; nothing was written in the last {duration(idle)}"
-    groups = last_lines(output)
-    details = []
-    for group in groups[:2]:
+    return text, " ".join(details(output))
+
+
+def details(output: JobOutput) -> list[str]:
+    """Return sentences on what the ranks printed last, and on their stacks."""
+    sentences = []
+    for group in last_lines(output)[:2]:
         named = sources_text(output, group.sources)
         line = shorten(group.line, _MAX_LINE_LENGTH)
-        details.append(f"The last line of {named}: {line}.")
+        sentences.append(f"The last line of {named}: {line}.")
     for stack in stacks(output)[:_MAX_STACKS]:
         named = sources_text(output, stack.sources)
-        details.append(f"A stack of {named}: {stack.frames[0]}.")
-    return text, " ".join(details)
+        sentences.append(f"A stack of {named}: {stack.frames[0]}.")
+    return sentences

@@ -10,7 +10,7 @@ from tracedstore._version import __version__
 from tracedstore.common import text
 from tracedstore.common.ranges import ranks_text
 from tracedstore.common.text import number, plural
-from tracedstore.tools.report import output_view
+from tracedstore.tools.report import flight_dumps, output_view
 from tracedstore.tools.report.analysis import (
     CLOCK_TOLERANCE,
     Analysis,
@@ -90,6 +90,7 @@ def page(analysis: Analysis, stats: ReadStats) -> str:
         "headline": headline(analysis),
         "tiles": _summary_tiles(analysis),
         "stalls": analysis.stalls,
+        "positions": flight_dumps.positions(analysis.output.dumps),
         **_incidents(analysis),
         **_failures(analysis),
         **_output(analysis),
