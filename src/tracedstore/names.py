@@ -248,6 +248,15 @@ JOB_RANK_AWAITED = Metric(
     otel="tracedstore.job.rank.awaited",
     unit="1",
 )
+JOB_ABORTS = Metric(
+    "tracedstore_job_aborts_total",
+    "counter",
+    ("cause",),
+    "Processes that TRACEDSTORE_ON_STALL=abort ended. Such a process is scraped once"
+    " more at best; OTLP has it.",
+    otel="tracedstore.job.aborts",
+    unit="{process}",
+)
 COLLECTIVE_SEQUENCE = Metric(
     "tracedstore_collective_sequence",
     "gauge",
@@ -534,6 +543,7 @@ RENDEZVOUS_TIMEOUT: Final = "rendezvous.timeout"
 RENDEZVOUS_FAILED: Final = "rendezvous.failed"
 JOB_STALLED: Final = "job.stalled"
 JOB_RESUMED: Final = "job.resumed"
+JOB_ABORTED: Final = "job.aborted"
 STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
@@ -554,6 +564,7 @@ EVENT_LEVELS: Final = {
     RENDEZVOUS_FAILED: "error",
     JOB_STALLED: "warning",
     JOB_RESUMED: "info",
+    JOB_ABORTED: "error",
     STORE_STALE: "warning",
     TELEMETRY_DISABLED: "error",
     TELEMETRY_SERVING: "info",
