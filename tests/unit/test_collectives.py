@@ -333,7 +333,7 @@ def in_torch(job: Job, function: str, number: int) -> None:
     def look_at_threads(_world: Any, _now: float) -> None:
         job.watched._in_torch = {thread: found}
 
-    job.watched._look_at_threads = look_at_threads  # type: ignore[method-assign]
+    job.watched._look_at_threads = look_at_threads  # type: ignore[method-assign, assignment]
 
 
 def test_calls_that_were_enqueued(job: Job) -> None:
