@@ -5,6 +5,7 @@ unless a case has others.
 """
 
 import ctypes
+import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -107,17 +108,22 @@ def monitored_barrier(hang: Hang) -> None:
 
 def ddp_constructor(hang: Hang) -> None:
     """A rank does not come to the constructor of DistributedDataParallel."""
-    _late_to(hang, lambda _: DistributedDataParallel(torch.nn.Linear(3, 3)))
+    _begin(hang)
+    # What it imports when it is used first takes seconds on a busy machine.
+    DistributedDataParallel(torch.nn.Linear(3, 3))
+    hang.here()
+    DistributedDataParallel(torch.nn.Linear(3, 3))
 
 
 def fsdp_forward(hang: Hang) -> None:
     """A rank does not come to the forward of a sharded module."""
     _begin(hang)
     mesh = dist.init_device_mesh("cpu", (hang.world_size,))
-    module = fully_shard(torch.nn.Linear(16, 16), mesh=mesh)
-    module(torch.ones(2, 16))
+    # A module that is no part of another one keeps its parameters after the forward.
+    first, second = (fully_shard(torch.nn.Linear(16, 16), mesh=mesh) for _ in range(2))
+    first(torch.ones(2, 16))
     hang.here()
-    module(torch.ones(2, 16))
+    second(torch.ones(2, 16))
 
 
 def checkpoint_in_thread(hang: Hang) -> None:
@@ -127,6 +133,8 @@ def checkpoint_in_thread(hang: Hang) -> None:
 
 def checkpoint_in_process(hang: Hang) -> None:
     """The same; a process writes it, which the ranks start together."""
+    # The ranks are children of a pool, whose children may have none.
+    multiprocessing.current_process()._config["daemon"] = False  # noqa: SLF001
     _checkpoint(hang, AsyncCheckpointerType.PROCESS)
 
 

@@ -134,8 +134,7 @@ def inquire(
         for rank, one in blocked.items()
         if still_waits(one, answers.get(rank), now)
     }
-    called = {rank: answer.called for rank, answer in answers.items()}
-    blocked = _resolve(connection, blocked, own.rank, world_size, called)
+    blocked = _resolve(connection, blocked, own.rank, world_size, answers)
     if member.agents is None and fruitless < _MAX_FRUITLESS:
         blocked = _apply_learned(blocked, answers, world_size)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
@@ -330,7 +329,7 @@ def _resolve(
     blocked: Mapping[int, BlockedRecord],
     own: int,
     world_size: int,
-    called: Mapping[int, Mapping[str, int]],
+    answers: Answers,
 ) -> dict[int, BlockedRecord]:
     """Find whom the collectives wait for, from the records, ledgers and answers."""
     entered: dict[tuple[str, int], Collection[int]] = {}
@@ -344,7 +343,12 @@ def _resolve(
             entered[key] = read_entered(
                 connection, position, record.attempt, world_size
             )
-    return resolve(blocked, world_size, Known(entered=entered, called=called))
+    known = Known(
+        entered=entered,
+        called={rank: answer.called for rank, answer in answers.items()},
+        ended={rank for rank, answer in answers.items() if answer.state == "gone"},
+    )
+    return resolve(blocked, world_size, known)
 
 
 def _registered(
