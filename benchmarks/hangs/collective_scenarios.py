@@ -119,11 +119,11 @@ def fsdp_forward(hang: Hang) -> None:
     """A rank does not come to the forward of a sharded module."""
     _begin(hang)
     mesh = dist.init_device_mesh("cpu", (hang.world_size,))
-    # A module that is no part of another one keeps its parameters after the forward.
-    first, second = (fully_shard(torch.nn.Linear(16, 16), mesh=mesh) for _ in range(2))
-    first(torch.ones(2, 16))
+    # Else a module that is no part of another one keeps its parameters.
+    module = fully_shard(torch.nn.Linear(16, 16), mesh=mesh, reshard_after_forward=True)
+    module(torch.ones(2, 16))
     hang.here()
-    second(torch.ones(2, 16))
+    module(torch.ones(2, 16))
 
 
 def checkpoint_in_thread(hang: Hang) -> None:
