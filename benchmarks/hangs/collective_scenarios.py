@@ -120,7 +120,9 @@ def fsdp_forward(hang: Hang) -> None:
     _begin(hang)
     mesh = dist.init_device_mesh("cpu", (hang.world_size,))
     # Else a module that is no part of another one keeps its parameters.
-    module = fully_shard(torch.nn.Linear(16, 16), mesh=mesh, reshard_after_forward=True)
+    module: Any = fully_shard(
+        torch.nn.Linear(16, 16), mesh=mesh, reshard_after_forward=True
+    )
     module(torch.ones(2, 16))
     hang.here()
     module(torch.ones(2, 16))
@@ -134,14 +136,15 @@ def checkpoint_in_thread(hang: Hang) -> None:
 def checkpoint_in_process(hang: Hang) -> None:
     """The same; a process writes it, which the ranks start together."""
     # The ranks are children of a pool, whose children may have none.
-    multiprocessing.current_process()._config["daemon"] = False  # noqa: SLF001
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # noqa: SLF001 - has no public name
     _checkpoint(hang, AsyncCheckpointerType.PROCESS)
 
 
 def _checkpoint(hang: Hang, kind: AsyncCheckpointerType) -> None:
     _begin(hang)
     hang.here()
-    saved = dcp.async_save(
+    saved: Any = dcp.async_save(
         {"weight": _tensor()},
         checkpoint_id=hang.file.parent / "checkpoint",
         async_checkpointer_type=kind,
@@ -282,7 +285,7 @@ COLLECTIVES = {
         _scenario(busy_with_gil, causes=("busy", "unknown")),
         _scenario(skips_one, causes=("mismatch",), min_world_size=3),
         _scenario(another_collective, causes=("mismatch",), min_world_size=3),
-        _scenario(another_order, causes=("diverged",), max_victims=2),
+        _scenario(another_order, causes=("diverged",), max_victims=2, min_world_size=3),
         _scenario(creates_a_group, causes=("diverged",), min_world_size=3),
         _scenario(killed, kinds=("gone",), harmless=True),
         *(

@@ -176,7 +176,8 @@ def test_forged_verdict_ends_no_process(start_job: StartJob) -> None:
     ranks, url = start_job(
         "late", TRACEDSTORE_ON_STALL="abort", TRACEDSTORE_STALL_AFTER="1"
     )
-    store = TCPStore("127.0.0.1", int(url.rpartition(":")[2]), None, is_master=False)
+    port = int(url.rpartition(":")[2])
+    store: Any = TCPStore("127.0.0.1", port, None, is_master=False)
     own = wait_until(lambda: read_blocked(store, WORLD_SIZE).get(0))
 
     def forge() -> bool:

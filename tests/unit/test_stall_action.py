@@ -48,7 +48,8 @@ class Stall:
         )
         pending: Any = SimpleNamespace(thread_id=threading.main_thread().ident)
         repeated = Repeated(since=time.monotonic() - 3 * STALL_AFTER)
-        self.wait = Wait(pending, repeated, self.store)
+        store: Any = self.store
+        self.wait = Wait(pending, repeated, store)
         self.wait.verdict = verdict
         self.wait.elected = self.wait.reported = True
         self.action = StallAction(STALL_AFTER, lambda: self.still, self._end)
