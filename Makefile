@@ -19,7 +19,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help setup lint types unit check test tests soak tests-python test-torch test-frameworks \
 	coverage docs \
-	dashboards site pictures demo bench bench-faults bench-etcd-faults bench-hangs fuzz sanitize \
+	dashboards site pictures demo bench bench-faults bench-etcd-faults bench-hangs bench-collectives fuzz sanitize \
 	format clean
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
 	@echo "make bench-etcd-faults  fail the leader of an etcd cluster, check what clients saw"
 	@echo "make bench-hangs  make 200 hangs; options: ARGS='--hangs 30'"
+	@echo "make bench-collectives  make each hang in a collective"
 	@echo "make sanitize    tests of the native base with AddressSanitizer and ThreadSanitizer"
 	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"
 	@echo "make clean       remove all generated files"
@@ -165,7 +166,7 @@ demo: $(VENV)/.ready
 
 bench: $(VENV)/.ready $(VENV)/.native
 	@# All benchmarks run, even if one misses a bar.
-	@missed=0; for name in overhead barriers exposition report stall_traffic etcd_v3 top fleet job_traffic; do \
+	@missed=0; for name in overhead barriers exposition report stall_traffic collective_cost etcd_v3 top fleet job_traffic; do \
 		$(BIN)/python benchmarks/$$name.py --output bench-results/$$name.json || missed=1; \
 	done; exit $$missed
 
@@ -177,6 +178,9 @@ bench-etcd-faults: $(VENV)/.ready
 
 bench-hangs: $(VENV)/.ready
 	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m hangs $(ARGS)
+
+bench-collectives: $(VENV)/.ready
+	@PYTHONPATH=benchmarks $(BIN)/python -W ignore -m hangs.collective_bars $(ARGS)
 
 # atheris is in a folder on the import path of this command, not in the environment.
 fuzz: $(FUZZ)/.ready

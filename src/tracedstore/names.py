@@ -230,6 +230,14 @@ JOB_RANK_AWAITED = Metric(
     "1 for each rank that the stalled job waits for, for at most 64 ranks.",
     unit="{rank}",
 )
+JOB_ABORTS = Metric(
+    "tracedstore_job_aborts_total",
+    "counter",
+    ("cause",),
+    "Processes that TRACEDSTORE_ON_STALL=abort ended. Such a process is scraped once"
+    " more at best; OTLP has it.",
+    unit="{process}",
+)
 COLLECTIVE_SEQUENCE = Metric(
     "tracedstore_collective_sequence",
     "gauge",
@@ -500,6 +508,7 @@ RENDEZVOUS_TIMEOUT: Final = "rendezvous.timeout"
 RENDEZVOUS_FAILED: Final = "rendezvous.failed"
 JOB_STALLED: Final = "job.stalled"
 JOB_RESUMED: Final = "job.resumed"
+JOB_ABORTED: Final = "job.aborted"
 STORE_STALE: Final = "store.stale_keys"
 TELEMETRY_DISABLED: Final = "telemetry.disabled"
 TELEMETRY_SERVING: Final = "telemetry.serving"
@@ -522,6 +531,7 @@ EVENT_LEVELS: Final = {
     RENDEZVOUS_FAILED: "error",
     JOB_STALLED: "warning",
     JOB_RESUMED: "info",
+    JOB_ABORTED: "error",
     STORE_STALE: "warning",
     TELEMETRY_DISABLED: "error",
     TELEMETRY_SERVING: "info",

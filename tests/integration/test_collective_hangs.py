@@ -1,13 +1,18 @@
 """Hangs in collectives of gloo: the late rank is named, or what ranks called."""
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from integration.conftest import StartChild
 from integration.harness import Child, pause, wait_until
+from tracedstore.diagnosis.judgement.stall_reports import VERDICT
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
+from tracedstore.diagnosis.observe.blocked_record import read_blocked
 from tracedstore.tools.cli.main import main
 
 pytestmark = pytest.mark.processes
@@ -161,6 +166,40 @@ def test_state_of_the_late_process(
     stall = first_stall(ranks)
 
     assert (stall["cause"], stall["awaited_ranks"]) == (cause, [LAST])
+
+
+def test_forged_verdict_ends_no_process(start_job: StartJob) -> None:
+    """A client of the store claims that the busy rank has ended.
+
+    With ``TRACEDSTORE_ON_STALL=abort`` no rank acts on a verdict that it has not found.
+    """
+    ranks, url = start_job(
+        "late", TRACEDSTORE_ON_STALL="abort", TRACEDSTORE_STALL_AFTER="1"
+    )
+    port = int(url.rpartition(":")[2])
+    store: Any = TCPStore("127.0.0.1", port, None, is_master=False)
+    own = wait_until(lambda: read_blocked(store, WORLD_SIZE).get(0))
+
+    def forge() -> bool:
+        """Write it again; return whether ranks have waited for long enough."""
+        verdict = Verdict(
+            phase=own.phase,
+            cause="gone",
+            awaited=(AwaitedRank(rank=LAST, cause="gone"),),
+            awaited_ranks=(LAST,),
+            waiting_ranks=(0, 1),
+            time=time.time(),
+        )
+        store.set(VERDICT, verdict.to_bytes())
+        # One that has found it would have ended after two.
+        return time.time() - own.started > 7
+
+    wait_until(forge)
+
+    assert not [one for rank in ranks for one in rank.events("job.aborted")]
+    ranks[LAST].write("\n")
+    for rank in ranks:
+        assert rank.next_report() == {"done": True}
 
 
 def test_exception_has_the_verdict(start_job: StartJob) -> None:

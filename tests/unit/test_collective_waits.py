@@ -126,6 +126,16 @@ class TestResolve:
         known = replace(known, called={3: {"0": 6}})
         assert awaits_of(call(0), known=known) == {0: (3,)}
 
+    def test_process_that_has_ended(self) -> None:
+        """It may have done its part of a broadcast; an all_reduce needs all of them."""
+        known = Known(ended={2})
+        some = call(0, operation="broadcast"), call(1, operation="broadcast")
+
+        assert awaits_of(*some, known=known)[0] == (3,)
+        assert awaits_of(call(0), call(1), known=known)[0] == (2, 3)
+        # No other rank is left.
+        assert awaits_of(*some, known=Known(ended={2, 3}))[0] == (2, 3)
+
     def test_called_before_another_one(self) -> None:
         """The sender of a reduce has ended it, and waits in another group."""
         other = call(1, 2, group="1", members=(1, 3), called={"0": 7, "1": 2})

@@ -314,3 +314,90 @@ def test_switched_off(job: Job) -> None:
 
     assert (watched.look(), watched.answer()) == ([], ("", {}))
     assert (group.reads, job.reads) == (0, [])
+
+
+def in_torch(job: Job, function: str, number: int) -> None:
+    """Let the main thread be in a call of torch.distributed from now on."""
+    thread = threading.main_thread().ident or 0
+    found = collectives._InTorch(
+        frame=1,
+        line=2,
+        function=function,
+        group="0",
+        peer=None,
+        place="train.py:3 step",
+        number=number,
+        since=job.now,
+    )
+
+    def look_at_threads(_world: Any, _now: float) -> None:
+        job.watched._in_torch = {thread: found}
+
+    job.watched._look_at_threads = look_at_threads  # type: ignore[method-assign, assignment]
+
+
+def test_calls_that_were_enqueued(job: Job) -> None:
+    """The CPU runs ahead: the first that has not ended is waited in.
+
+    A rank is late only for what it has not enqueued.
+    """
+    job.world.add("0", 9)
+    job.record(entry(6), *(entry(one, retired=False) for one in (7, 8, 9)))
+    job.look()
+
+    (stuck,) = job.look(30.0)
+
+    assert stuck.position.number == 7
+    assert stuck.position.called == {"0": 9}
+    assert job.watched.answer()[1] == {"0": 9}
+
+
+def test_a_communicator_that_is_being_created(job: Job) -> None:
+    """The number is raised before; the entry follows when the communicator exists."""
+    job.world.add("0", 5)
+    job.record(entry(4))
+    in_torch(job, "all_reduce", 5)
+    job.look()
+
+    (stuck,) = job.look(30.0)
+
+    assert (stuck.position.number, stuck.position.operation) == (5, "all_reduce")
+    assert stuck.position.place == "train.py:3 step"
+
+
+@pytest.mark.parametrize("function", ["monitored_barrier", "batch_isend_irecv"])
+def test_what_no_recorder_has(function: str, job: Job) -> None:
+    """Such a call has no number: those of two ranks may differ."""
+    job.world.add("0", 5)
+    job.record(entry(4))
+    in_torch(job, function, 5)
+    job.look()
+
+    (stuck,) = job.look(30.0)
+
+    assert (stuck.position.number, stuck.position.operation) == (None, function)
+
+
+def test_what_is_invisible(job: Job) -> None:
+    """Replays of CUDA graphs, pynccl, NVSHMEM: nothing moves, nothing is claimed."""
+    job.world.add("0", 5)
+    job.record(entry(5))
+    job.look()
+
+    assert job.look(30.0) == job.look(300.0) == []
+    assert job.watched.moved is not None
+    assert job.now - job.watched.moved[0] == pytest.approx(330.0)
+
+
+def test_without_start_events(job: Job) -> None:
+    """``TORCH_NCCL_ENABLE_TIMING`` adds them; without them an entry is not started."""
+    job.world.add("0", 2)
+    job.record(
+        entry(1, time_discovered_started_ns=None),
+        entry(2, state="scheduled", retired=False, time_discovered_started_ns=None),
+    )
+    job.look()
+
+    (stuck,) = job.look(30.0)
+
+    assert stuck.position.number == 2

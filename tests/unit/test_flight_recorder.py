@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,12 @@ class TestEntries:
             True,
         ),
         (entry(1, sizes=[[10], [20]]), entry(1, sizes=[[30]]), True),
+        # Each rank has sizes of its own.
+        (
+            entry(1, "nccl:all_gather_v"),
+            entry(1, "nccl:all_gather_v", sizes=[[3]]),
+            True,
+        ),
     ],
 )
 def test_signatures(one: dict[str, Any], two: dict[str, Any], same: bool) -> None:
@@ -305,3 +312,49 @@ class TestTorch:
 
         assert flight_recorder.read() == by_handler
         assert by_handler["0"].last_number == 1
+
+
+@pytest.mark.parametrize(
+    ("signature", "calls"),
+    [
+        ("_dump_fr_trace_json(onlyActive: bool | None = None) -> bytes", []),
+        (
+            "_dump_fr_trace_json(onlyActive: bool, backend: str = 'gloo') -> bytes",
+            [(True, False, "nccl2")],
+        ),
+    ],
+)
+def test_recorders_of_other_backends(
+    signature: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 and newer have one each; with entries, and not the active ones alone.
+
+    Those leave out the entry that is stuck in the launch.
+    """
+    called = []
+
+    def dump_of(*args: Any) -> bytes:
+        called.append(args)
+        return dump(entry(4, "nccl2:all_reduce", retired=False)).encode()
+
+    dump_of.__doc__ = signature
+    monkeypatch.setattr(flight_recorder, "_dumps", lambda **_: iter(()))
+    monkeypatch.setattr(flight_recorder, "_torch_name", lambda _: dump_of)
+
+    found = flight_recorder.read(backends={"nccl2", "gloo", "nccl"})
+    flight_recorder.read(nccl=False, backends={"nccl2"})
+
+    assert called == calls
+    assert [one.pending is not None for one in found.values()] == [True] * len(calls)
+
+
+def test_the_key_that_ends_all_ranks_is_never_written() -> None:
+    """Every rank of NCCL dumps and terminates when it exists."""
+    package = Path(flight_recorder.__file__).parents[2]
+    sources = {one.name: one.read_text() for one in package.rglob("*.py")}
+
+    assert len(sources) > 100
+    # That module has its meaning, and writes no keys.
+    assert {name for name, text in sources.items() if "exception_dump" in text} == {
+        "torch_keys.py"
+    }

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.judgement import inquiry
-from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
 from tracedstore.local.facts import ProcessFacts
 
@@ -261,3 +261,49 @@ class TestFailedCall:
 
         assert verdict is not None
         assert (verdict.cause, verdict.waiting_ranks) == ("too_many", (0, 1))
+
+
+class TestConfirmation:
+    """A verdict after which a process ends is confirmed by the processes it names."""
+
+    @pytest.mark.parametrize(
+        ("cause", "answer", "confirmed"),
+        [
+            ("gone", replace(running(2), state="gone"), True),
+            ("gone", running(2), False),
+            ("gone", replace(running(2), state="silent"), False),
+            ("gone", None, False),
+            ("mismatch", replace(running(2), collective="barrier 7 of group 0"), True),
+            ("diverged", running(2, "get 0//1//cpu//0/0"), True),
+            # It is elsewhere, or does not answer: someone else wrote its record.
+            ("mismatch", running(2), False),
+            ("mismatch", replace(running(2), state="unresponsive"), False),
+            ("diverged", None, False),
+        ],
+    )
+    def test_ranks_at_its_head(
+        self,
+        cause: Any,
+        answer: ProcessFacts | None,
+        confirmed: bool,
+        store: HashStore,
+        answering: Answering,
+    ) -> None:
+        """Each of them, but for this rank itself; not those behind them."""
+        answering(*(() if answer is None else (answer,)))
+        awaited = (
+            AwaitedRank(rank=2, cause=cause),
+            AwaitedRank(rank=1, cause="busy"),
+            *((AwaitedRank(rank=0, cause=cause),) if cause != "gone" else ()),
+        )
+        verdict = Verdict(
+            phase="p", cause=cause, awaited=awaited, awaited_ranks=(0, 1, 2)
+        )
+
+        assert inquiry.is_confirmed(store, MEMBER, verdict) is confirmed
+
+    def test_verdict_without_ranks(self, store: HashStore) -> None:
+        """It names nobody who could confirm it."""
+        verdict = Verdict(phase="p", cause="gone")
+
+        assert not inquiry.is_confirmed(store, MEMBER, verdict)

@@ -8,6 +8,7 @@ Exceptions of torch and etcd pass through the wrapper unchanged. The package's o
     ├── CommandError
     │   └── UsageError
     ├── EtcdError (also a DistStoreError; etcd/etcd_errors.py)
+    ├── StalledJobError
     └── DecoderError (naming/environment.py)
 """
 
@@ -24,6 +25,14 @@ class TracedStoreError(Exception):
 
 class ConfigurationError(TracedStoreError, ValueError):
     """A setting has a value that cannot be used; the text names both."""
+
+
+class StalledJobError(TracedStoreError):
+    """This process was ended because its job hangs; the text is the verdict.
+
+    It is in torchelastic's error file. It is not raised in the program, whose main
+    thread does not return to Python.
+    """
 
 
 class CommandError(TracedStoreError):

@@ -153,6 +153,11 @@ def _resumed(fields: Fields) -> str:
     return f"resumed after {_seconds(fields, 'waited_seconds')} {_verdict(fields)}"
 
 
+def _aborted(fields: Fields) -> str:
+    waited = _seconds(fields, "waited_seconds")
+    return f"ends this process, stalled {waited} {_verdict(fields)}"
+
+
 def _disabled(fields: Fields) -> str:
     where = fields.get("error_location")
     at = f", in {where}" if where else ""
@@ -197,6 +202,7 @@ _SENTENCES: Final[Mapping[str, Callable[[Fields], str]]] = {
     names.RENDEZVOUS_FAILED: _message,
     names.JOB_STALLED: _stalled,
     names.JOB_RESUMED: _resumed,
+    names.JOB_ABORTED: _aborted,
     names.STORE_STALE: _message,
     names.TELEMETRY_DISABLED: _disabled,
     names.TELEMETRY_SERVING: _serving,

@@ -42,6 +42,9 @@ class Wait:
         seen_ended: The call was not in flight any more at the last look.
         valid_from: When the verdict was last discarded, since the epoch: one that was
             found before does not hold any more.
+        found: The verdict that this process has found itself, and reported, if it may
+            end the process (`stall_action`).
+        act_at: When to do that, by ``time.monotonic``.
         claimed: The claim under which it was reported for this host, "" without one.
     """
 
@@ -63,6 +66,8 @@ class Wait:
     failed: bool = False
     seen_ended: bool = False
     valid_from: float = 0.0
+    found: Verdict | None = None
+    act_at: float = 0.0
     claimed: str = ""
 
     def looking(self) -> float:

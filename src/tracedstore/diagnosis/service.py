@@ -40,6 +40,7 @@ from tracedstore.diagnosis.observe.pending_collectives import (
 from tracedstore.diagnosis.observe.torch_groups import note_groups
 from tracedstore.diagnosis.observe.waits import PAUSE, Pending, PendingCall, Waits
 from tracedstore.diagnosis.rounds import Wait
+from tracedstore.diagnosis.stall_action import EndProcess, StallAction
 from tracedstore.diagnosis.store_diagnosis import (
     STORE_ERRORS,
     StoreDiagnoses,
@@ -85,9 +86,11 @@ class Diagnosis:
         *,
         answers: bool,
         collectives: bool = True,
+        end_process: EndProcess | None = None,
     ) -> None:
         self._recorder = recorder
         self._watches_groups = collectives
+        self._end_process = end_process
         self._stall_after = stall_after
         self._answers = answers
         self._interval = step_interval(stall_after)
@@ -104,6 +107,11 @@ class Diagnosis:
         self._collectives = Collectives(after)
         self._pending_collectives = PendingCollectives(self._collectives)
         self._movement = Movement(self._collectives, self._stall_after)
+        self._action = (
+            None
+            if self._end_process is None
+            else StallAction(self._stall_after, self._still_seconds, self._end_process)
+        )
         self._notes = CollectiveNotes(self._explain_collective)
         # By the identity of what is pending.
         self._waits: dict[Hashable, Wait] = {}
@@ -422,6 +430,13 @@ class Diagnosis:
         wait = self._wait_for(store, pending)
         wait.failed, wait.seen_ended = failed, False
         store.advance(wait, at_once=at_once)
+        if self._action is not None:
+            self._action.consider(store, wait)
+
+    def _still_seconds(self) -> float:
+        # The last Store call is noted for answers.
+        knows = self._answers and self._collectives.is_on
+        return self._movement.still_seconds() if knows else 0.0
 
     def _wait_for(self, store: StoreDiagnosis, pending: Pending) -> Wait:
         """Return the wait that is pending; a call that is repeated is the same one."""

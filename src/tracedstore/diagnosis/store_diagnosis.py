@@ -332,17 +332,7 @@ class StoreDiagnosis:
         if not (wait.elected or at_once):
             wait.look_at = now + self._interval
             return
-        verdict = inquire(
-            self.connection,
-            self.member,
-            _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT,
-            call_connection=self._connection_of(wait),
-            own=fresh,
-            describe=partial(self._describe, wait, record.started, complete=True),
-            records_until=wait.round_started + _RECORDS_TIMEOUT,
-            hurry=partial(self._is_ending, wait),
-            fruitless=wait.fruitless,
-        )
+        verdict = self.find_verdict(wait, fresh, at_once=at_once)
         if verdict is None:
             wait.fruitless += 1
             wait.look_at = now + step_interval(self._stall_after)
@@ -350,6 +340,37 @@ class StoreDiagnosis:
         elif at_once or not self._accept_published(wait, record, waited, None):
             wait.accept(verdict)
             self.publish_verdict(verdict)
+
+    def find_verdict(
+        self, wait: Wait, fresh: BlockedRecord | None = None, *, at_once: bool = False
+    ) -> Verdict | None:
+        """Find out whom a wait is for, as `inquire`; None to look again.
+
+        Args:
+            wait: The wait.
+            fresh: The record of its call as of now, if that has everything.
+            at_once: As of `advance`.
+        """
+        if wait.record is None:
+            return None
+        return inquire(
+            self.connection,
+            self.member,
+            _ANSWER_TIMEOUT_AT_ONCE if at_once else _ANSWER_TIMEOUT,
+            call_connection=self._connection_of(wait),
+            own=fresh,
+            describe=partial(self._describe, wait, wait.record.started, complete=True),
+            records_until=wait.round_started + _RECORDS_TIMEOUT,
+            hurry=partial(self._is_ending, wait),
+            fruitless=wait.fruitless,
+        )
+
+    def lasts(self, wait: Wait) -> bool:
+        """Return whether something still keeps the call of a wait, and it is in it."""
+        if wait.record is None or (wait.pending is not None and wait.pending.failed):
+            return False
+        record = self._describe(wait, wait.record.started)
+        return record is not None and not self._has_ended(wait)
 
     def _accept_published(
         self,
@@ -382,6 +403,13 @@ class StoreDiagnosis:
         waited = waited_seconds(self._recorder, pending.active)
         if pending.timeout > 0 and pending.timeout - waited < reserve:
             return True
+        return self._has_ended(wait)
+
+    def _has_ended(self, wait: Wait) -> bool:
+        """Return whether the Store call of a wait is not in flight any more."""
+        pending = wait.pending
+        if not isinstance(pending, PendingCall):
+            return pending is None
         call = pending.active.call
         return all(one.call is not call for one in blocked_calls(self._recorder))
 

@@ -148,6 +148,10 @@ class Settings:
             Only processes of the same user, and clients of the job's store, can ask.
         collectives: Watch the collectives of process groups, and report those that do
             not end, as Store calls.
+        on_stall: What happens when a job hangs for good. ``observe``: it is reported;
+            ``abort``: one of the waiting processes ends with the verdict as its error,
+            if the cause is ``gone``, ``mismatch`` or ``diverged`` and has been for
+            another ``stall_after``, so that the launcher restarts the job.
         contended_after: Number of compare-and-sets lost in a row that is reported.
         log_format: Format of events if the application has not configured structlog.
             ``auto``: text on a terminal, else JSON; ``json``; ``console``: text;
@@ -201,6 +205,7 @@ class Settings:
     stall_after: float = _setting(30.0, _seconds)
     answers: bool = _setting(True, _switch)
     collectives: bool = _setting(True, _switch)
+    on_stall: str = _setting("observe", _choice("observe", "abort"))
     contended_after: int = _setting(5, _count(1))
     log_format: str = _setting("auto", _choice("auto", "json", "console", "off"))
     metrics: str = _setting("compact", _choice("compact", "full"))
@@ -251,7 +256,13 @@ class Settings:
                 raise ConfigurationError(
                     f"{name} is {shown}; accepted is {accepted}"
                 ) from None
-        return cls(**values)
+        loaded = cls(**values)
+        if loaded.on_stall == "abort" and not loaded.stall_after:
+            raise ConfigurationError(
+                "on_stall is 'abort' and stall_after is 0, with which no stall is"
+                " found; accepted is a stall_after of more than 0 seconds"
+            )
+        return loaded
 
 
 def read_password(path: str | os.PathLike[str]) -> str:

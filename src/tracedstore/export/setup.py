@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from opentelemetry._logs import LoggerProvider
@@ -23,6 +23,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from tracedstore import names
 from tracedstore.common import threads
+from tracedstore.common.errors import StalledJobError
 from tracedstore.common.identity import process_identity, set_group_identity
 from tracedstore.common.signal_safety import off_main_thread
 from tracedstore.common.weak_table import WeakTable
@@ -30,9 +31,11 @@ from tracedstore.coordination import rank_registry, store_access
 from tracedstore.diagnosis.ask.responder import AGENT_RESPONDER
 from tracedstore.diagnosis.connection import connection_attempt
 from tracedstore.diagnosis.judgement import stall_reports
+from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe import torch_keys, waits
 from tracedstore.diagnosis.observe.polls import POLLS
 from tracedstore.diagnosis.service import Diagnosis
+from tracedstore.diagnosis.stall_action import EndProcess
 from tracedstore.export import discovery
 from tracedstore.export.http_endpoint import HttpEndpoint
 from tracedstore.export.otel_export import RECORD_WRITER, Providers, Push
@@ -65,6 +68,9 @@ from tracedstore.signals.spans import Spans
 
 # Seconds between two looks while a store does not respond.
 _HANG_INTERVAL = 1.0
+# The exit code of a process that is ended because its job hangs, as after an exception
+# that nobody has caught.
+_ABORTED: Final = 1
 # Seconds between two attempts to start threads.
 _START_INTERVAL = 10.0
 # Seconds for the deferred work that is left when the process ends.
@@ -101,6 +107,7 @@ class StallWatch:
         stall_after: Seconds after which a call is stalled; 0 for never.
         answers: This process answers questions about what it does.
         collectives: The collectives of its process groups are watched.
+        end_process: Ends the process after a verdict that has held; None for never.
 
     Attributes:
         observers: What has to observe notable calls, so that questions can be answered.
@@ -113,10 +120,15 @@ class StallWatch:
         *,
         answers: bool,
         collectives: bool = True,
+        end_process: EndProcess | None = None,
     ) -> None:
         self._after = stall_after
         self._diagnosis = Diagnosis(
-            RECORDER, stall_after, answers=answers, collectives=collectives
+            RECORDER,
+            stall_after,
+            answers=answers,
+            collectives=collectives,
+            end_process=end_process,
         )
         self._reporter = inflight.StallReporter(
             RECORDER,
@@ -232,6 +244,7 @@ class ConfiguredTelemetry(Telemetry):
             settings.stall_after,
             answers=settings.answers,
             collectives=settings.collectives,
+            end_process=self._end_process if settings.on_stall == "abort" else None,
         )
         self._observers: tuple[Observer, ...] = (
             *([self._spans] if settings.spans != "off" else []),
@@ -357,6 +370,29 @@ class ConfiguredTelemetry(Telemetry):
             names.ENDPOINT, self._endpoint.start, self._events.emit
         )
 
+    def _end_process(self, verdict: Verdict, lasts: Callable[[], bool]) -> None:
+        """End this process with a verdict as its error, in the diagnosis thread.
+
+        The main thread is in C++ and does not return to Python: no exception reaches
+        it, no handler of a signal runs, and neither do hooks of atexit. What they would
+        write is written here.
+        """
+        left = threads.countdown(self.exit_timeout)
+        with suppress(Exception):
+            threads.run_with_timeout(min(1.0, left()), _flush_output)
+        if not lasts():
+            return
+        RECORDER.cold.record((names.JOB_ABORTS, (verdict.cause,), 1))
+        self.emit(names.JOB_ABORTED, **verdict.event_fields())
+        RECORDER.failures.guarded(names.DIAGNOSIS, _write_error_file, verdict)
+        _event_writer.flush(left())
+        _deferred.flush(left())
+        self.push.end(left(), own_only=True)
+        # A call that has failed meanwhile has its own exception, with this note: the
+        # program may be about to save something.
+        if lasts():
+            os._exit(_ABORTED)
+
     def _guarded_push(self) -> None:
         RECORDER.failures.guarded(names.OTEL_METRICS, self.push.start, self._pushed)
 
@@ -385,6 +421,27 @@ class ConfiguredTelemetry(Telemetry):
         self._stall_watch.reset()
         self.push.reset()
         self._endpoint.reset()
+
+
+def _flush_output() -> None:
+    """Write what the program has printed, as an exit of Python does."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or the program's own
+            stream.flush()
+
+
+def _write_error_file(verdict: Verdict) -> None:
+    """Write the file from which torchrun has the error of a worker."""
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        return
+    # Not at the top: it imports torchrun's agent.
+    from torch.distributed.elastic.multiprocessing import errors  # noqa: PLC0415
+
+    try:
+        # The handler writes the traceback of what is being handled.
+        raise StalledJobError(verdict.describe())  # noqa: TRY301
+    except StalledJobError as error:
+        errors.get_error_handler().record_exception(error)
 
 
 # The providers whose flush makes the spans that are late, with what makes spans there

@@ -50,10 +50,12 @@ class Known:
     Attributes:
         entered: The ranks that have called a collective, by group and number.
         called: By rank, the last collective of each group that it has called.
+        ended: The ranks whose processes have ended.
     """
 
     entered: Mapping[tuple[str, int], Collection[int]] = field(default_factory=dict)
     called: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    ended: Collection[int] = ()
 
 
 def resolve(
@@ -112,12 +114,17 @@ def _awaited(
     if position.operation in (*_SEND, *_RECEIVE):
         return _awaited_peers(record, blocked)
     members = range(world_size) if record.members is None else record.members
-    return tuple(
+    awaits = tuple(
         rank
         for rank in sorted(members)
         if rank != record.rank
         and not _has_called(rank, position, blocked.get(rank), known, reached)
     )
+    if position.operation in NEED_ALL:
+        return awaits
+    # A process may have done its part of a broadcast, and ended then. Like the writer
+    # of a key, it is named where no other is left.
+    return tuple(rank for rank in awaits if rank not in known.ended) or awaits
 
 
 def _awaited_peers(

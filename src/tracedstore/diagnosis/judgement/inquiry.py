@@ -64,6 +64,8 @@ _MAX_FRUITLESS: Final = 2
 # verdict of a barrier is due within 5 s of its timeout.
 _HOST_TIMEOUT = 0.5
 _ANSWER_TIMEOUT = 1.5
+# The same for a verdict after which this process ends.
+_CONFIRM_TIMEOUT: Final = 3.0
 
 
 def inquire(
@@ -132,8 +134,7 @@ def inquire(
         for rank, one in blocked.items()
         if still_waits(one, answers.get(rank), now)
     }
-    called = {rank: answer.called for rank, answer in answers.items()}
-    blocked = _resolve(connection, blocked, own.rank, world_size, called)
+    blocked = _resolve(connection, blocked, own.rank, world_size, answers)
     if member.agents is None and fruitless < _MAX_FRUITLESS:
         blocked = _apply_learned(blocked, answers, world_size)
         blocked = _apply_rank_keys(call_connection, blocked, own.rank, world_size)
@@ -198,6 +199,33 @@ def still_holds(
     if causes.intersection(("mismatch", "diverged", "circular", "gone")):
         awaited |= blocked.keys()  # its ranks wait themselves, or ended in a wait
     return awaited.issuperset(verdict.awaited_ranks)
+
+
+def is_confirmed(connection: Any, member: Member, verdict: Verdict) -> bool:
+    """Return whether the processes at the head of a verdict answer that it is so.
+
+    A record in the store may be anyone's. One of this rank itself needs no answer.
+
+    Args:
+        connection: A connection to the store in which the ranks registered.
+        member: The rank of this process.
+        verdict: A verdict of `inquire` in which ranks have ended, or wait themselves.
+    """
+    head = {one.rank for one in verdict.awaited if one.cause == verdict.cause}
+    asked = sorted(head - {member.rank})
+    registered = _registered(connection, asked, restart_count(os.environ))
+    answers = ask_ranks(
+        connection, registered, asked, member.world_size, _CONFIRM_TIMEOUT
+    )
+    if verdict.cause == "gone":
+        return bool(head) and all(
+            (answer := answers.get(rank)) is not None and answer.state == "gone"
+            for rank in asked
+        )
+    return bool(head) and all(
+        _is_blocked(answer := answers.get(rank)) or _is_in_collective(answer)
+        for rank in asked
+    )
 
 
 def _is_in_collective(answer: ProcessFacts | None) -> bool:
@@ -301,7 +329,7 @@ def _resolve(
     blocked: Mapping[int, BlockedRecord],
     own: int,
     world_size: int,
-    called: Mapping[int, Mapping[str, int]],
+    answers: Answers,
 ) -> dict[int, BlockedRecord]:
     """Find whom the collectives wait for, from the records, ledgers and answers."""
     entered: dict[tuple[str, int], Collection[int]] = {}
@@ -315,7 +343,12 @@ def _resolve(
             entered[key] = read_entered(
                 connection, position, record.attempt, world_size
             )
-    return resolve(blocked, world_size, Known(entered=entered, called=called))
+    known = Known(
+        entered=entered,
+        called={rank: answer.called for rank, answer in answers.items()},
+        ended={rank for rank, answer in answers.items() if answer.state == "gone"},
+    )
+    return resolve(blocked, world_size, known)
 
 
 def _registered(

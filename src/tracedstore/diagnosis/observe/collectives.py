@@ -117,6 +117,7 @@ class WatchedGroup:
         description: Its description; "" without one.
         members: The ranks of the job, in the order of the group's own ranks.
         timeout: Seconds after which its collectives fail; 0 if that is unknown.
+        backends: The names of its backends.
         number: Its sequence number, None if its backend has none. Point-to-point
             operations are counted too, so that those of two ranks may differ.
         moved_at: When that changed, by ``time.monotonic``.
@@ -128,6 +129,7 @@ class WatchedGroup:
     description: str
     members: tuple[int, ...]
     timeout: float = 0.0
+    backends: frozenset[str] = frozenset()
     number: int | None = None
     moved_at: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.time)
@@ -368,7 +370,8 @@ class Collectives:
             group.still_seconds(now) >= self._patience(group)
             for group in self.groups.values()
         )
-        self._records = flight_recorder.read(nccl=hangs)
+        backends = {one for group in self.groups.values() for one in group.backends}
+        self._records = flight_recorder.read(nccl=hangs, backends=backends)
         for name, group in self.groups.items():
             # Of a number that has just moved, the next look says more.
             if group.still_seconds(now) >= self._patience(group):
@@ -561,7 +564,17 @@ def _group(world: Any, process_group: Any, name: str) -> WatchedGroup:
         description=shown_description(description),
         members=_members(world, process_group),
         timeout=_timeout_of(process_group),
+        backends=_backends_of(process_group),
     )
+
+
+def _backends_of(process_group: Any) -> frozenset[str]:
+    with suppress(Exception):
+        return frozenset(
+            shown_name(process_group._get_backend(device).name())  # noqa: SLF001 - has no public name
+            for device in process_group._device_types  # noqa: SLF001
+        )
+    return frozenset()
 
 
 def _timeout_of(process_group: Any) -> float:

@@ -10,8 +10,13 @@ NCCL says ``completed`` of work that was never launched. What torch writes about
 number is not monotone.
 
 A recorder has 2,000 entries by default. Writing them as JSON takes 50 ms, without the
-GIL where torch has a handler for it. Parsing takes as long again, with the GIL. So only
-the end of the text is parsed, and the entries before it that have not retired.
+GIL where torch has a handler for it that Python can call (before torch 2.15). Parsing
+takes as long again, with the GIL. So only the end of the text is parsed, and the
+entries before it that have not retired.
+
+From torch 2.14 on, hooks on a process group could show what gloo does not record. They
+were tried, and are not used: they run Python in each call of the job. torch's own
+``FlightRecorderHook`` records a ``recv`` that hangs as retired.
 """
 
 import json
@@ -19,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from tracedstore import names
@@ -45,6 +50,8 @@ _MAX_NUMBER: Final = 2**63
 # its control plane, which do the same without the GIL.
 _FUNCTIONS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _HANDLERS: Final = ("fr_trace_json", "dump_nccl_trace_json")
+_WITH_FUNCTION: Final = ("gloo", "nccl", "undefined")
+_MAX_BACKENDS: Final = 8
 _NOT_RETIRED: Final = re.compile(r'"retired":\s*false')
 _NEXT_ENTRY: Final = re.compile(r"\}\s*,\s*\{")
 _SEPARATOR: Final = re.compile(r"\s*,\s*")
@@ -197,15 +204,18 @@ def _called(number: int, signature: Signature) -> Called:
     )
 
 
-def read(*, nccl: bool = True) -> dict[str, GroupRecord]:
+def read(*, nccl: bool = True, backends: Iterable[str] = ()) -> dict[str, GroupRecord]:
     """Return what torch's recorders have, by the name of the group.
 
     Args:
         nccl: Read that of NCCL too. Before torch 2.14 that may use CUDA events that
             were freed, and it may break the capture of a CUDA graph, so that it must
             be read only if the process hangs.
+        backends: The backends of the groups. From torch 2.15 on, each but these two has
+            a recorder of its own, which is read as that of NCCL.
     """
-    return records_of(entries for dump in _dumps(nccl=nccl) if (entries := parse(dump)))
+    dumps = chain(_dumps(nccl=nccl), _dumps_of(backends) if nccl else ())
+    return records_of(entries for dump in dumps if (entries := parse(dump)))
 
 
 def is_available() -> bool:
@@ -229,6 +239,17 @@ def _dumps(*, nccl: bool) -> Iterator[str]:
         found = _dump_without_gil(handler)
         # With entries, and with those that have ended.
         yield dump(True, False).decode(errors="replace") if found is None else found
+
+
+def _dumps_of(backends: Iterable[str]) -> Iterator[str]:
+    """Yield the text of each recorder that a backend besides gloo and NCCL has."""
+    dump = _torch_name(_FUNCTIONS[0])
+    # Its signature is in the first line.
+    if dump is None or "backend" not in (dump.__doc__ or "").partition("->")[0]:
+        return
+    others = sorted(set(backends).difference(_WITH_FUNCTION))
+    for backend in others[:_MAX_BACKENDS]:
+        yield dump(True, False, backend).decode(errors="replace")
 
 
 def _torch_name(name: str) -> Callable[..., Any] | None:
