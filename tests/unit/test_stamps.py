@@ -91,7 +91,7 @@ def test_groups_of_one_name_with_different_members(
     for rank, ranks in members.items():
         incarnations.write_stamp(store, "2", rank, ranks)
 
-    found = incarnations.find_diverged(store, "2", range(8), (4, 6))
+    found = incarnations.find_diverged(store, ["2"], range(8), (4, 6))
 
     assert (None if found is None else found.awaited_ranks) == awaited
     assert text in ("" if found is None else found.describe())
@@ -105,7 +105,7 @@ def test_groups_of_an_earlier_default_group() -> None:
         incarnations.write_stamp(store, "0", rank, range(3))
     incarnations.write_stamp(store, "1", 2, (1, 2))
 
-    assert incarnations.find_diverged(store, "1", range(3), (2,)) is None
+    assert incarnations.find_diverged(store, ["1"], range(3), (2,)) is None
 
 
 def test_stamp_of_a_large_group() -> None:
@@ -114,7 +114,7 @@ def test_stamp_of_a_large_group() -> None:
     incarnations.write_stamp(store, "2", 0, range(0, 16_384, 2))
     incarnations.write_stamp(store, "2", 1, range(0, 16_386, 2))
 
-    found = incarnations.find_diverged(store, "2", (0, 1), (0, 1))
+    found = incarnations.find_diverged(store, ["2"], (0, 1), (0, 1))
 
     assert found is not None
     assert len(store.get("tracedstore/STAMPS/2/0")) < 1024
