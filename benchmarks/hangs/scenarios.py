@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tracedstore
 from hangs import healthy
-from hangs.hang import Hang, StoreKind
+from hangs.hang import REGISTRATION, Hang, StoreKind
 from tracedstore import names
 from tracedstore.common.causes import Cause
 
@@ -193,6 +193,8 @@ def _arrive(hang: Hang) -> None:
     store = hang.open_store()
     while store.add("store_based_barrier_key:0", 0) < hang.world_size:
         time.sleep(0.05)
+    # Those that have not registered are not known to the next attempt.
+    time.sleep(REGISTRATION)
     hang.reached()
 
 
