@@ -1,4 +1,4 @@
-"""Makes random hangs and prints how many were named right, partly, wrong, or not at all.
+"""Makes random hangs; prints how many were named right, partly, wrong, or not at all.
 
 A case depends on the seed and its number alone. A case that is not right prints the one
 command that repeats it.
@@ -19,6 +19,7 @@ from typing import get_args
 import forking_environment  # noqa: F401 - before torch
 
 from hangs.cases import make_case
+from hangs.nodes import missing
 from hangs.oracle import Outcome, Result
 from hangs.runner import end_with_parent, run_case
 from hangs.scenarios import SCENARIOS
@@ -60,6 +61,9 @@ def main() -> int:
         )
         for number in range(options.first, options.first + options.hangs)
     ]
+    if why := missing():
+        print(f"no two nodes: {why}; these cases are left out")
+        cases = [case for case in cases if not case.scenario.nodes]
     outcomes = []
     # Every case has a process of its own, whose program may set tracedstore up. They
     # are forked from one without threads that has imported torch.

@@ -74,6 +74,11 @@ class Case:
             return self.kind
         return _MIXED[self.victims.index(rank) % len(_MIXED)]
 
+    def cause_of(self, rank: int) -> str:
+        """Return the right cause of a victim, if the case has no cause as a whole."""
+        kind = self.kind_of(rank)
+        return "host_silent" if kind.startswith("node_") else kind
+
     @property
     def causes(self) -> tuple[str, ...]:
         """The right causes of the stall; empty if each victim has that of its kind."""
@@ -123,6 +128,15 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
     choose = random.Random(f"{seed}/{number}")
     names = [name] if name else sorted(SCENARIOS)
     scenario = SCENARIOS[names[number % len(names)]]
+    if scenario.nodes:
+        return Case(
+            number=number,
+            scenario=scenario,
+            kind=choose.choice(scenario.kinds),
+            world_size=4,
+            victims=(2, 3),
+            store="tcp",
+        )
     wraps = scenario.wraps and choose.random() < 1 / 4
     start: Start = choose.choices(("forked", "forked_later", "executed"), (4, 1, 1))[0]
     if wraps or scenario.name == "before_init":

@@ -36,7 +36,7 @@ def retries(hang: Hang) -> None:
             try:
                 store.wait([f"step/{step}"], timedelta(seconds=0.2))
                 break
-            except Exception:  # noqa: BLE001 - each kind of store has its own
+            except Exception:
                 time.sleep(0.1)
 
 
@@ -59,3 +59,17 @@ def ends_apart(hang: Hang) -> None:
     dist.destroy_process_group()
     if hang.rank in hang.victims:
         time.sleep(3 * hang.stall_after)
+
+
+def first_node_ends(hang: Hang) -> None:
+    """The first node ends long before the second one: its agent waits for that."""
+    hang.reached()
+    if hang.rank in hang.victims:
+        time.sleep(5 * hang.stall_after)
+
+
+def second_node_ends(hang: Hang) -> None:
+    """The second node ends long before the first one."""
+    hang.reached()
+    if hang.rank not in hang.victims:
+        time.sleep(5 * hang.stall_after)

@@ -163,7 +163,7 @@ def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
 
 
 def _flaw(case: Case, event: dict[str, Any], named: tuple[int, ...]) -> str:
-    """Return what is not right about an event that names no other rank; "" if all is."""
+    """Return what is not right about an event without innocents; "" if nothing is."""
     cause = event["cause"]
     if case.kind == "second_stopped" and (named, cause) == ((), "server_unreachable"):
         return ""
@@ -173,7 +173,7 @@ def _flaw(case: Case, event: dict[str, Any], named: tuple[int, ...]) -> str:
         return "" if cause in case.causes else f"cause {cause}"
     causes = dict(zip(event["awaited_ranks"], event["awaited_causes"], strict=False))
     for rank in case.victims:
-        if causes.get(rank) != case.kind_of(rank):
+        if causes.get(rank) != case.cause_of(rank):
             return f"cause of rank {rank}: {causes.get(rank)}"
         if REMEDIES[causes[rank]] not in event["remedy"]:
             return f"remedy of rank {rank}: {event['remedy']}"

@@ -5,6 +5,7 @@ import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import tracedstore
 from hangs.cases import Case
@@ -60,14 +61,17 @@ class RankProcess:
         )
         if case.kind == "restarted":
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
-        if case.start != "executed":
-            return self.run()
+        if case.start == "executed":
+            self._execute()
+        self.run()
+
+    def _execute(self) -> NoReturn:
         for end in (self.ready, self.gate, self.reached):
             os.set_inheritable(end, True)
         file = self.directory / f"process.{self.seat}"
         file.write_bytes(pickle.dumps(self))
         command = ("-W", "ignore", "-m", "hangs.rank_process", str(file))
-        os.execv(sys.executable, (sys.executable, *command))  # noqa: S606 - itself
+        os.execv(sys.executable, (sys.executable, *command))
 
     def run(self) -> None:
         """Run the rank."""

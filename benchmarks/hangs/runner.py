@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hangs.cases import Case
+from hangs.nodes import run_nodes
 from hangs.oracle import Outcome, judge
 from hangs.rank_process import STALL_AFTER, TIMEOUT, RankProcess, set_up
 from tracedstore.tools.attach.child_process import die_with_parent
@@ -40,6 +41,8 @@ def run_case(case: Case, etcd_port: int = 0) -> Outcome:
     directory = Path(tempfile.mkdtemp(prefix="hangs-"))
     run = _Run(case, directory, etcd_port)
     try:
+        if case.scenario.nodes:
+            return judge(case, directory, run_nodes(case, directory))
         return judge(case, directory, run.run())
     finally:
         run.kill()
@@ -199,7 +202,7 @@ def _refuse_connections() -> None:
     }
     for link in list(Path("/proc/self/fd").iterdir()):
         # One of them was the folder itself.
-        if link.is_symlink() and os.readlink(link) in listening:
+        if link.is_symlink() and str(link.readlink()) in listening:
             os.close(int(link.name))
 
 

@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 import tracedstore
 from hangs import healthy
-from hangs.hang import REGISTRATION, Hang, StoreKind
+from hangs.hang import REGISTRATION, Hang, StoreKind, load_dataset
 from tracedstore import names
 from tracedstore.common.causes import Cause
 
 # How a victim hangs: it sleeps in Python code, is stopped or killed by a signal, or is
 # never started; if it is mixed, each victim in another of the first three ways. Another
 # rank may be started twice in its stead, or every rank of the first half. Or all ranks
-# are restarted and it is late. Or the server of a store is stopped or killed.
+# are restarted and it is late. Or the server of a store is stopped or killed, or a
+# whole node is lost.
 Kind = Literal[
     "busy",
     "stopped",
@@ -39,6 +40,9 @@ Kind = Literal[
     "server_stopped",
     "server_killed",
     "second_stopped",
+    "node_dead",
+    "node_frozen",
+    "node_cut_off",
 ]
 ALL_STORES: tuple[StoreKind, ...] = ("tcp", "file", "server", "etcd", "etcd3")
 # Stores that init_process_group can be given.
@@ -57,9 +61,7 @@ def new_group(hang: Hang) -> None:
     """A rank does not reach new_group, which all ranks call."""
     hang.init()
     hang.here()
-    dist.new_group(
-        list(range(hang.world_size)), timeout=hang.limit
-    )
+    dist.new_group(list(range(hang.world_size)), timeout=hang.limit)
 
 
 def new_group_of_some(hang: Hang) -> None:
@@ -207,7 +209,7 @@ def short_waits(hang: Hang) -> None:
     while time.monotonic() < end:
         try:
             return store.wait(["late"], timedelta(seconds=0.3))
-        except Exception:  # noqa: BLE001 - each kind of store has its own
+        except Exception:
             time.sleep(0.1)
     return None
 
@@ -255,6 +257,14 @@ def groups_in_another_order(hang: Hang) -> None:
         dist.new_group(ranks, timeout=hang.limit)
 
 
+def second_node(hang: Hang) -> None:
+    """The ranks of the second node do not come to what those of the first wait for."""
+    hang.init()
+    hang.here()
+    hang.reached()
+    hang.store().wait([f"ready/{rank}" for rank in hang.victims])
+
+
 def second_server_stopped(hang: Hang) -> None:
     """A victim is in a call of another store, whose server is stopped."""
     hang.init()
@@ -295,6 +305,7 @@ class Scenario:
         max_world_size: The largest one.
         wraps: Calling `tracedstore.wrap` alone is enough for it.
         helpers: Its ranks always have helper threads.
+        nodes: Its ranks are on two nodes, below torchrun; the victims on the second.
         harmless: Nothing hangs, and nothing may be reported.
     """
 
@@ -310,6 +321,7 @@ class Scenario:
     max_world_size: int = 1 << 20
     wraps: bool = False
     helpers: bool = False
+    nodes: bool = False
     harmless: bool = False
 
     @property
@@ -409,11 +421,18 @@ SCENARIOS = {
             causes=("busy", "server_unreachable"),
             max_victims=1,
         ),
+        Scenario(
+            run=second_node,
+            kinds=("busy", "node_dead", "node_frozen", "node_cut_off"),
+            nodes=True,
+        ),
+        *(
+            Scenario(run=run, kinds=("busy",), nodes=True, harmless=True)
+            for run in (healthy.first_node_ends, healthy.second_node_ends)
+        ),
         Scenario(run=healthy.slow, kinds=("busy",), max_victims=1, harmless=True),
         *(
-            Scenario(
-                run=run, kinds=("busy",), harmless=True, helpers=True, wraps=True
-            )
+            Scenario(run=run, kinds=("busy",), harmless=True, helpers=True, wraps=True)
             for run in (healthy.works, healthy.retries, healthy.asks_each_step)
         ),
         Scenario(

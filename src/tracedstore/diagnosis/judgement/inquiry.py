@@ -105,7 +105,9 @@ def inquire(
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
     counted = find_excess(call_connection, connection, own, member)
-    if (known := counted or _find_diverged(connection, blocked, world_size)) is not None:
+    if (
+        known := counted or _find_diverged(connection, blocked, world_size)
+    ) is not None:
         return known
     suspects = find_suspects(blocked, world_size)
     suspected = suspects.all_ranks
