@@ -1,4 +1,4 @@
-"""Makes random hangs and prints how many were named right, wrong, or not at all.
+"""Makes random hangs; prints how many were named right, partly, wrong, or not at all.
 
 A case depends on the seed and its number alone. A case that is not right prints the one
 command that repeats it.
@@ -14,14 +14,15 @@ import tempfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import forking_environment  # noqa: F401 - before torch
 
 from hangs.cases import make_case
-from hangs.oracle import Outcome
-from hangs.runner import run_case
+from hangs.nodes import missing
+from hangs.oracle import Outcome, Result
+from hangs.runner import end_with_parent, run_case
 from hangs.scenarios import SCENARIOS
-from tracedstore.tools.attach.child_process import die_with_parent
 from tracedstore.tools.demo.store_servers import serve_store
 
 
@@ -60,14 +61,18 @@ def main() -> int:
         )
         for number in range(options.first, options.first + options.hangs)
     ]
+    if why := missing():
+        print(f"no two nodes: {why}; these cases are left out")
+        cases = [case for case in cases if not case.scenario.nodes]
     outcomes = []
+    # Every case has a process of its own, whose program may set tracedstore up. They
+    # are forked from one without threads that has imported torch.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["hangs.runner"])
     with (
         tempfile.TemporaryDirectory(prefix="hangs-") as folder,
         serve_store("etcd-v2", Path(folder)) as port,
-        # Forked before the pool starts threads: its workers fork the ranks.
-        multiprocessing.get_context("fork").Pool(
-            options.jobs, die_with_parent, (os.getpid(),)
-        ) as pool,
+        processes.Pool(options.jobs, end_with_parent, maxtasksperchild=1) as pool,
     ):
         run = partial(run_case, etcd_port=int(port))
         for outcome in pool.imap_unordered(run, cases):
@@ -103,20 +108,21 @@ def _print_outcome(outcome: Outcome, options: argparse.Namespace) -> None:
 
 
 def _print_summary(outcomes: list[Outcome]) -> int:
-    counts = Counter(outcome.result for outcome in outcomes)
-    seconds = sorted(o.seconds for o in outcomes if o.seconds is not None)
+    for name, harmless in (("hangs", False), ("healthy jobs", True)):
+        some = [one for one in outcomes if one.case.scenario.harmless == harmless]
+        counts = Counter(outcome.result for outcome in some)
+        results = ("right", "wrong") if harmless else get_args(Result)
+        print(f"{len(some)} {name}: " + ", ".join(f"{counts[r]} {r}" for r in results))
     errors = sum(len(outcome.errors) for outcome in outcomes)
     notes = sum(outcome.with_note for outcome in outcomes)
-    print(
-        f"{len(outcomes)} hangs: {counts['right']} right, {counts['wrong']} wrong,"
-        f" {counts['not named']} not named; {notes} of {errors} exceptions with a note"
-    )
-    if seconds:
+    print(f"{notes} of {errors} exceptions with a note")
+    if seconds := sorted(o.seconds for o in outcomes if o.seconds is not None):
         print(
             f"time to the name: median {statistics.median(seconds):.1f} s,"
             f" longest {seconds[-1]:.1f} s"
         )
-    return 0 if counts["right"] == len(outcomes) else 1
+    print(f"load average: {os.getloadavg()[1]:.0f}")
+    return 0 if all(outcome.result == "right" for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

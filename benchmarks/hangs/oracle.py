@@ -1,14 +1,21 @@
 """Judges what the ranks of a case reported."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from hangs.cases import Case
+from tracedstore import names
+from tracedstore.common.causes import REMEDIES
 
-Result = Literal["right", "wrong", "not named"]
+# Exactly the victims, with their causes and remedies; not all of them, or another cause
+# or remedy; a rank that is no victim, or a report of a healthy job; nothing.
+Result = Literal["right", "partly", "wrong", "silent"]
+# A rank that a note says something of. One that is only awaited by it has no host.
+_ACCUSED = re.compile(r"(?:for|;) rank (\d+)(?: on [^:;]*)?: ")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,7 +24,7 @@ class Outcome:
 
     Attributes:
         case: The case.
-        result: Whether exactly the victims were named.
+        result: How right the reports are.
         seconds: From the hang to the first right name.
         reporters: The number of processes that reported.
         errors: How each survivor that raised ended: ``type``, ``message``, ``args``,
@@ -27,7 +34,7 @@ class Outcome:
     """
 
     case: Case
-    result: Result = "not named"
+    result: Result = "silent"
     seconds: float | None = None
     reporters: int = 0
     errors: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -87,15 +94,27 @@ def judge(case: Case, directory: Path, hung_at: float) -> Outcome:
             if fields["type"]:
                 outcome.errors[seat] = fields
     if case.scenario.harmless:
-        outcome.result = "wrong" if outcome.stalls else "right"
+        _judge_reports(outcome)
     elif case.kind == "server_killed":
         _judge_notes(outcome)
     else:
         _judge_stalls(outcome, hung_at)
     wanted = case.scenario.event
     if wanted and all(one.get("event") != wanted for one in outcome.events):
-        outcome.result, outcome.why = "not named", f"no {wanted}"
+        outcome.result, outcome.why = "partly", f"no {wanted}"
     return outcome
+
+
+def _judge_reports(outcome: Outcome) -> None:
+    """Judge a healthy job: every warning is wrong, except of calls that fail."""
+    reports = [
+        one
+        for one in outcome.events
+        if one.get("level") in ("warning", "error")
+        and one.get("event") != names.OPERATION_FAILED
+    ]
+    outcome.result = "wrong" if reports else "right"
+    outcome.why = "; ".join(sorted({str(one.get("event")) for one in reports}))
 
 
 def _judge_notes(outcome: Outcome) -> None:
@@ -115,24 +134,50 @@ def _judge_notes(outcome: Outcome) -> None:
 
 def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
     case = outcome.case
-    causes = case.scenario.causes_of(case.kind)
-    if case.is_without_server:
-        causes = ("server_unreachable",)
     for event in outcome.stalls:
         named = tuple(event["awaited_ranks"])
         if case.kind == "restarted" and set(named) >= set(case.victims):
             # A rank that fails at once reads keys of attempt 0 of further ranks, which
             # start a moment later.
             named = case.victims
-        if named and not set(named) <= set(case.victims):
+        if not set(named) <= set(case.victims):
             outcome.result, outcome.why = "wrong", f"named {named}"
             return
-        if named != case.awaited or event["cause"] not in causes:
-            outcome.why = f"named {named}, cause {event['cause']}"
-        elif outcome.seconds is None:
+        if flaw := _flaw(case, event, named):
+            outcome.why = flaw
+            if outcome.result == "silent":
+                outcome.result = "partly"
+        elif outcome.result != "right":
             at = datetime.fromisoformat(event["timestamp"]).timestamp()
             outcome.seconds = at - hung_at
             outcome.result = "right"
+    accused = {
+        int(rank)
+        for error in outcome.errors.values()
+        for note in error["notes"]
+        for rank in _ACCUSED.findall(note.partition("\n")[0])
+    }
+    # The ranks of attempt 0 as above.
+    if case.kind != "restarted" and not accused <= set(case.victims):
+        outcome.result, outcome.why = "wrong", f"a note names {sorted(accused)}"
+
+
+def _flaw(case: Case, event: dict[str, Any], named: tuple[int, ...]) -> str:
+    """Return what is not right about an event without innocents; "" if nothing is."""
+    cause = event["cause"]
+    if case.kind == "second_stopped" and (named, cause) == ((), "server_unreachable"):
+        return ""
+    if named != case.awaited:
+        return f"named {named}, cause {cause}"
+    if case.causes:
+        return "" if cause in case.causes else f"cause {cause}"
+    causes = dict(zip(event["awaited_ranks"], event["awaited_causes"], strict=False))
+    for rank in case.victims:
+        if causes.get(rank) != case.cause_of(rank):
+            return f"cause of rank {rank}: {causes.get(rank)}"
+        if REMEDIES[causes[rank]] not in event["remedy"]:
+            return f"remedy of rank {rank}: {event['remedy']}"
+    return ""
 
 
 def _events(log: Path) -> list[dict[str, Any]]:

@@ -7,29 +7,31 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
 
-import tracedstore
 from hangs.cases import Case
+from hangs.nodes import run_nodes
 from hangs.oracle import Outcome, judge
-from hangs.scenarios import Hang, run_rank
+from hangs.rank_process import STALL_AFTER, TIMEOUT, RankProcess, set_up
 from tracedstore.tools.attach.child_process import die_with_parent
 
-STALL_AFTER = 3.0
-TIMEOUT = 12.0
 # Seconds for a case, beyond the timeouts of its waits: ranks start on a busy machine.
 _SLACK = 90.0
 # Seconds that ranks get to report a server that does not respond. Their calls do not
 # return, whatever their timeout.
 _SERVER_STOPPED = STALL_AFTER + 15
+# The numbers of the servers among the processes.
+_SERVER, _SECOND_SERVER = -1, -2
+_LISTENING = "0A"  # the state in /proc/net/tcp
 
 
 def run_case(case: Case, etcd_port: int = 0) -> Outcome:
-    """Run a case; all its processes have ended when it returns.
+    """Run a case in this process, which no other case uses.
+
+    All its processes have ended when it returns.
 
     Args:
         case: The case.
@@ -39,67 +41,81 @@ def run_case(case: Case, etcd_port: int = 0) -> Outcome:
     directory = Path(tempfile.mkdtemp(prefix="hangs-"))
     run = _Run(case, directory, etcd_port)
     try:
+        if case.scenario.nodes:
+            return judge(case, directory, run_nodes(case, directory))
         return judge(case, directory, run.run())
     finally:
         run.kill()
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def end_with_parent() -> None:
+    """Let this process end when its parent does."""
+    die_with_parent(os.getppid())
+
+
 class _Run:
-    """One run of a case, with its processes by number; -1 is the server."""
+    """One run of a case, with its processes by number."""
 
     def __init__(self, case: Case, directory: Path, etcd_port: int) -> None:
         self._case = case
         self._directory = directory
         self._port = etcd_port
+        self._second_port = 0
         self._processes: dict[int, int] = {}
 
     def run(self) -> float:
         """Run the case; return when the victims hung, in seconds since the epoch."""
         if self._case.store == "server":
-            self._serve()
+            self._port = self._serve(_SERVER)
         elif self._case.store == "tcp":
             self._port = _free_port()
+        if self._case.second_store:
+            self._second_port = self._serve(_SECOND_SERVER)
+        if self._case.start == "forked_later":
+            set_up(instrument=True)
+        everyone = tuple(range(self._case.world_size))
         if self._case.kind == "restarted":
-            self._start(range(self._case.world_size), attempt=0)
-            self.kill(range(self._case.world_size))
-        hung: range | tuple[int, ...] = self._case.victims
-        if self._case.absent or self._case.kind == "twice":
-            hung = ()
-        elif self._case.kind in ("server_stopped", "server_killed"):
-            hung = range(self._case.world_size)
-        self._start(hung, attempt=int(self._case.kind == "restarted"))
+            self._start(everyone, attempt=0)
+            self.kill(everyone)
+        self._start(self._case.hung, attempt=int(self._case.kind == "restarted"))
         hung_at = time.time()
         self._hang()
         self._wait_for_survivors()
         return hung_at
 
-    def kill(self, seats: "range | tuple[int, ...] | None" = None) -> None:
+    def kill(self, seats: Iterable[int] | None = None) -> None:
         """Kill these processes; all without any given."""
         for seat in list(self._processes) if seats is None else seats:
             pid = self._processes.pop(seat)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    def _serve(self) -> None:
+    def _serve(self, number: int) -> int:
+        """Start a server; return its port."""
         reading, writing = os.pipe()
-        self._processes[-1] = _fork(lambda: _serve_store(writing))
+        self._processes[number] = _fork(lambda: _serve_store(writing))
         os.close(writing)
         with os.fdopen(reading) as pipe:
-            self._port = int(pipe.read())
+            return int(pipe.read())
 
-    def _start(self, hung: "range | tuple[int, ...]", attempt: int) -> None:
+    def _start(self, hung: tuple[int, ...], attempt: int) -> None:
         """Start all ranks; return when these have hung."""
         seats = [n for n in range(self._case.world_size) if n not in self._case.absent]
         ready, gate, reached = os.pipe(), os.pipe(), os.pipe()
-
-        def wait_for_all() -> None:
-            os.close(ready[1])
-            os.read(gate[0], 1)
-
         for seat in seats:
-            rank = partial(self._be_rank, seat, wait_for_all, reached[1], attempt)
-            self._processes[seat] = _fork(rank)
+            process = RankProcess(
+                case=self._case,
+                seat=seat,
+                directory=self._directory,
+                port=self._port,
+                second_port=self._second_port,
+                attempt=attempt,
+                ready=ready[1],
+                gate=gate[0],
+                reached=reached[1],
+            )
+            self._processes[seat] = _fork(process.start)
         os.close(ready[1])
         os.close(reached[1])
         try:
@@ -114,16 +130,26 @@ class _Run:
                 os.close(end)
 
     def _hang(self) -> None:
-        kind = self._case.kind
-        if kind == "server_stopped":
-            os.kill(self._processes[-1], signal.SIGSTOP)
-        elif kind == "server_killed":
-            self.kill((-1,))
-        elif kind == "gone":
-            self.kill(self._case.victims)
-        elif kind == "stopped":
-            for seat in self._case.victims:
-                os.kill(self._processes[seat], signal.SIGSTOP)
+        """Do to the processes what the case says."""
+        case = self._case
+        if case.second_store == "stopped":
+            self._signal(_SECOND_SERVER, signal.SIGSTOP)
+        elif case.second_store == "refusing":
+            self._signal(_SECOND_SERVER, signal.SIGUSR1)
+        if case.kind == "server_stopped":
+            self._signal(_SERVER, signal.SIGSTOP)
+        elif case.kind == "server_killed":
+            self.kill((_SERVER,))
+        if case.scenario.harmless:
+            return
+        for rank in case.victims:
+            if case.kind_of(rank) == "gone":
+                self.kill((rank,))
+            elif case.kind_of(rank) == "stopped":
+                self._signal(rank, signal.SIGSTOP)
+
+    def _signal(self, number: int, number_of_signal: int) -> None:
+        os.kill(self._processes[number], number_of_signal)
 
     def _wait_for_survivors(self) -> None:
         """Wait until all survivors have ended, in bounded time."""
@@ -133,51 +159,12 @@ class _Run:
             seconds = _SERVER_STOPPED
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            for seat in self._processes.keys() - {-1}:
+            for seat in [one for one in self._processes if one >= 0]:
                 if os.waitpid(self._processes[seat], os.WNOHANG)[0]:
                     del self._processes[seat]
             if self._processes.keys().isdisjoint(self._case.survivors):
                 return
             time.sleep(0.05)
-
-    def _be_rank(
-        self, seat: int, wait_for_all: Callable[[], None], reached: int, attempt: int
-    ) -> None:
-        """Run a rank in this process, which was just forked."""
-        case = self._case
-        log = os.open(self._directory / f"log.{seat}", os.O_WRONLY | os.O_CREAT)
-        os.ftruncate(log, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.update(
-            RANK=str(case.rank_of(seat)),
-            LOCAL_RANK=str(seat),
-            WORLD_SIZE=str(case.world_size),
-            LOCAL_WORLD_SIZE=str(case.world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self._port),
-            **case.scenario.environ,
-        )
-        if case.kind == "restarted":
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        tracedstore.instrument()
-        tracedstore.configure(
-            stall_after=STALL_AFTER, log_format="json", exit_timeout=1
-        )
-        hang = Hang(
-            rank=case.rank_of(seat),
-            world_size=case.world_size,
-            victims=case.victims,
-            store_kind=case.store,
-            file=self._directory / "store",
-            port=self._port,
-            timeout=TIMEOUT,
-            attempt=attempt,
-            reached=lambda: _reached(reached),
-        )
-        wait_for_all()
-        run_rank(case.scenario, hang, self._directory / f"outcome.{seat}")
-        tracedstore.shutdown(1)
 
 
 def _fork(work: Callable[[], None]) -> int:
@@ -195,16 +182,28 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def _reached(pipe: int) -> None:
-    os.write(pipe, b".")
-
-
 def _serve_store(writing: int) -> None:
+    """Serve a store. After SIGUSR1 it refuses connections."""
+    signal.signal(signal.SIGUSR1, lambda *_: _refuse_connections())
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     os.write(writing, str(store.port).encode())
     os.close(writing)
     while True:
         signal.pause()
+
+
+def _refuse_connections() -> None:
+    """Close the sockets of this process that listen; connections stay open."""
+    listening = {
+        f"socket:[{fields[9]}]"
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for fields in map(str.split, Path(table).read_text().splitlines())
+        if fields[3] == _LISTENING
+    }
+    for link in list(Path("/proc/self/fd").iterdir()):
+        # One of them was the folder itself.
+        if link.is_symlink() and str(link.readlink()) in listening:
+            os.close(int(link.name))
 
 
 def _free_port() -> int:

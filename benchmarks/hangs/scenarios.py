@@ -1,114 +1,54 @@
 """The hangs, each as what its ranks do.
 
-A rank runs `Scenario.run` in a process of its own, below `tracedstore.instrument()`.
-Victims call `Hang.here` where the others begin to wait for them.
+A rank runs `Scenario.run` in a process of its own, below `tracedstore.instrument()` or
+with a wrapped store. Victims call `Hang.here` where the others begin to wait for them.
 """
 
 import json
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
-import etcd
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
 
 import tracedstore
+from hangs import healthy
+from hangs.hang import REGISTRATION, Hang, StoreKind, load_dataset
 from tracedstore import names
 from tracedstore.common.causes import Cause
 
 # How a victim hangs: it sleeps in Python code, is stopped or killed by a signal, or is
-# never started. Another rank may be started twice in its stead, or all ranks may be
-# restarted and it is late. Or the server of the store is stopped or killed.
+# never started; if it is mixed, each victim in another of the first three ways. Another
+# rank may be started twice in its stead, or every rank of the first half. Or all ranks
+# are restarted and it is late. Or the server of a store is stopped or killed, or a
+# whole node is lost.
 Kind = Literal[
     "busy",
     "stopped",
     "gone",
+    "mixed",
     "not_started",
     "twice",
+    "pairs",
     "restarted",
     "server_stopped",
     "server_killed",
+    "second_stopped",
+    "node_dead",
+    "node_frozen",
+    "node_cut_off",
 ]
-# A TCPStore that rank 0 serves, a FileStore, and stores that the program gives to
-# init_process_group: a TCPStore with a server of its own, and an EtcdStore.
-StoreKind = Literal["tcp", "file", "server", "etcd"]
-_ALL_STORES: tuple[StoreKind, ...] = ("tcp", "file", "server", "etcd")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hang:
-    """What a rank of a case gets.
-
-    Attributes:
-        rank: The rank.
-        world_size: The number of ranks.
-        victims: The ranks that cause the hang.
-        store_kind: Where the ranks meet.
-        file: The file of a FileStore.
-        port: The port of the store's server.
-        timeout: Seconds after which waits time out.
-        attempt: The number of restarts.
-        reached: Called by a victim at the point where it hangs.
-    """
-
-    rank: int
-    world_size: int
-    victims: tuple[int, ...]
-    store_kind: StoreKind
-    file: Path
-    port: int
-    timeout: float
-    attempt: int
-    reached: Callable[[], None]
-
-    def here(self) -> None:
-        """Hang, if this rank is a victim."""
-        if self.rank in self.victims:
-            self.reached()
-            load_dataset(self.timeout)
-
-    def init(self) -> None:
-        """Create the default process group."""
-        where: dict[str, Any] = {"init_method": "env://"}
-        if self.store_kind == "file":
-            where = {"init_method": f"file://{self.file}"}
-        elif self.store_kind != "tcp":
-            where = {"store": self.open_store()}
-        dist.init_process_group(
-            "gloo",
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=self.timeout),
-            **where,
-        )
-        # A victim that is killed while others still connect to it takes them with it.
-        dist.barrier()
-
-    def open_store(self) -> dist.Store:
-        """Return a store of the program's own."""
-        timeout = timedelta(seconds=self.timeout)
-        if self.store_kind == "server":
-            return dist.TCPStore("127.0.0.1", self.port, None, False, timeout)
-        client = etcd.Client(port=self.port, read_timeout=60)
-        # A folder for each case in one etcd.
-        return EtcdStore(client, f"/{self.file.parent.name}/", timeout=timeout)
-
-    def store(self) -> dist.Store:
-        """Return the default group's store, with the timeout of the case."""
-        store: dist.Store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public function
-        store.set_timeout(timedelta(seconds=self.timeout))
-        return store
-
-
-def load_dataset(timeout: float) -> None:
-    """Be busy elsewhere, for longer than the others wait."""
-    time.sleep(3 * timeout)
+ALL_STORES: tuple[StoreKind, ...] = ("tcp", "file", "server", "etcd", "etcd3")
+# Stores that init_process_group can be given.
+_OWN_STORES: tuple[StoreKind, ...] = ("server", "etcd", "etcd3")
+_HUNG: tuple[Kind, ...] = ("busy", "stopped", "gone")
+_SEVERAL: tuple[Kind, ...] = (*_HUNG, "mixed")
 
 
 def before_init(hang: Hang) -> None:
@@ -121,9 +61,7 @@ def new_group(hang: Hang) -> None:
     """A rank does not reach new_group, which all ranks call."""
     hang.init()
     hang.here()
-    dist.new_group(
-        list(range(hang.world_size)), timeout=timedelta(seconds=hang.timeout)
-    )
+    dist.new_group(list(range(hang.world_size)), timeout=hang.limit)
 
 
 def new_group_of_some(hang: Hang) -> None:
@@ -134,7 +72,7 @@ def new_group_of_some(hang: Hang) -> None:
         outsiders = []
     hang.here()
     members = [r for r in range(hang.world_size) if r not in outsiders]
-    group = dist.new_group(members, timeout=timedelta(seconds=hang.timeout))
+    group = dist.new_group(members, timeout=hang.limit)
     del group
 
 
@@ -173,7 +111,7 @@ def store_barrier(hang: Hang) -> None:
     hang.init()
     hang.here()
     barrier = getattr(hang.store(), "barrier")  # noqa: B009 - torch's stubs lack it
-    barrier("all", hang.world_size, timedelta(seconds=hang.timeout))
+    barrier("all", hang.world_size, hang.limit)
 
 
 def elastic_barrier(hang: Hang) -> None:
@@ -209,7 +147,7 @@ def diverged(hang: Hang) -> None:
         hang.reached()
     dist.new_group(
         list(range(hang.world_size)),
-        timeout=timedelta(seconds=hang.timeout),
+        timeout=hang.limit,
         use_local_synchronization=True,
     )
 
@@ -219,11 +157,16 @@ def init_barrier(hang: Hang) -> None:
     hang.init()
     hang.here()
     members = [r for r in range(hang.world_size) if r not in hang.victims]
-    dist.new_group(members, timeout=timedelta(seconds=hang.timeout))
+    dist.new_group(members, timeout=hang.limit)
 
 
 def started_twice(hang: Hang) -> None:
     """A rank is started twice, and another one is not started."""
+    hang.init()
+
+
+def all_started_twice(hang: Hang) -> None:
+    """The ranks are 0, 0, 1, 1 and so on; the second half is not started."""
     hang.init()
 
 
@@ -252,7 +195,84 @@ def _arrive(hang: Hang) -> None:
     store = hang.open_store()
     while store.add("store_based_barrier_key:0", 0) < hang.world_size:
         time.sleep(0.05)
+    # Those that have not registered are not known to the next attempt.
+    time.sleep(REGISTRATION)
     hang.reached()
+
+
+def short_waits(hang: Hang) -> None:
+    """The others wait in short slices, with pauses."""
+    hang.init()
+    hang.here()
+    store = hang.store()
+    end = time.monotonic() + hang.timeout
+    while time.monotonic() < end:
+        try:
+            return store.wait(["late"], timedelta(seconds=0.3))
+        except Exception:
+            time.sleep(0.1)
+    return None
+
+
+def polls(hang: Hang) -> None:
+    """The others ask again and again whether a key exists."""
+    hang.init()
+    hang.here()
+    store = hang.store()
+    end = time.monotonic() + hang.timeout
+    while time.monotonic() < end and not store.check(["late"]):
+        time.sleep(0.2)
+
+
+def writes_in_turn(hang: Hang) -> None:
+    """Rank N modulo the number of ranks writes epoch N; the victim does so once."""
+    hang.init()
+    store = hang.store()
+    for epoch in range(3 * hang.world_size):
+        if epoch % hang.world_size == hang.rank:
+            if epoch >= hang.world_size:
+                hang.here()
+            store.set(f"epoch/{epoch}/go", "")
+        store.wait([f"epoch/{epoch}/go"])
+
+
+def awaits_a_thread(hang: Hang) -> None:
+    """The main threads wait for a result of a thread that waits."""
+    hang.init()
+    hang.here()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(hang.store().get, "late").result()
+
+
+def groups_in_another_order(hang: Hang) -> None:
+    """The victim creates the data parallel groups before the tensor parallel ones."""
+    hang.init()
+    half = hang.world_size // 2
+    tensor = [list(range(half)), list(range(half, hang.world_size))]
+    data = [[first, first + half] for first in range(half)]
+    is_odd = hang.rank in hang.victims
+    if is_odd:
+        hang.reached()
+    for ranks in [*data, *tensor] if is_odd else [*tensor, *data]:
+        dist.new_group(ranks, timeout=hang.limit)
+
+
+def second_node(hang: Hang) -> None:
+    """The ranks of the second node do not come to what those of the first wait for."""
+    hang.init()
+    hang.here()
+    hang.reached()
+    hang.store().wait([f"ready/{rank}" for rank in hang.victims])
+
+
+def second_server_stopped(hang: Hang) -> None:
+    """A victim is in a call of another store, whose server is stopped."""
+    hang.init()
+    if hang.rank in hang.victims:
+        store = hang.open_second_store()
+        hang.reached()
+        store.get("results/merged")
+    hang.store().get("late")
 
 
 def server_stopped(hang: Hang) -> None:
@@ -266,15 +286,6 @@ def server_stopped(hang: Hang) -> None:
 def server_killed(hang: Hang) -> None:
     """The server of the store is killed while all ranks wait for a key."""
     server_stopped(hang)
-
-
-def slow(hang: Hang) -> None:
-    """Nothing hangs: a rank is late, but not for long."""
-    hang.init()
-    if hang.rank in hang.victims:
-        hang.reached()
-        time.sleep(hang.timeout / 8)
-    dist.new_group(list(range(hang.world_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,28 +302,32 @@ class Scenario:
         max_victims: How many victims it may have; 0 if no rank causes it.
         first_rank_only: Rank 0 is the victim.
         min_world_size: The smallest number of ranks.
-        harmless: Nothing hangs, and no rank may be named.
+        max_world_size: The largest one.
+        wraps: Calling `tracedstore.wrap` alone is enough for it.
+        helpers: Its ranks always have helper threads.
+        nodes: Its ranks are on two nodes, below torchrun; the victims on the second.
+        harmless: Nothing hangs, and nothing may be reported.
     """
 
     run: Callable[[Hang], None]
-    kinds: tuple[Kind, ...] = ("busy", "stopped", "gone")
-    stores: tuple[StoreKind, ...] = _ALL_STORES
+    kinds: tuple[Kind, ...] = _HUNG
+    stores: tuple[StoreKind, ...] = ALL_STORES
     causes: tuple[Cause, ...] = ()
     event: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     max_victims: int = 3
     first_rank_only: bool = False
     min_world_size: int = 2
+    max_world_size: int = 1 << 20
+    wraps: bool = False
+    helpers: bool = False
+    nodes: bool = False
     harmless: bool = False
 
     @property
     def name(self) -> str:
         """The name of the scenario."""
         return self.run.__name__
-
-    def causes_of(self, kind: Kind) -> tuple[str, ...]:
-        """Return the right causes for victims of a kind."""
-        return self.causes or (kind,)
 
 
 SCENARIOS = {
@@ -323,21 +338,25 @@ SCENARIOS = {
             kinds=("busy", "stopped", "not_started"),
             causes=("late", "not_started", "stopped", "gone"),
         ),
-        Scenario(run=new_group),
+        Scenario(run=new_group, kinds=_SEVERAL, wraps=True),
         Scenario(run=new_group_of_some, max_victims=1),
-        Scenario(run=one_key_a_rank),
-        Scenario(run=key_of_one_writer, max_victims=1),
-        Scenario(run=unknown_key, max_victims=1),
+        Scenario(run=one_key_a_rank, kinds=_SEVERAL, wraps=True),
+        Scenario(run=key_of_one_writer, max_victims=1, wraps=True),
+        Scenario(run=unknown_key, max_victims=1, wraps=True),
+        Scenario(run=short_waits, max_victims=1, wraps=True),
+        Scenario(run=polls, max_victims=1, wraps=True),
+        Scenario(run=writes_in_turn, max_victims=1, wraps=True),
+        Scenario(run=awaits_a_thread, max_victims=1, wraps=True),
         *(
             # From torch 2.12 on.
             [Scenario(run=store_barrier, max_victims=1)]
             if hasattr(dist.Store, "barrier")
             else []
         ),
-        Scenario(run=elastic_barrier),
+        Scenario(run=elastic_barrier, kinds=_SEVERAL),
         Scenario(
             run=unique_id,
-            stores=("file", "server", "etcd"),
+            stores=("file", *_OWN_STORES),
             max_victims=1,
             first_rank_only=True,
         ),
@@ -350,6 +369,13 @@ SCENARIOS = {
             run=started_twice, kinds=("twice",), causes=("duplicate",), min_world_size=3
         ),
         Scenario(
+            run=all_started_twice,
+            kinds=("pairs",),
+            stores=_OWN_STORES,
+            causes=("duplicate",),
+            min_world_size=4,
+        ),
+        Scenario(
             run=stale_attempt,
             kinds=("restarted",),
             stores=("server",),
@@ -360,7 +386,7 @@ SCENARIOS = {
         Scenario(
             run=too_many,
             kinds=("restarted",),
-            stores=("server", "etcd"),
+            stores=_OWN_STORES,
             causes=("too_many",),
             event=names.STORE_STALE,
             # Without lazy connections gloo waits for the last rank before the barrier.
@@ -381,7 +407,37 @@ SCENARIOS = {
             max_victims=1,
             min_world_size=3,
         ),
-        Scenario(run=slow, kinds=("busy",), max_victims=1, harmless=True),
+        Scenario(
+            run=groups_in_another_order,
+            kinds=("busy",),
+            causes=("diverged",),
+            max_victims=1,
+            min_world_size=8,
+            max_world_size=8,
+        ),
+        Scenario(
+            run=second_server_stopped,
+            kinds=("second_stopped",),
+            causes=("busy", "server_unreachable"),
+            max_victims=1,
+        ),
+        Scenario(
+            run=second_node,
+            kinds=("busy", "node_dead", "node_frozen", "node_cut_off"),
+            nodes=True,
+        ),
+        *(
+            Scenario(run=run, kinds=("busy",), nodes=True, harmless=True)
+            for run in (healthy.first_node_ends, healthy.second_node_ends)
+        ),
+        Scenario(run=healthy.slow, kinds=("busy",), max_victims=1, harmless=True),
+        *(
+            Scenario(run=run, kinds=("busy",), harmless=True, helpers=True, wraps=True)
+            for run in (healthy.works, healthy.retries, healthy.asks_each_step)
+        ),
+        Scenario(
+            run=healthy.ends_apart, kinds=("busy",), stores=_OWN_STORES, harmless=True
+        ),
     )
 }
 

@@ -150,6 +150,37 @@ def verdict_on(store: HashStore, own: BlockedRecord) -> tuple[str, tuple[int, ..
     return verdict.cause, verdict.awaited_ranks
 
 
+class TestUnregistered:
+    """A rank without a registration."""
+
+    @pytest.mark.parametrize(
+        ("attempt", "key", "cause"),
+        [
+            (0, "default_pg/0//cpu//0/2", "unknown"),
+            (0, "0//cpu//0/2", "unknown"),
+            (0, "0//cpu//0/1", "not_started"),
+            # A restart keeps the keys.
+            (1, "0//cpu//0/2", "not_started"),
+        ],
+    )
+    def test_rank_that_has_created_its_group_has_started(
+        self, answering: Answering, attempt: int, key: str, cause: str
+    ) -> None:
+        """Its program passed its rank to init_process_group only, and hangs."""
+        store = HashStore()
+        store.set(key, "address")
+        answering()
+
+        found = inquire(store, replace(record(0, awaits=(2,)), attempt=attempt))
+
+        assert found is not None
+        assert (found.cause, found.awaited_ranks) == (cause, (2,))
+        started = "check that the launcher started"
+        assert (started in found.remedy) == (cause == "not_started")
+        seen = "rank 2: created its process group, and has not registered"
+        assert (seen in found.describe()) == (cause == "unknown")
+
+
 class TestFailedCall:
     """A rank whose own call has failed may end because of that."""
 

@@ -330,6 +330,18 @@ class TestCycles:
         assert "A/3" in text
         assert "B/0" in text
 
+    def test_ranks_that_wait_for_a_circle_have_not_diverged(self) -> None:
+        """Ranks in other groups wait for it; they are not named."""
+        verdict = verdict_on(
+            *(record(rank, awaits=(4,), group="2", key="2/4") for rank in (5, 6, 7)),
+            record(4, awaits=(5, 6, 7), group="6", key="6/1"),
+            record(0, awaits=(4,), group="3", key="3/1"),
+            record(2, awaits=(6,), group="5", key="5/1"),
+            *(record(rank, members=(0, 1, 2, 3), group="1") for rank in (1, 3)),
+            world_size=8,
+        )
+        assert (verdict.cause, verdict.awaited_ranks) == ("diverged", (4,))
+
     def test_users_keys_in_a_circle(self) -> None:
         """Each of two ranks waits for a key that the other one writes."""
         verdict = verdict_on(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 import tracedstore
 from integration.harness import in_background, wait_until
@@ -61,6 +61,37 @@ def test_poll_is_found(store: Any) -> None:
     assert poll.keys == ("go", "there")
     assert poll.store == store._traced.identity
     wait_until(lambda: not found())
+
+
+class SlowStore(Store):
+    """A store in Python whose requests take longer than the pauses between them."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Take a while."""
+        del keys
+        self._respond()
+        return False
+
+    def _respond(self) -> None:
+        time.sleep(0.06)
+
+
+def test_poll_of_a_store_in_python_is_found() -> None:
+    """The code of the store is part of the request."""
+    tracedstore.configure(log_format="off", stall_after=3600)
+    ended, store = threading.Event(), tracedstore.wrap(SlowStore())
+
+    def poll_for_ever() -> None:
+        while not store.check(["go", "there"]) and not ended.is_set():
+            ended.wait(0.01)
+
+    polling = in_background(poll_for_ever)
+
+    (poll,) = wait_until(found)
+    ended.set()
+    polling.result(60)
+
+    assert poll.keys == ("go", "there")
 
 
 @pytest.mark.parametrize("step", ["works", "makes other calls"])

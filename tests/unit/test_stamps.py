@@ -1,6 +1,7 @@
 """Stamps of process groups: keys of an earlier attempt are found."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -91,10 +92,47 @@ def test_groups_of_one_name_with_different_members(
     for rank, ranks in members.items():
         incarnations.write_stamp(store, "2", rank, ranks)
 
-    found = incarnations.find_diverged(store, "2", range(8), (4, 6))
+    found = incarnations.find_diverged(store, ["2"], range(8), (4, 6))
 
     assert (None if found is None else found.awaited_ranks) == awaited
     assert text in ("" if found is None else found.describe())
+
+
+def test_earlier_groups_show_which_of_two_ranks_is_odd() -> None:
+    """Ranks 3 and 7 disagree on group 6; on group 4 rank 7 disagrees with another."""
+    store = HashStore()
+    incarnations.write_stamp(store, "6", 3, (3, 7))
+    incarnations.write_stamp(store, "6", 7, range(4, 8))
+    incarnations.write_stamp(store, "4", 1, (1, 5))
+    incarnations.write_stamp(store, "4", 7, (3, 7))
+
+    found = incarnations.find_diverged(store, ["2", "6"], range(8), range(8))
+
+    assert found is not None
+    assert found.awaited_ranks == (7,)
+    assert re.search(r"created group \d with ranks [-4,37]+ ", found.describe())
+
+
+def test_innocent_minority_is_not_named() -> None:
+    """Two ranks have another order: whoever agrees with one of the two may be right."""
+    store = HashStore()
+    for rank, ranks in {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}.items():
+        incarnations.write_stamp(store, "1", rank, ranks)
+
+    found = incarnations.find_diverged(store, ["1"], range(4), range(4))
+
+    assert found is not None
+    assert found.awaited_ranks == ()
+
+
+def test_earlier_groups_alone_are_no_reason() -> None:
+    """What is created now has the same members everywhere."""
+    store = HashStore()
+    incarnations.write_stamp(store, "1", 0, (0, 1))
+    incarnations.write_stamp(store, "1", 2, (2, 3))
+    incarnations.write_stamp(store, "2", 0, range(4))
+
+    assert incarnations.find_diverged(store, ["2"], range(4), range(4)) is None
 
 
 def test_groups_of_an_earlier_default_group() -> None:
@@ -105,7 +143,7 @@ def test_groups_of_an_earlier_default_group() -> None:
         incarnations.write_stamp(store, "0", rank, range(3))
     incarnations.write_stamp(store, "1", 2, (1, 2))
 
-    assert incarnations.find_diverged(store, "1", range(3), (2,)) is None
+    assert incarnations.find_diverged(store, ["1"], range(3), (2,)) is None
 
 
 def test_stamp_of_a_large_group() -> None:
@@ -114,7 +152,7 @@ def test_stamp_of_a_large_group() -> None:
     incarnations.write_stamp(store, "2", 0, range(0, 16_384, 2))
     incarnations.write_stamp(store, "2", 1, range(0, 16_386, 2))
 
-    found = incarnations.find_diverged(store, "2", (0, 1), (0, 1))
+    found = incarnations.find_diverged(store, ["2"], (0, 1), (0, 1))
 
     assert found is not None
     assert len(store.get("tracedstore/STAMPS/2/0")) < 1024

@@ -291,7 +291,9 @@ class GroupCreation:
             verdict = incarnations.find_stale(store, self.name, members)
             if verdict is None and failed:
                 # The diagnosis of the wait reports it.
-                verdict = incarnations.find_diverged(store, self.name, members, members)
+                verdict = incarnations.find_diverged(
+                    store, [self.name], members, members
+                )
             jobs = incarnations.jobs_in(
                 incarnations.read_replacements(store), process_identity().run_id
             )

@@ -6,7 +6,7 @@ bounded in requests; a store that does not respond is noticed by the watcher.
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
@@ -18,7 +18,7 @@ from tracedstore.common.keys import fold
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.arrivals import Finding
 from tracedstore.coordination.rank_registry import Member, RankInfo
-from tracedstore.coordination.store_access import read_key
+from tracedstore.coordination.store_access import absent_keys, read_key
 from tracedstore.diagnosis.ask.questions import ask_ranks
 from tracedstore.diagnosis.judgement.collective_waits import (
     Known,
@@ -46,6 +46,8 @@ from tracedstore.local.sockets import ask_processes
 from tracedstore.recording.operation import METHODS
 
 _MAX_FAMILIES_ASKED = 16
+# Of a rank without a registration.
+_SEEN = "created its process group, and has not registered"
 _AGENTS_REMEDY = "read the log of each awaited agent: agents are not asked"
 _BLOCKING = frozenset(method.name for method in METHODS if method.blocks)
 Answers = Mapping[int, ProcessFacts]
@@ -105,16 +107,21 @@ def inquire(
     world_size = member.world_size
     blocked = _blocked(connection, own, world_size)
     counted = find_excess(call_connection, connection, own, member)
-    if (known := counted or _find_diverged(connection, blocked)) is not None:
+    if (
+        known := counted or _find_diverged(connection, blocked, world_size)
+    ) is not None:
         return known
     suspects = find_suspects(blocked, world_size)
     suspected = suspects.all_ranks
     asked = [*suspected, *_doubtful(blocked, own.rank, suspects)]
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
-        answers = _ask(
-            connection, registered, asked, member, blocked, answer_timeout, hurry
-        )
+        answers = {
+            **_seen(call_connection, set(asked).difference(registered), own.attempt),
+            **_ask(
+                connection, registered, asked, member, blocked, answer_timeout, hurry
+            ),
+        }
     else:
         registered = _agents(member.agents, world_size, time.time())
         answers = _examine_agents(member, asked)
@@ -161,21 +168,28 @@ def inquire(
 
 
 def _find_diverged(
-    connection: Any, blocked: Mapping[int, BlockedRecord]
+    connection: Any, blocked: Mapping[int, BlockedRecord], world_size: int
 ) -> Verdict | None:
-    """Return a verdict if blocked ranks create groups of one name, but not the same."""
-    creators: dict[str, set[int]] = {}
+    """Return a verdict if ranks have created groups of one name, but not the same."""
+    groups: dict[str, None] = {}
+    ranks: set[int] = set()
     for rank, record in blocked.items():
         # The default group has all ranks.
         if record.creates and record.members is not None:
-            ranks = creators.setdefault(record.creates, set())
+            groups[record.creates] = None
             ranks |= {rank, *record.members}
-    for name, ranks in list(creators.items())[:_MAX_GROUPS_READ]:
-        found = incarnations.find_diverged(connection, name, ranks, blocked)
-        if found is not None:
-            started = min(record.started for record in blocked.values())
-            return replace(found, waited_seconds=max(0.0, found.time - started))
-    return None
+    if not groups:
+        return None
+    # A rank that is no member for the others may be one for itself.
+    if world_size * len(groups) <= incarnations.MAX_STAMPS_READ:
+        ranks = set(range(world_size))
+    found = incarnations.find_diverged(
+        connection, list(groups)[:_MAX_GROUPS_READ], ranks, blocked
+    )
+    if found is None:
+        return None
+    started = min(record.started for record in blocked.values())
+    return replace(found, waited_seconds=max(0.0, found.time - started))
 
 
 def still_holds(
@@ -357,6 +371,27 @@ def _registered(
     """Return the registrations of this attempt."""
     infos = rank_registry.read_ranks(connection, ranks)
     return {rank: info for rank, info in infos.items() if info.attempt == attempt}
+
+
+def _seen(connection: Any, ranks: Iterable[int], attempt: int) -> Answers:
+    """Return ranks without a registration that have written torch's keys.
+
+    They have started. A program that only wraps its store has its rank from
+    init_process_group, and registers a moment after it. A restart keeps the keys.
+    """
+    if attempt:
+        return {}
+    keys = {
+        key: rank
+        for rank in islice(ranks, MAX_AWAITED)
+        for key in torch_keys.written_at_init(rank)
+    }
+    absent = set(absent_keys(connection, list(keys)))
+    return {
+        rank: ProcessFacts(rank=rank, host="", state="unresponsive", detail=_SEEN)
+        for key, rank in keys.items()
+        if key not in absent
+    }
 
 
 def _ask(

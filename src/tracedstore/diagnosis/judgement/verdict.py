@@ -422,6 +422,8 @@ def _not_running(awaited: AwaitedRank, answer: ProcessFacts, now: float) -> Awai
         doing = f"alive, but does not answer{_detail(answer)}"
         remedy = BLOCKED_IN_KERNEL if answer.detail == IN_KERNEL else ""
         return replace(awaited, cause="stopped", doing=doing, remedy=remedy)
+    if answer.pid is None:
+        return replace(awaited, doing=answer.detail)  # no process of it is known
     # It may be slow, hold the GIL, or be on a machine with too little CPU time.
     doing = f"alive, {answer.detail}" if answer.detail else "alive"
     return replace(awaited, doing=doing, remedy=NO_ANSWER_YET)
@@ -589,12 +591,15 @@ def _judge_cycle(
             remedy=REMEDIES["unknown"],
         )
     protocols = {blocked[rank].protocol for rank in cycle}
-    groups = Counter(record.group for record in blocked.values())
+    # Ranks in other groups may wait because of these.
+    disputed = {blocked[rank].group for rank in cycle}
+    in_question = [rank for rank in sorted(blocked) if blocked[rank].group in disputed]
+    groups = Counter(blocked[rank].group for rank in in_question)
     same_protocol = len(protocols) == 1 and protocols != {""}
-    if same_protocol and len({blocked[rank].group for rank in cycle}) > 1:
+    if same_protocol and len(disputed) > 1:
         # The ranks that most others do not follow are the odd ones.
         most = max(groups.values())
-        odd = [rank for rank in sorted(blocked) if groups[blocked[rank].group] < most]
+        odd = [rank for rank in in_question if groups[blocked[rank].group] < most]
         named = odd or cycle
         return name_blocked(waiting, blocked, named, "diverged")
     return name_blocked(waiting, blocked, cycle, "circular")

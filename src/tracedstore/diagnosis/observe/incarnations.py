@@ -12,8 +12,9 @@ them has the attempt, so that a value of an earlier one is not taken for one of 
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final
 
 from tracedstore import names
@@ -28,7 +29,7 @@ from tracedstore.common.codec import (
     printable_text,
 )
 from tracedstore.common.election import is_elected, take_position
-from tracedstore.common.identity import ProcessIdentity, restart_count
+from tracedstore.common.identity import ProcessIdentity, number, restart_count
 from tracedstore.common.text import clock_time
 from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import RankInfo
@@ -62,6 +63,8 @@ SHARED_REMEDY: Final = (
 _STAMPS: Final = "tracedstore/STAMPS"
 _MAX_STAMP_BYTES = 4096
 _MAX_MEMBERS_READ = 1024
+# Stamps of one look at groups.
+MAX_STAMPS_READ: Final = 256
 # Characters of folded ranks in a stamp, and of the digest of more.
 _MAX_MEMBERS_TEXT, _DIGEST_LENGTH = 256, 12
 # The default group, which a program creates before all others.
@@ -396,37 +399,51 @@ def find_stale(store: Any, group: str, members: Sequence[int]) -> Verdict | None
     )
 
 
+# By the members that ranks created a group with, what they have written about that.
+_Opinions = Mapping[str, Sequence[Stamp]]
+
+
 def find_diverged(
-    store: Any, group: str, ranks: Iterable[int], waiting: Iterable[int]
+    store: Any, groups: Sequence[str], ranks: Collection[int], waiting: Iterable[int]
 ) -> Verdict | None:
     """Return a verdict if ranks create a group of one name with different members.
 
     torch's names of groups are numbers: the second group that a rank creates is "2",
-    whatever its members are. The ranks that fewer others agree with are named.
+    whatever its members are. A rank without which all others agree is named. Of two
+    that disagree, either may be the odd one, unless earlier groups show which.
 
     Args:
         store: The store.
-        group: The name.
-        ranks: Ranks that create it, and those that they wait for.
+        groups: The names of groups that are created now.
+        ranks: Ranks that may have created them.
         waiting: The ranks that wait.
     """
-    stamps = _read_current_stamps(store, group, sorted(set(ranks)))
-    by_members: dict[str, list[Stamp]] = {}
-    for stamp in stamps:
-        by_members.setdefault(stamp.members, []).append(stamp)
-    if len(by_members) < 2:  # noqa: PLR2004 - two opinions
+    disputed = _find_disputed(store, groups, ranks)
+    if not disputed:
         return None
-    most = max(map(len, by_members.values()))
-    # Of two that disagree, either may be the odd one.
-    odd = [one for same in by_members.values() if len(same) < most for one in same]
-    named = sorted(odd, key=lambda stamp: stamp.rank)[:MAX_AWAITED]
-    others = (
-        by_members
-        if not odd
-        else {
-            members: same for members, same in by_members.items() if len(same) == most
-        }
+    odd = _find_odd(disputed)
+    if not odd:
+        earlier = _earlier_groups(groups, MAX_STAMPS_READ // len(ranks))
+        everything = disputed | _find_disputed(store, earlier, ranks)
+        if odd := _find_odd(everything):
+            disputed = everything
+    # The one in which most ranks contradict an odd one.
+    group, opinions = max(
+        disputed.items(),
+        key=lambda item: (
+            any(one.rank in odd for same in item[1].values() for one in same),
+            max(map(len, item[1].values())),
+        ),
     )
+    stamps = [one for same in opinions.values() for one in same]
+    named = sorted(
+        (one for one in stamps if one.rank in odd), key=lambda one: one.rank
+    )[:MAX_AWAITED]
+    others = {
+        members: rest
+        for members, same in opinions.items()
+        if (rest := [one.rank for one in same if one.rank not in odd])
+    }
     awaited_ranks = tuple(stamp.rank for stamp in named)
     return Verdict(
         phase=phase_of(group),
@@ -445,8 +462,7 @@ def find_diverged(
         known="" if odd else f"its ranks created group {group} with different members",
         waiting_ranks=tuple(sorted(set(waiting).difference(awaited_ranks))),
         evidence=tuple(
-            f"{ranges.ranks_text(one.rank for one in same)} created it with ranks"
-            f" {members}"
+            f"{ranges.ranks_text(same)} created it with ranks {members}"
             for members, same in list(others.items())[:_MAX_HOSTS_SHOWN]
         ),
         remedy=REMEDIES["diverged"],
@@ -454,27 +470,71 @@ def find_diverged(
     )
 
 
-def _read_current_stamps(store: Any, group: str, ranks: Sequence[int]) -> list[Stamp]:
-    """Return the stamps of this attempt, without those of a default group before.
+def _earlier_groups(groups: Collection[str], limit: int) -> list[str]:
+    """Return the names of groups that ranks created before these, the latest first."""
+    latest = max((int(name) for name in groups if number(name) is not None), default=0)
+    earlier = (str(count) for count in range(latest, 0, -1))
+    return list(islice((name for name in earlier if name not in groups), limit))
 
-    torch counts from the beginning after ``destroy_process_group``.
-    """
-    attempt = restart_count(os.environ)
-    found: dict[str, dict[int, Stamp]] = {}
-    for name in (group, _DEFAULT):
-        keys = [f"{_STAMPS}/{name}/{rank}" for rank in ranks[:_MAX_MEMBERS_READ]]
-        stamps = map(Stamp.from_bytes, read_existing(store, keys))
-        found[name] = {
-            stamp.rank: stamp
-            for stamp in stamps
-            if stamp is not None and stamp.attempt == attempt
-        }
-    begun = found[_DEFAULT]
-    return [
-        stamp
-        for rank, stamp in sorted(found[group].items())
-        if rank not in begun or begun[rank].time <= stamp.time
+
+def _find_odd(disputed: Mapping[str, _Opinions]) -> set[int]:
+    """Return the ranks without which all others agree; none if that is not certain."""
+    ranks_of = [
+        [{one.rank for one in same} for same in opinions.values()]
+        for opinions in disputed.values()
     ]
+    everyone = {rank for opinions in ranks_of for same in opinions for rank in same}
+    sufficient = [rank for rank in everyone if _agree_without({rank}, ranks_of)]
+    if sufficient:
+        return set(sufficient) if len(sufficient) == 1 else set()
+    few = {
+        rank
+        for opinions in ranks_of
+        for same in opinions
+        if 2 * len(same) < max(map(len, opinions))
+        for rank in same
+    }
+    return few if _agree_without(few, ranks_of) else set()
+
+
+def _agree_without(ranks: set[int], disputed: Iterable[Iterable[set[int]]]) -> bool:
+    return all(
+        sum(not same <= ranks for same in opinions) <= 1 for opinions in disputed
+    )
+
+
+def _find_disputed(
+    store: Any, groups: Iterable[str], ranks: Iterable[int]
+) -> dict[str, _Opinions]:
+    """Return the groups of this attempt that ranks created with different members.
+
+    Those of a default group before this one do not count: torch counts from the
+    beginning after ``destroy_process_group``.
+    """
+    members = sorted(ranks)[:_MAX_MEMBERS_READ]
+    begun = _read_current_stamps(store, _DEFAULT, members)
+    disputed: dict[str, _Opinions] = {}
+    for group in groups:
+        opinions: dict[str, list[Stamp]] = {}
+        for rank, stamp in sorted(_read_current_stamps(store, group, members).items()):
+            if rank not in begun or begun[rank].time <= stamp.time:
+                opinions.setdefault(stamp.members, []).append(stamp)
+        if len(opinions) > 1:
+            disputed[group] = opinions
+    return disputed
+
+
+def _read_current_stamps(
+    store: Any, group: str, ranks: Iterable[int]
+) -> dict[int, Stamp]:
+    keys = [f"{_STAMPS}/{group}/{rank}" for rank in ranks]
+    attempt = restart_count(os.environ)
+    stamps = map(Stamp.from_bytes, read_existing(store, keys))
+    return {
+        stamp.rank: stamp
+        for stamp in stamps
+        if stamp is not None and stamp.attempt == attempt
+    }
 
 
 def phase_of(group: str) -> str:

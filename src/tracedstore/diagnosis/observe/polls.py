@@ -21,6 +21,7 @@ from tracedstore import names
 from tracedstore.common import procfs
 from tracedstore.common.identity import StoreIdentity
 from tracedstore.local.facts import is_own_code
+from tracedstore.recording import store_proxy
 from tracedstore.recording.operation import Operation
 
 # Seconds from one request to the next after which it is a new poll.
@@ -168,7 +169,10 @@ def _stack_of(thread_id: int) -> Stack:
     functions: list[tuple[str, str]] = []
     while frame is not None and len(functions) < _MAX_DEPTH:
         code = frame.f_code
-        # Not the request, nor the pause between two.
+        if code.co_filename == store_proxy.__file__:
+            # It was the request, which a store in Python makes in code of its own.
+            functions.clear()
+        # Nor the pause between two.
         is_inner = is_own_code(code.co_filename) or code.co_filename == _THREADING
         if functions or not is_inner:
             functions.append((code.co_filename, code.co_qualname))

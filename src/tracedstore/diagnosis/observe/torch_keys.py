@@ -528,6 +528,14 @@ def members_of(name: str) -> tuple[int, ...] | None:
     return _members.get(name)
 
 
+def written_at_init(rank: int) -> tuple[str, ...]:
+    """Return the keys of which a rank writes one when gloo connects the default group.
+
+    torch adds the prefix to a store of its own, and not to one of the program.
+    """
+    return tuple(f"{prefix}0//cpu//0/{rank}" for prefix in ("", "default_pg/"))
+
+
 def shown_phase(known: KeyMeaning) -> str:
     """Return what a rank executes, with the members of a group whose name is a hash."""
     return known.phase.replace(known.group_name, shown_group(known.group_name), 1)
