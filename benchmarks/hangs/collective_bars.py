@@ -20,7 +20,8 @@ import forking_environment  # noqa: F401 - before torch
 from hangs.cases import Case
 from hangs.collective_scenarios import COLLECTIVES
 from hangs.oracle import Outcome
-from hangs.runner import STALL_AFTER, run_case
+from hangs.rank_process import STALL_AFTER
+from hangs.runner import run_case
 from hangs.scenarios import Scenario
 from tracedstore.tools.attach.child_process import die_with_parent
 
@@ -67,17 +68,10 @@ def _victims(scenario: Scenario, world_size: int) -> tuple[int, ...]:
     return {0: (), 1: (last,), 2: (0, last)}[scenario.max_victims]
 
 
-def result_of(outcome: Outcome) -> str:
-    """Return what the job said: ``right``, ``partly``, ``wrong`` or ``silent``."""
-    if outcome.result == "not named":
-        return "partly" if outcome.stalls else "silent"
-    return outcome.result
-
-
 def missed(outcome: Outcome) -> Iterator[str]:
     """Yield the bars that an outcome misses."""
-    if result_of(outcome) != "right":
-        yield result_of(outcome)
+    if outcome.result != "right":
+        yield outcome.result
     if outcome.seconds is not None and outcome.seconds > _MAX_SECONDS:
         yield f"more than {_MAX_SECONDS:g} s"
     if outcome.reporters > _MAX_REPORTERS:
@@ -107,7 +101,7 @@ def _print_outcome(outcome: Outcome, *, events: bool) -> None:
     why = f"; {outcome.why}" if outcome.why else ""
     bars = "".join(f"; MISSED: {bar}" for bar in missed(outcome))
     print(
-        f"{outcome.case}: {result_of(outcome)}{seconds},"
+        f"{outcome.case}: {outcome.result}{seconds},"
         f" {outcome.reporters} reporters{why}{bars}",
         flush=True,
     )
@@ -121,8 +115,8 @@ def _print_outcome(outcome: Outcome, *, events: bool) -> None:
 def _print_summary(outcomes: list[Outcome]) -> int:
     hangs = [one for one in outcomes if not one.case.scenario.harmless]
     healthy = [one for one in outcomes if one.case.scenario.harmless]
-    counts = Counter(map(result_of, hangs))
-    accused = sum(result_of(one) != "right" for one in healthy)
+    counts = Counter(one.result for one in hangs)
+    accused = sum(one.result != "right" for one in healthy)
     seconds = sorted(one.seconds for one in hangs if one.seconds is not None)
     print(
         f"{len(hangs)} hangs: "

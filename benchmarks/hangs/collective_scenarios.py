@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hangs.scenarios import Hang, Scenario
+from hangs.hang import Hang
+from hangs.scenarios import Scenario
 
 _STEPS = 3
 # Collectives in the background, and seconds of a step in a healthy job, as a share of

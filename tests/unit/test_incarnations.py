@@ -33,7 +33,7 @@ ENTRY = {"earlier": INFO, "later": {**INFO, "pid": 9}, "ended": False}
 Events = Callable[[], list[dict[str, Any]]]
 
 
-def register(store: HashStore, pid: int, **fields: Any) -> None:
+def register(store: Any, pid: int, **fields: Any) -> None:
     """Register a process as rank 1, as it does itself."""
     entry = {
         "rank": 1,

@@ -116,7 +116,7 @@ def inquire(
     asked = [*suspected, *_doubtful(blocked, own.rank, suspects)]
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
-        answers = {
+        answers: Mapping[int, ProcessFacts] = {
             **_seen(call_connection, set(asked).difference(registered), own.attempt),
             **_ask(
                 connection, registered, asked, member, blocked, answer_timeout, hurry
