@@ -119,6 +119,7 @@ if before:
 configure()
 if not before:
     signal.signal(signal.SIGTERM, handle)
+tracedstore.shutdown()
 configure()
 os.kill(os.getpid(), signal.SIGTERM)
 signal.pause()

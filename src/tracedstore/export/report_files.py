@@ -26,6 +26,8 @@ from tracedstore.recording.recorder import RECORDER
 # Bytes of a file. The one before it is kept, so that a process has twice as many.
 MAX_BYTES: Final = 4 << 20
 _MAX_HOST = 150
+# Others may be able to write to the folder, and know the name: no symbolic links.
+_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _STATUS: Final = Path("/proc/self/status")
 # The signals that a process catches and ignores; bit 0 is signal 1.
 _HANDLED: Final = re.compile(r"^Sig(?:Cgt|Ign):\s*([0-9a-f]+)$", re.MULTILINE)
@@ -80,6 +82,7 @@ class ReportFile:
 
     def stop(self, timeout: float) -> None:
         """Write what is queued, within the timeout, and remove an empty file."""
+        self._started = False
         if self.writer.is_running:
             self.writer.submit(self._remove_empty)
             self.writer.stop(timeout)
@@ -111,7 +114,7 @@ class ReportFile:
             host = re.sub(r"[^\w.@-]", "_", identity.host)[:_MAX_HOST]
             rank = "" if identity.rank is None else f"rank{identity.rank}."
             self._path = directory / f"{rank}{host}.{os.getpid()}.log"
-            self._file = self._path.open("ab", buffering=0)
+            self._file = os.fdopen(os.open(self._path, _FLAGS, 0o666), "ab", 0)
             if self._handles or not _handles_sigterm():
                 _write_stacks_to(self._file)
                 self._handles = True
