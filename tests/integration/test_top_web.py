@@ -107,7 +107,7 @@ def check_terminal(terminal: Tmux) -> None:
     """The headline names the culprit; keys select views; q leaves the terminal."""
     screen = terminal.screen()
     assert CULPRIT.search(screen), screen
-    assert re.search(r"^A +1 \S+ .* in \S*train\.py:7", screen, re.MULTILINE), screen
+    assert re.search(r"^A +1 \S+ .* in train\.py:7 load", screen, re.MULTILINE), screen
     assert "next: s shows the stacks of rank 1" in screen
     terminal.press("4")
     assert "job-7: round 0, complete" in terminal.wait_for("joined: 1")

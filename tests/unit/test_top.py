@@ -123,6 +123,29 @@ class TestStates:
             "1 of 2 ranks have registered",
         )
 
+    @pytest.mark.parametrize("cause", ["late", "not_started"])
+    def test_process_without_registration(self, cause: Cause) -> None:
+        """A rank whose process runs has started, also if it has not registered."""
+        store = job(4, registered=3)
+        for number in range(3):
+            block(store, number, NOW - 45, awaits=(3,))
+        judge(store, NOW, range(3), {3: cause})
+        model = model_of(store)
+
+        assert states(model) == ("wwwA" if cause == "late" else "www-")
+        assert model.ranks[3].host == ("node0" if cause == "late" else "")
+
+        state = read_job_state(StoreSnapshot.take(store, select_keys))
+        facts = ProcessFacts(rank=3, host="node0", pid=7, state="running")
+        answers = Answers(
+            world_size=4, registered={}, answers={3: facts}, asked_all=False
+        )
+        reading = JobReading(
+            store="s", now=NOW, job=state, replies={}, answers=[answers]
+        )
+        if cause == "not_started":
+            assert states(view_of(reading)) == "wwwA"
+
     def test_several_prefixes(self) -> None:
         """A process that registered under two prefixes is one rank."""
         store = job(4)
@@ -539,14 +562,14 @@ class TestSelection:
         selection.arrange(model, 80, 10)
         assert len(selection.rows) == 10
         selection.move(9, 0)
-        kind, _ = selection.target or ("", None)
-        assert kind == "fold"
+        targets = [selection.target]
         assert selection.rank(model) is None
         assert selection.unfold()
         selection.arrange(model, 80, 10)
 
+        targets.append(selection.target)
         assert len(selection.rows) == 100
-        assert selection.target == ("rank", ("", 0))
+        assert targets == [("fold", RankState.RUNNING), ("rank", ("", 0))]
         assert not selection.unfold()
 
     def test_barriers(self) -> None:

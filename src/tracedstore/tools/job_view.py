@@ -693,6 +693,14 @@ class RankStates:
         """Set facts about a rank that say nothing about its state."""
         self._ranks[rank.name] = replace(self._ranks[rank.name], **facts)
 
+    def found(self, rank: RankView, host: str, pid: int) -> None:
+        """Add the process of a rank that has not registered, and runs all the same."""
+        if rank.name in self._absent:
+            self._absent.discard(rank.name)
+            awaited = self._ranks[rank.name].waited is not None
+            state = RankState.AWAITED if awaited else RankState.RUNNING
+            self.note(rank, host=host, pid=pid, state=state)
+
     def worsen(
         self, rank: RankView, state: RankState, doing: str, waited: float | None
     ) -> None:

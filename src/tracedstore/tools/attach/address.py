@@ -103,7 +103,7 @@ class Address:
         path: The file, or the prefix in etcd.
         namespace: The namespace of an EtcdV3Store, "" if it is another store; known
             after `check_reachable`.
-        is_tcpstore: A TCPStore has answered `check_reachable`.
+        has_answered: It has answered `check_reachable` as such a store does.
     """
 
     def __init__(self, url: str, access: EtcdAccess | None = None) -> None:
@@ -134,7 +134,7 @@ class Address:
             raise UsageError(f"--store is {url!r}; accepted is {ACCEPTED}")
         self.host, self.port = host or "", port or 0
         self.namespace = ""
-        self.is_tcpstore = False
+        self.has_answered = False
         # The time of the first read includes the start of the command.
         self._started: float | None = _imported
 
@@ -147,10 +147,10 @@ class Address:
 
         def look(_heartbeat: Heartbeat) -> bool:
             self.check_reachable()
-            return self.is_tcpstore
+            return self.has_answered
 
         # It is found in a child, which cannot set it here.
-        self.is_tcpstore = self.run(_ANSWER_TIMEOUT, look)
+        self.has_answered = self.run(_ANSWER_TIMEOUT, look)
 
     def read_snapshot(
         self, select: Callable[[Sequence[str]], list[str]]
@@ -172,7 +172,8 @@ class Address:
         started, self._started = self._started or now, None
         remaining = started + _ANSWER_TIMEOUT - now
         # A server that has answered is slow at worst, and so may this machine be.
-        minimum = _ANSWER_TIMEOUT if self.is_tcpstore else _MIN_ANSWER_TIMEOUT
+        known = self.has_answered or self.scheme == "file"
+        minimum = _ANSWER_TIMEOUT if known else _MIN_ANSWER_TIMEOUT
 
         def read(heartbeat: Heartbeat) -> StoreSnapshot:
             with connect(self) as store:
@@ -202,8 +203,9 @@ class Address:
                     " overloaded, or hangs"
                 ) from None
             cause = _TIMEOUT_CAUSES[self.scheme]
-            if self.is_tcpstore:
-                cause = "it is a TCPStore, and overloaded, or hangs"
+            if self.has_answered:
+                kind = "TCPStore" if self.scheme == "tcp" else "etcd"
+                cause = f"it has answered as a {kind} does: it is overloaded, or hangs"
             raise CommandError(
                 f"{store} does not answer within {timeout:.1f} s: {cause}"
             ) from None
@@ -226,10 +228,11 @@ class Address:
                 answers = connection_attempt.probe_tcpstore(connection)
                 if answers is False:
                     raise self.not_a_tcpstore()
-                self.is_tcpstore = answers is True
+                self.has_answered = answers is True
         # The client for TLS and users needs torch.
         if self.scheme == "etcd" and not (self.secure or self.access.user):
             self.find_namespace(self._count_keys)
+            self.has_answered = True
 
     def unreadable(self, reason: str | None) -> CommandError:
         """Return the error for a file that cannot be read."""
@@ -247,8 +250,8 @@ class Address:
     def overloaded(self, seconds: float) -> CommandError:
         """Return the error for a TCPStore that does not answer torch's client."""
         return CommandError(
-            f"the store at {self.url} is a TCPStore, and did not answer within"
-            f" {seconds:g} s: it is overloaded, or hangs"
+            f"the store at {self.url} has answered as a TCPStore does, and then not"
+            f" within {seconds:g} s: it is overloaded, or hangs"
         )
 
     def not_an_etcd(self) -> CommandError:

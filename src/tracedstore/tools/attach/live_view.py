@@ -430,6 +430,8 @@ class _LiveRanks:
             if rank is None:
                 continue
             one = named.get(number)
+            if waits and one is not None and one.pid and one.cause == "late":
+                self.states.found(rank, one.host, one.pid)
             state = awaited_state("" if one is None else one.cause)
             # A process that has ended stays so after the wait.
             ended = state is RankState.GONE and one is not None and one.pid == rank.pid
@@ -447,6 +449,9 @@ class _LiveRanks:
                     if rank is None or rank.pid not in (None, answer.pid):
                         continue
                     info = answers.registered.get(number)
+                    if answer.state == "running" and answer.pid:
+                        self.states.found(rank, answer.host, answer.pid)
+                        rank = self.states.get(group.prefix, number) or rank
                     doing = describe_rank(
                         number, answer, info, rank.host, now
                     ).activity(now)

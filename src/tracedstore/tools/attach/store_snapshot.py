@@ -256,14 +256,14 @@ def connect(address: Address, *, for_writing: bool = False) -> Iterator[Any]:
 
 @contextmanager
 def _tcp(address: Address) -> Iterator[Any]:
-    timeout = _BUSY_TIMEOUT if address.is_tcpstore else _CONNECT_TIMEOUT
+    timeout = _BUSY_TIMEOUT if address.has_answered else _CONNECT_TIMEOUT
     try:
         store = TCPStore(
             address.host, address.port, None, is_master=False, timeout=timeout
         )
         store.num_keys()
     except DistError:
-        if address.is_tcpstore:
+        if address.has_answered:
             raise address.overloaded(timeout.total_seconds()) from None
         raise address.not_a_tcpstore() from None
     store.set_timeout(timedelta(seconds=_ANSWER_TIMEOUT))

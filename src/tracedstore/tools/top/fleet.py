@@ -38,6 +38,8 @@ _SUMMARY = 30
 # States in which hosts are folded, if there is no room for all of them.
 _FOLDED = (RankState.RUNNING, RankState.WAITING)
 _RANKS = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
+# Of a file: its name and the line are what tells.
+_FOLDER = re.compile(r"^\S*/")
 _NOT_STARTED, _NO_HOST = "(not started)", "(unknown host)"
 _GIGABYTE = 1e9
 # Columns of a screen with room for CPU time and memory.
@@ -181,9 +183,9 @@ def _table(hosts: list[tuple[str, list[RankView]]], width: int) -> FleetGrid:
 
 def _brief(rank: RankView) -> str:
     """Return what a rank is in, without what other columns have."""
-    alive, _, place = rank.doing.rpartition(", in ")
-    if alive.startswith("alive"):
-        return f"in {place}"
+    alive, _, place = rank.doing.partition(", in ")
+    if place and alive.startswith("alive"):
+        return f"in {_FOLDER.sub('', place)}"
     # Whom it waits for is in the headline.
     return rank.doing.partition(": waits for ")[0] or rank.state.label
 

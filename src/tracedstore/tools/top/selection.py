@@ -160,13 +160,4 @@ class Selection:
         if rank is None:
             known = job.details or job.notes
             return views.detail_of_headline(job, width) if known else []
-        asked = stacks.get(rank.name, ())
-        rows = views.rank_rows(job, rank, width, asked)
-        if step := "" if asked else views.next_step(job, rank):
-            rows.append(row(styled(f"  {step}", "notable")))
-            # How it is known that the job waits for it.
-            if not self._chosen:
-                rows += views.detail_of_headline(job, width)[
-                    len(views.headline_rows(job, width, views.WHOLE)) :
-                ]
-        return rows
+        return views.rank_rows(job, rank, width, stacks.get(rank.name, ()))

@@ -33,7 +33,7 @@ VIEWS: Final = ("fleet", "barriers", "stragglers", "rendezvous", "store", "group
 _LAST_BARRIERS = 8
 NARROW = 70
 # Rows; a headline has at most a thousand characters.
-WHOLE = 50
+_WHOLE = 50
 # More ranks than this have a line for each host in the arrivals at a barrier.
 _MAX_RANKS = 48
 _LABEL = 20
@@ -84,12 +84,18 @@ def headline_rows(job: JobView, width: int, limit: int) -> list[TextRow]:
 
 def detail_of_headline(job: JobView, width: int) -> list[TextRow]:
     """Return the whole sentence, the evidence and what could not be read."""
-    rows = headline_rows(job, width, WHOLE)
-    for sentence in job.details:
-        rows += wrap(f"   {sentence}", width, indent=5)
+    rows = [*headline_rows(job, width, _WHOLE), *_details(job, width)]
     for note in job.notes:
         rows += wrap(f"   {note}", width, "notable", indent=5)
     return rows
+
+
+def _details(job: JobView, width: int) -> list[TextRow]:
+    return [
+        one
+        for sentence in job.details
+        for one in wrap(f"   {sentence}", width, indent=5)
+    ]
 
 
 def barrier_rows(job: JobView, width: int) -> list[TextRow]:
@@ -267,6 +273,11 @@ def rank_rows(
         rows += wrap(f"  {used}", width, indent=4)
     if rank.log:
         rows.append(row(Span(shorten(f"  last line logged: {rank.log}", width))))
+    if not stacks and (step := next_step(job, rank)):
+        rows.append(row(styled(f"  {step}", "notable")))
+        if rank.state <= RankState.AWAITED:
+            # How it is known that the job waits for it.
+            rows += _details(job, width)
     if rank.registered is not None:
         rows += wrap(f"  {_registration(job, rank)}", width, "dim", indent=4)
     if rank.endpoint:
