@@ -479,7 +479,7 @@ class TestEnd:
     def running(self, tmp_path: Path) -> Iterator[Run]:
         """Start a demo, and wait for its first scenario."""
         run = Run(tmp_path / "demo", "--ranks=4", "--store=etcd")
-        wait_until(lambda: "Scenario 1 of 5" in run.output)
+        wait_until(lambda: "Scenario 1 of 6" in run.output)
         yield run
         run.close()
 
@@ -524,7 +524,7 @@ class TestEnd:
         pids: list[int] = []
         try:
             for run in runs.values():
-                wait_until(lambda: "Scenario 1 of 5" in run.output)  # noqa: B023
+                wait_until(lambda: "Scenario 1 of 6" in run.output)  # noqa: B023
                 pids += run.children()
                 run.kill()
 

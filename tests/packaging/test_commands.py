@@ -265,7 +265,7 @@ class TestMake:
 
             assert screen.end() == 0
             printed = screen.output.rpartition("\x1b[?1049l")[2]
-            assert "Scenario 1 of 5: healthy steps" in printed
+            assert "Scenario 1 of 6: healthy steps" in printed
 
 
 class TestTorchrun:

@@ -144,7 +144,6 @@ class TestStall:
         stalled = stall(tmp_path).find_stall()
 
         assert stalled["agree"]
-        assert stalled["resumed"]
         assert (stalled["ranks"], stalled["cause"]) == ([2], "busy")
         assert stalled["reported_by"] == [0, 1]
 
@@ -156,11 +155,12 @@ class TestStall:
         assert not stall(tmp_path, **different).find_stall()["agree"]
 
     def test_not_resumed(self, tmp_path: Path) -> None:
-        """The end of a stall counts if all that reported it reported that."""
+        """A stall whose end was not reported is a disagreement, if it had to end."""
         outputs = stall(tmp_path)
         outputs.events.pop()
 
-        assert not outputs.find_stall()["resumed"]
+        assert not outputs.find_stall()["agree"]
+        assert outputs.find_stall(resumes=False)["agree"]
 
     def test_no_stall(self, tmp_path: Path) -> None:
         """Without a report there is no verdict."""

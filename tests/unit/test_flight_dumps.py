@@ -173,6 +173,15 @@ class TestUnknown:
         assert (found.awaited_ranks, found.cause) == ((), "unknown")
         assert "the dump of rank 1 is older than this wait" in found.evidence
 
+    def test_dump_of_an_earlier_attempt(self) -> None:
+        """A copy of one has a new time; its calls are older than those of others."""
+        early = int((MADE - 900) * 1e9)
+        before = [entry(n, time_created_ns=early) for n in range(1, 5)]
+        found = judged({0: waiting(5), 1: before}, {"0": [0, 1]})
+
+        assert (found.awaited_ranks, found.cause) == ((), "unknown")
+        assert "the dump of rank 1 is older than this wait" in found.evidence
+
     def test_members_of_gloo(self) -> None:
         """Dumps of gloo have no members: all that are there does not mean all."""
         by_rank = {rank: waiting(5, "gloo:all_reduce") for rank in range(2)}

@@ -1,9 +1,9 @@
 """See it at work: a job of real processes on this machine, which loses two ranks.
 
 It has six scenarios: healthy steps, a skipped collective, contention, a
-straggler, a busy rank, and two ranks that are killed, rank 0 among them. What
-it shows is read from the ranks' logs, metrics and traces, which stay in a folder.
-It takes about 40 seconds.
+straggler, a busy rank, and two ranks that are killed, rank 0 among them. All of
+it is read from the ranks' logs, metrics and traces, which stay in a folder. It
+takes about 40 seconds.
 
 Examples:
   tracedstore demo

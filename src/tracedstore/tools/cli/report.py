@@ -168,7 +168,9 @@ def _no_event_message(files: list[str], stats: ReadStats) -> str:
     return (
         f"no event in the {plural(stats.lines, 'line')} of {where}{reason}: logs have"
         " to be JSON lines (TRACEDSTORE_LOG_FORMAT=json), not console output; spans"
-        " have to be the JSON of ConsoleSpanExporter or of a collector's file exporter"
+        " have to be the JSON of ConsoleSpanExporter or of a collector's file exporter."
+        " If the job hangs now and has printed nothing, run tracedstore status if it is"
+        " traced, else py-spy dump"
     )
 
 

@@ -298,14 +298,17 @@ class RankOutputs:
             by_rank |= dict(pairs)
         return by_rank
 
-    def find_stall(self, phase: str = _NEW_GROUP) -> dict[str, Any]:
+    def find_stall(
+        self, phase: str = _NEW_GROUP, *, resumes: bool = True
+    ) -> dict[str, Any]:
         """Return whom the ranks waited for in some phase, from the events.
 
         ``agree`` is true if every rank that reported the stall named the same ranks and
-        the same cause, and ``resumed`` if each reported its end.
+        the same cause, and reported its end.
 
         Args:
             phase: The start of the phase.
+            resumes: The stall ends, and not by a failure.
         """
         events = [e for e in self.events if e.get("phase", "").startswith(phase)]
         reports = [e for e in events if e["event"] == names.JOB_STALLED]
@@ -321,8 +324,8 @@ class RankOutputs:
             "waiting_ranks": first.get("waiting_ranks", ""),
             "waited_seconds": first.get("waited_seconds"),
             "reported_by": reporters,
-            "agree": len(verdicts) == 1,
-            "resumed": bool(reporters) and sorted(resumed) == reporters,
+            "agree": len(verdicts) == 1
+            and (not resumes or sorted(resumed) == reporters),
         }
 
     def find_missing(self) -> dict[str, Any]:

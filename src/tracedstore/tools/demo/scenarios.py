@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ class _Scenarios:
         self._ranks.send("train", steps=_TRAINING_STEPS, skipping_rank=self._skipping)
         self._wait()
         self._failed_at = time.monotonic()
-        skipped = self._stall_of(lambda found: bool(found["agree"]), f"{SKIPPED} ")
+        find = partial(self._outputs.find_stall, f"{SKIPPED} ", resumes=False)
+        skipped = self._agreed(find)
         self._print_stall(
             skipped, self._skipping, "mismatch", "; the call timed out on all ranks"
         )
@@ -270,18 +272,14 @@ class _Scenarios:
         )
         self._ranks.send("create_group", busy_rank=self._busy)
         self._wait(self._end_load_after_verdict)
-        stalled = self._stall_of(
-            lambda found: bool(found["agree"] and found["resumed"])
-        )
+        stalled = self._agreed(self._outputs.find_stall)
         self._print_stall(stalled, self._busy, "busy", "; all ranks went on")
         return stalled
 
-    def _stall_of(
-        self, is_complete: Callable[[dict[str, Any]], bool], *phase: str
-    ) -> dict[str, Any]:
-        """Return what the ranks report of a stall, when it is complete."""
+    def _agreed(self, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what the ranks report of a stall, when they agree."""
         until = time.monotonic() + _RESUME_TIMEOUT
-        while not is_complete(stalled := self._outputs.find_stall(*phase)):
+        while not (stalled := find())["agree"]:
             if time.monotonic() > until:
                 raise CommandError(
                     "the ranks do not report one stall and its end: this machine is too"

@@ -52,6 +52,8 @@ _MAX_NAME: Final = 100
 _MAX_LATER: Final = 64
 # Seconds by which the clocks of hosts may differ.
 _CLOCKS: Final = 5.0
+# Seconds between two attempts of a job, at least.
+_ATTEMPT: Final = 60.0
 _DEFAULT: Final = "default_pg"
 _OF_TORCH: Final = re.compile(r"/torch/(?:distributed|nn|utils|_[a-z]|ops)|^<frozen ")
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3")
@@ -83,7 +85,7 @@ class RankDump:
     @property
     def last_created(self) -> float:
         """When the last call of these was made, in seconds since the epoch."""
-        return max((one.created for one in self._entries()), default=0.0)
+        return max((one.created for one in self.entries()), default=0.0)
 
     @property
     def called(self) -> dict[str, int]:
@@ -96,7 +98,8 @@ class RankDump:
         found = [] if record is None else [*_entries_of(record)]
         return next((one.description for one in found if one.description), "")
 
-    def _entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[Entry]:
+        """Return the calls that it still has: the last that ended, and the pending."""
         for record in self.records.values():
             yield from _entries_of(record)
 
@@ -147,7 +150,7 @@ def read_dump(name: str, data: bytes, written: float) -> RankDump:
         rank=int(found[1]), records=records, members=_members_of(value.get("pg_config"))
     )
     # A copy has the time at which it was made, if that is not kept.
-    longest = max((one.timeout for one in dump._entries()), default=0.0)  # noqa: SLF001 - of this module
+    longest = max((one.timeout for one in dump.entries()), default=0.0)
     age = written - dump.last_created
     is_known = -_CLOCKS <= age <= max(longest, 1.0) * 2
     return replace(dump, written=written if is_known else 0.0)
@@ -229,8 +232,7 @@ def judge_dumps(
             blocked[rank] = record
     if not blocked:
         return None
-    started = min(record.started for record in blocked.values())
-    old = {rank for rank, dump in dumps.items() if _is_older(dump, started)}
+    old = _older({rank: dumps[rank] for rank in blocked}, dumps)
     unknown = frozenset((set(range(world_size)) - dumps.keys()) | old)
     # What is unknown of ranks accuses nobody.
     entered = {
@@ -344,9 +346,21 @@ def _has_ended(entry: Entry, dumps: Mapping[int, RankDump]) -> bool:
     )
 
 
-def _is_older(dump: RankDump, started: float) -> bool:
-    """Return whether a dump was written before a wait began."""
-    return 0 < dump.written < started - _CLOCKS
+def _older(waiting: Mapping[int, RankDump], dumps: Mapping[int, RankDump]) -> set[int]:
+    """Return the ranks whose dumps are of before the wait, as of an earlier attempt.
+
+    Each attempt writes the same names, and a copy may have the time of the copy. A rank
+    that is late has called something at about the time of what the others have ended.
+    """
+    entries = [one for dump in waiting.values() for one in dump.entries()]
+    started = min((one.created for one in entries if not one.retired), default=0.0)
+    ended = [one.created for one in entries if one.retired and one.created <= started]
+    return {
+        rank
+        for rank, dump in dumps.items()
+        if 0 < dump.written < started - _CLOCKS
+        or (ended and dump.last_created < min(ended) - _ATTEMPT)
+    }
 
 
 def _facts(dump: RankDump, group: str, host: str) -> ProcessFacts:
