@@ -343,6 +343,20 @@ class TestAllEntered:
         )
         assert verdict.evidence == ("ranks 0-3 called it at train.py:88 step",)
 
+    def test_rank_may_have_gone_on(self) -> None:
+        """A rank whose call has failed may have caught that, and be elsewhere."""
+        failed = replace(call(3), failed=NOW - 1)
+
+        verdict = judge_calls(
+            Verdict(phase="x", cause="unknown"),
+            resolve(
+                {one.rank: one for one in (*(call(n) for n in range(3)), failed)}, 4
+            ),
+            4,
+        )
+
+        assert verdict is None
+
     def test_head_of_many_groups(self) -> None:
         """A group that waits for a rank of another one is not the reason."""
         verdict = verdict_on(

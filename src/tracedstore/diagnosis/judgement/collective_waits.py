@@ -317,7 +317,8 @@ def judge_calls(
     if any(blocked[rank].collective is not None for rank in cycle):
         return _judge_order(waiting, blocked, cycle, world_size)
     for some in ordered:
-        if all(record.awaits == () for record in some.values()):
+        # A rank whose call has failed may have gone on.
+        if all(one.awaits == () and one.failed is None for one in some.values()):
             return _all_entered(waiting, some, world_size)
     return None
 
