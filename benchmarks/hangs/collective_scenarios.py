@@ -139,7 +139,11 @@ def checkpoint_in_process(hang: Hang) -> None:
     # The ranks are children of a pool, whose children may have none.
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001 - has no public name
-    _checkpoint(hang, AsyncCheckpointerType.PROCESS)
+    try:
+        _checkpoint(hang, AsyncCheckpointerType.PROCESS)
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()
 
 
 def _checkpoint(hang: Hang, kind: AsyncCheckpointerType) -> None:

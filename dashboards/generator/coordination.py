@@ -330,6 +330,7 @@ def _logs_and_traces() -> Row:
                 targets.events(
                     names.JOB_STALLED,
                     names.JOB_RESUMED,
+                    names.JOB_ABORTED,
                     names.STORE_STALE,
                     names.BARRIER_WAITING,
                     names.BARRIER_TIMEOUT,

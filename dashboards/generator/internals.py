@@ -150,6 +150,15 @@ def _waits() -> Row:
                     "rank {{rank}} on {{host}}",
                 ),
             ),
+            panels.lines(
+                "Ended by TRACEDSTORE_ON_STALL",
+                "Processes that ended because their job could not go on. Such a process"
+                " is scraped once more at best: its event job.aborted is in the log.",
+                "short",
+                over_time(
+                    f"sum by (run_id, cause) ({series(names.JOB_ABORTS)})", "{{cause}}"
+                ),
+            ),
         ],
     )
 

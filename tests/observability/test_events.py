@@ -53,7 +53,9 @@ class TestSchema:
         event |= {"observer": "spans", "error_type": "ValueError", "error": 3}
         assert not Draft202012Validator(SCHEMA).is_valid(event)
 
-    @pytest.mark.parametrize("name", [names.JOB_STALLED, names.JOB_RESUMED])
+    @pytest.mark.parametrize(
+        "name", [names.JOB_STALLED, names.JOB_RESUMED, names.JOB_ABORTED]
+    )
     def test_verdict(self, name: str) -> None:
         """The fields of a verdict are those of the schema, for every cause."""
         for cause in CAUSES:

@@ -80,6 +80,7 @@ def make_every_metric(store: Any) -> None:
         (names.BARRIER_LAST_ARRIVALS, ("barrier",), 0),
         (names.RENDEZVOUS_WRITES, ("c10d", "accepted"), None),
         (names.RENDEZVOUS_DURATION, ("c10d", "completed"), None),
+        (names.JOB_ABORTS, ("gone",), 1),
         (names.ETCD_REQUESTS_MADE, ("txn", "ok"), 1),
         (names.ETCD_RECOVERIES_MADE, ("retry",), None),
         (names.ETCD_BYTES, ("sent",), 1),

@@ -779,6 +779,7 @@ def all_events() -> list[Event]:
             cause="too_few_nodes",
         ),
         stall_event(0, 60, 30.0, phase=HOSTILE, awaited=HOSTILE, evidence=[HOSTILE]),
+        stall_event(0, 80, 50.0, name=names.JOB_ABORTED, phase=HOSTILE),
         stall_event(0, 90, 60.0, name=names.JOB_RESUMED, phase=HOSTILE),
         event(names.STORE_STALE, 7, message=HOSTILE),
         event(names.TELEMETRY_DISABLED, 7, observer="spans", **failed),

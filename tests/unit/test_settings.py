@@ -85,6 +85,21 @@ class TestLoad:
         with pytest.raises(ConfigurationError, match=f"^{setting} is (<object|not)"):
             tracedstore.configure(**invalid)
 
+    def test_abort_needs_stalls(self) -> None:
+        """Without them nothing would ever be done, silently."""
+        environ = {"TRACEDSTORE_ON_STALL": "abort", "TRACEDSTORE_STALL_AFTER": "0"}
+
+        with pytest.raises(ConfigurationError) as raised:
+            Settings.load({}, environ)
+
+        assert str(raised.value) == (
+            "on_stall is 'abort' and stall_after is 0, with which no stall is found;"
+            " accepted is a stall_after of more than 0 seconds"
+        )
+        assert Settings.load({"on_stall": "observe"}, environ).stall_after == 0
+        with pytest.raises(ConfigurationError, match="'kill'; accepted is one of"):
+            Settings.load({"on_stall": "kill"}, {})
+
     def test_secrets_are_not_shown(self) -> None:
         """Neither an error nor the repr of settings has the value of a secret."""
         with pytest.raises(ConfigurationError) as raised:

@@ -309,6 +309,8 @@ class LoggedEvents:
             names.RENDEZVOUS_FAILED: self._add_rendezvous,
             names.JOB_STALLED: self._add_stall,
             names.JOB_RESUMED: self._add_stall,
+            # One more report of a stall that its process has reported before.
+            names.JOB_ABORTED: self._add_stall,
             **dict.fromkeys(self.other_events, self._add_other_event),
         }
 
