@@ -79,6 +79,26 @@ def _scraping() -> Row:
                     "[$__rate_interval]))",
                     "{{observer}}",
                 ),
+                width=8,
+            ),
+            panels.lines(
+                "Exports to a collector",
+                "Of the exporters that tracedstore sets up, by their result, and the"
+                " spans and log records that were lost. `failed`: the collector is"
+                " down, or refuses them; telemetry.export_failed in the logs has the"
+                " reason. No data: the application exports, or nothing does.",
+                "short",
+                over_time(
+                    "sum by (signal, result)"
+                    f" (increase({series(names.EXPORTS)}[$__rate_interval]))",
+                    "{{signal}}: {{result}}",
+                ),
+                over_time(
+                    "sum by (signal)"
+                    f" (increase({series(names.EXPORT_DROPPED)}[$__rate_interval]))",
+                    "{{signal}}: lost",
+                ),
+                width=8,
             ),
             panels.lines(
                 "Calls without a span",
@@ -88,6 +108,7 @@ def _scraping() -> Row:
                 over_time(
                     f"sum by (reason) ({rate(names.SPANS_SUPPRESSED)})", "{{reason}}"
                 ),
+                width=8,
             ),
             panels.lines(
                 "Events dropped",
@@ -156,7 +177,12 @@ def _logs() -> Row:
                 "Events",
                 "Failures of the telemetry itself, with the error, and the addresses of"
                 " the HTTP endpoints. Report errors to the maintainers of tracedstore.",
-                targets.events(names.TELEMETRY_DISABLED, names.TELEMETRY_SERVING),
+                targets.events(
+                    names.TELEMETRY_DISABLED,
+                    names.TELEMETRY_SERVING,
+                    names.EXPORT_FAILED,
+                    names.EXPORT_RESUMED,
+                ),
             ),
         ],
     )

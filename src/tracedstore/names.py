@@ -461,6 +461,9 @@ HOST_NAME: Final = _attribute("host.name", "The host name.")
 BARRIER_PREFIX: Final = _attribute(
     "tracedstore.barrier.prefix", "Barrier: the key prefix."
 )
+BARRIER_ROOT: Final = _attribute(
+    "tracedstore.barrier.root", "Barrier: true on the root of its trace, of all ranks."
+)
 BARRIER_RESULT: Final = _attribute(
     "tracedstore.barrier.result", "Barrier: `completed`, `timeout` or `failed`."
 )

@@ -703,6 +703,7 @@ class BarrierCall:
                 shared_parent(self.job, self.prefix),
                 f"barrier {self._family}",
                 attributes={
+                    names.BARRIER_ROOT: True,
                     names.BARRIER_PREFIX: self._shown,
                     names.WORLD_SIZE: self.world_size,
                     **{k: v for k, v in attributes.items() if k not in of_rank},

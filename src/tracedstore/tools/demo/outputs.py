@@ -84,6 +84,8 @@ class ExportedSpan:
     @property
     def prefix(self) -> str | None:
         """The key prefix of its barrier; None if it is of another call."""
+        if names.BARRIER_ROOT in self.attributes:  # of no rank
+            return None
         prefix: str | None = self.attributes.get(names.BARRIER_PREFIX)
         return prefix
 

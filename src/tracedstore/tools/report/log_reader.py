@@ -501,6 +501,8 @@ def event_from_span(span: dict[str, Any]) -> dict[str, Any] | None:
     attributes = span.get("attributes")
     if not isinstance(attributes, dict) or names.BARRIER_PREFIX not in attributes:
         return None
+    if names.BARRIER_ROOT in attributes:  # of no rank
+        return None
     resource = span.get("resource")
     if isinstance(resource, dict) and isinstance(resource.get("attributes"), dict):
         attributes = {**resource["attributes"], **attributes}
