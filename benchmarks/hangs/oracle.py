@@ -12,8 +12,9 @@ from tracedstore import names
 from tracedstore.common.causes import REMEDIES
 
 # Exactly the victims, with their causes and remedies; not all of them, or another cause
-# or remedy; a rank that is no victim, or a report of a healthy job; nothing.
-Result = Literal["right", "partly", "wrong", "silent"]
+# or remedy; a rank that is no victim, or a report of a healthy job; nothing. Or the
+# machine was too busy for the case.
+Result = Literal["right", "partly", "wrong", "silent", "not made"]
 # A rank that a note says something of. One that is only awaited by it has no host.
 _ACCUSED = re.compile(r"(?:for|;) rank (\d+)(?: on [^:;]*)?: ")
 
@@ -114,7 +115,10 @@ def _judge_reports(outcome: Outcome) -> None:
         and one.get("event") != names.OPERATION_FAILED
     ]
     outcome.result = "wrong" if reports else "right"
-    outcome.why = "; ".join(sorted({str(one.get("event")) for one in reports}))
+    outcome.why = "; ".join(
+        f"{one.get('event')}: {one.get('awaited') or one.get('message')}"
+        for one in reports
+    )
 
 
 def _judge_notes(outcome: Outcome) -> None:
