@@ -170,7 +170,7 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
     joins &= scenario.name not in ("before_init", "groups_in_another_order")
     helpers = scenario.helpers or (joins and choose.random() < 1 / 4)
     second: SecondStore = "stopped" if kind == "second_stopped" else ""
-    if joins and choose.random() < 1 / 5:
+    if joins and not scenario.harmless and choose.random() < 1 / 5:
         second = choose.choice(("stopped", "refusing"))
     return Case(
         number=number,

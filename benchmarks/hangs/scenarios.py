@@ -264,7 +264,9 @@ def second_node(hang: Hang) -> None:
     hang.init()
     hang.here()
     hang.reached()
-    hang.store().wait([f"ready/{rank}" for rank in hang.victims])
+    store = hang.store()
+    store.set(f"ready/{hang.rank}", "")
+    store.wait([f"ready/{rank}" for rank in range(hang.world_size)])
 
 
 def second_server_stopped(hang: Hang) -> None:
