@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tracedstore
 from hangs import healthy
-from hangs.hang import REGISTRATION, Hang, StoreKind, load_dataset
+from hangs.hang import Hang, StoreKind, load_dataset
 from tracedstore import names
 from tracedstore.common.causes import Cause
 
@@ -196,7 +196,9 @@ def _arrive(hang: Hang) -> None:
     while store.add("store_based_barrier_key:0", 0) < hang.world_size:
         time.sleep(0.05)
     # Those that have not registered are not known to the next attempt.
-    time.sleep(REGISTRATION)
+    registered = [f"tracedstore/RANKS/{rank}" for rank in range(hang.world_size)]
+    while not store.check(registered):
+        time.sleep(0.05)
     hang.reached()
 
 
