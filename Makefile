@@ -41,7 +41,7 @@ help:
 	@echo "make bench       run the benchmarks; writes bench-results/"
 	@echo "make bench-faults  inject 10,000 faults, in an hour; options: ARGS='--faults 500'"
 	@echo "make bench-etcd-faults  fail the leader of an etcd cluster, check what clients saw"
-	@echo "make bench-hangs  make 200 hangs; options: ARGS='--hangs 30'"
+	@echo "make bench-hangs  make 300 hangs; options: ARGS='--hangs 30'"
 	@echo "make bench-collectives  make each hang in a collective"
 	@echo "make sanitize    tests of the native base with AddressSanitizer and ThreadSanitizer"
 	@echo "make fuzz        try a million hostile inputs; options: ARGS='--inputs 20000'"

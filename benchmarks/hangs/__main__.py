@@ -29,7 +29,7 @@ from tracedstore.tools.demo.store_servers import serve_store
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-hangs", description=__doc__)
     parser.add_argument(
-        "--hangs", type=int, default=200, help="number of hangs (default: 200)"
+        "--hangs", type=int, default=300, help="number of cases (default: 300)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed (default: 1)")
     parser.add_argument("--first", type=int, default=0, help="number of the first hang")

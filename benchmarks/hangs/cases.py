@@ -139,9 +139,10 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
         )
     wraps = scenario.wraps and choose.random() < 1 / 4
     start: Start = choose.choices(("forked", "forked_later", "executed"), (4, 1, 1))[0]
-    if wraps or scenario.name == "before_init":
+    if wraps or scenario.name == "before_init" or "restarted" in scenario.kinds:
         # The program would set tracedstore up before it forks; a rank whose process
-        # is not there yet when the others wait has not started.
+        # is not there yet when the others wait has not started; and the evidence of a
+        # restart has the ranks that have registered again.
         start = "forked"
     most = min(scenario.max_world_size, max_world_size)
     if start == "executed":
@@ -170,7 +171,7 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
     joins &= scenario.name not in ("before_init", "groups_in_another_order")
     helpers = scenario.helpers or (joins and choose.random() < 1 / 4)
     second: SecondStore = "stopped" if kind == "second_stopped" else ""
-    if joins and choose.random() < 1 / 5:
+    if joins and not scenario.harmless and choose.random() < 1 / 5:
         second = choose.choice(("stopped", "refusing"))
     return Case(
         number=number,

@@ -23,7 +23,7 @@ StoreKind = Literal["tcp", "file", "server", "etcd", "etcd3"]
 SecondStore = Literal["", "stopped", "refusing"]
 _LONG = timedelta(hours=1)
 # Seconds in which a rank registers that only torch knows.
-REGISTRATION = 2.5
+_REGISTRATION = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Hang:
             for target in (_listen, _serve_tasks):
                 _start(target, tracedstore.wrap(self.open_store()), self.rank)
         if self.wraps:
-            time.sleep(REGISTRATION)
+            time.sleep(_REGISTRATION)
         # A victim that is killed while others still connect to it takes them with it.
         dist.barrier()
 

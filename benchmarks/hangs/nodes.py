@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from hangs.cases import Case
+from tracedstore.tools.attach.child_process import die_with_parent
 
 NODES: Final = ("nodea", "nodeb")
 RANKS_PER_NODE: Final = 2
@@ -42,9 +44,7 @@ def missing() -> str:
 def run_nodes(case: Case, directory: Path) -> float:
     """Run a job on two nodes; return when the second one was lost."""
     with _start_nodes(case, directory) as nodes:
-        _wait_for(
-            lambda: len(list(directory.glob("reached.*"))) == case.world_size, _START
-        )
+        _wait_until(lambda: len(list(directory.glob("reached.*"))) == case.world_size)
         lost_at = time.time()
         _lose(case, nodes[1])
         end = _START if case.scenario.harmless else _REPORTED
@@ -67,6 +67,9 @@ def _start_nodes(
                         env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
                         stdout=log,
                         stderr=log,
+                        preexec_fn=partial(  # noqa: PLW1509 - there are no threads yet
+                            die_with_parent, os.getpid()
+                        ),
                     )
                 )
         _connect([node.pid for node in nodes])
@@ -85,13 +88,15 @@ def _node_command(name: str, agent: Sequence[str]) -> list[str]:
 
 
 def _agent(case: Case, number: int, directory: Path) -> list[str]:
+    # torch itself removes a healthy node that is late on a busy machine.
+    heartbeats = "" if case.scenario.harmless else f",{_HEARTBEATS}"
     return [
         *(sys.executable, "-W", "ignore", "-m", "hangs.node_process", "agent"),
         *("--nnodes", "2", "--nproc-per-node", str(RANKS_PER_NODE)),
         *("--node-rank", str(number), "--local-addr", _ADDRESSES[number]),
         *("--rdzv-backend", "traced-c10d", "--rdzv-id", f"hang-{case.number}"),
         *("--rdzv-endpoint", f"{_ADDRESSES[0]}:{_PORT}"),
-        *("--rdzv-conf", f"is_host={1 - number},{_HEARTBEATS}"),
+        *("--rdzv-conf", f"is_host={1 - number}{heartbeats}"),
         *("-m", "hangs.node_process", case.scenario.name, str(directory)),
     ]
 
@@ -100,7 +105,7 @@ def _connect(pids: Sequence[int]) -> None:
     """Connect the namespaces of two processes."""
     first, second = map(str, pids)
     link = ("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer")
-    _wait_for(lambda: all(map(_has_own_network, pids)), _START)
+    _wait_until(lambda: all(map(_has_own_network, pids)))
     subprocess.run((*link, "name", "eth0", "netns", second), check=True)
     for pid, address in zip(pids, _ADDRESSES, strict=True):
         inside = ("nsenter", "-t", str(pid), "-n", "ip")
@@ -141,6 +146,17 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return []
     return list(map(int, text.split()))
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        TimeoutError: It does not; there was no hang.
+    """
+    _wait_for(condition, _START)
+    if not condition():
+        raise TimeoutError(f"the nodes have not started within {_START:.0f} s")
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:

@@ -12,8 +12,9 @@ from tracedstore import names
 from tracedstore.common.causes import REMEDIES
 
 # Exactly the victims, with their causes and remedies; not all of them, or another cause
-# or remedy; a rank that is no victim, or a report of a healthy job; nothing.
-Result = Literal["right", "partly", "wrong", "silent"]
+# or remedy; a rank that is no victim, or a report of a healthy job; nothing. Or the
+# machine was too busy for the case.
+Result = Literal["right", "partly", "wrong", "silent", "not made"]
 # A rank that a note says something of. One that is only awaited by it has no host.
 _ACCUSED = re.compile(r"(?:for|;) rank (\d+)(?: on [^:;]*)?: ")
 
@@ -94,7 +95,7 @@ def judge(case: Case, directory: Path, hung_at: float) -> Outcome:
             if fields["type"]:
                 outcome.errors[seat] = fields
     if case.scenario.harmless:
-        _judge_reports(outcome)
+        _judge_reports(outcome, hung_at)
     elif case.kind == "server_killed":
         _judge_notes(outcome)
     else:
@@ -105,16 +106,23 @@ def judge(case: Case, directory: Path, hung_at: float) -> Outcome:
     return outcome
 
 
-def _judge_reports(outcome: Outcome) -> None:
-    """Judge a healthy job: every warning is wrong, except of calls that fail."""
+def _judge_reports(outcome: Outcome, started_at: float) -> None:
+    """Judge a healthy job: every warning is wrong, except of calls that fail.
+
+    A rank or node that starts late on a busy machine may be reported before.
+    """
     reports = [
         one
         for one in outcome.events
         if one.get("level") in ("warning", "error")
         and one.get("event") != names.OPERATION_FAILED
+        and _time_of(one) >= started_at
     ]
     outcome.result = "wrong" if reports else "right"
-    outcome.why = "; ".join(sorted({str(one.get("event")) for one in reports}))
+    outcome.why = "; ".join(
+        f"{one.get('event')}: {one.get('awaited') or one.get('message')}"
+        for one in reports
+    )
 
 
 def _judge_notes(outcome: Outcome) -> None:
@@ -148,8 +156,7 @@ def _judge_stalls(outcome: Outcome, hung_at: float) -> None:
             if outcome.result == "silent":
                 outcome.result = "partly"
         elif outcome.result != "right":
-            at = datetime.fromisoformat(event["timestamp"]).timestamp()
-            outcome.seconds = at - hung_at
+            outcome.seconds = _time_of(event) - hung_at
             outcome.result = "right"
     accused = {
         int(rank)
@@ -178,6 +185,10 @@ def _flaw(case: Case, event: dict[str, Any], named: tuple[int, ...]) -> str:
         if REMEDIES[causes[rank]] not in event["remedy"]:
             return f"remedy of rank {rank}: {event['remedy']}"
     return ""
+
+
+def _time_of(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["timestamp"]).timestamp()
 
 
 def _events(log: Path) -> list[dict[str, Any]]:

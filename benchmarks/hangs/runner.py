@@ -44,6 +44,8 @@ def run_case(case: Case, etcd_port: int = 0) -> Outcome:
         if case.scenario.nodes:
             return judge(case, directory, run_nodes(case, directory))
         return judge(case, directory, run.run())
+    except TimeoutError as error:
+        return Outcome(case=case, result="not made", why=str(error))
     finally:
         run.kill()
         shutil.rmtree(directory, ignore_errors=True)

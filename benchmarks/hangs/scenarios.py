@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tracedstore
 from hangs import healthy
-from hangs.hang import REGISTRATION, Hang, StoreKind, load_dataset
+from hangs.hang import Hang, StoreKind, load_dataset
 from tracedstore import names
 from tracedstore.common.causes import Cause
 
@@ -196,7 +196,9 @@ def _arrive(hang: Hang) -> None:
     while store.add("store_based_barrier_key:0", 0) < hang.world_size:
         time.sleep(0.05)
     # Those that have not registered are not known to the next attempt.
-    time.sleep(REGISTRATION)
+    registered = [f"tracedstore/RANKS/{rank}" for rank in range(hang.world_size)]
+    while not store.check(registered):
+        time.sleep(0.05)
     hang.reached()
 
 
@@ -255,6 +257,8 @@ def groups_in_another_order(hang: Hang) -> None:
         hang.reached()
     for ranks in [*data, *tensor] if is_odd else [*tensor, *data]:
         dist.new_group(ranks, timeout=hang.limit)
+    # Gloo may connect ranks of different groups: these go on, and rank 0 serves.
+    time.sleep(2 * hang.timeout)
 
 
 def second_node(hang: Hang) -> None:
@@ -262,7 +266,9 @@ def second_node(hang: Hang) -> None:
     hang.init()
     hang.here()
     hang.reached()
-    hang.store().wait([f"ready/{rank}" for rank in hang.victims])
+    store = hang.store()
+    store.set(f"ready/{hang.rank}", "")
+    store.wait([f"ready/{rank}" for rank in range(hang.world_size)])
 
 
 def second_server_stopped(hang: Hang) -> None:

@@ -114,14 +114,14 @@ def inquire(
     suspects = find_suspects(blocked, world_size)
     suspected = suspects.all_ranks
     asked = [*suspected, *_doubtful(blocked, own.rank, suspects)]
+    answers: Answers
     if member.agents is None:
         registered = _registered(connection, asked, own.attempt)
-        answers: Mapping[int, ProcessFacts] = {
-            **_seen(call_connection, set(asked).difference(registered), own.attempt),
-            **_ask(
-                connection, registered, asked, member, blocked, answer_timeout, hurry
-            ),
-        }
+        answers = _ask(
+            connection, registered, asked, member, blocked, answer_timeout, hurry
+        )
+        unknown = set(asked).difference(registered, answers)
+        answers = {**answers, **_seen(call_connection, unknown, own.attempt)}
     else:
         registered = _agents(member.agents, world_size, time.time())
         answers = _examine_agents(member, asked)
