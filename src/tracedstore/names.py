@@ -147,7 +147,7 @@ BARRIER_MISSING = Metric(
 BARRIER_RANK_MISSING = Metric(
     "tracedstore_barrier_rank_missing",
     "gauge",
-    ("barrier", "missing_rank", "missing_host"),
+    ("barrier", "missing_rank", "missing_host", "cause"),
     "1 for each rank missing at a stalled barrier, for at most 64 ranks per barrier.",
     otel="tracedstore.barrier.rank.missing",
     unit="1",
@@ -247,6 +247,14 @@ JOB_RANK_AWAITED = Metric(
     "1 for each rank that the stalled job waits for, for at most 64 ranks.",
     otel="tracedstore.job.rank.awaited",
     unit="1",
+)
+JOB_STALLED_START = Metric(
+    "tracedstore_job_stalled_start_timestamp_seconds",
+    "gauge",
+    ("cause", "phase", "awaited", "remedy"),
+    "When the wait of the stalled job began; the labels are the verdict, for people.",
+    otel="tracedstore.job.stalled_start",
+    unit="s",
 )
 COLLECTIVE_SEQUENCE = Metric(
     "tracedstore_collective_sequence",
@@ -352,6 +360,9 @@ LABEL_ATTRIBUTES: Final = {
     "missing_host": "tracedstore.missing.host",
     "backend": "tracedstore.rendezvous.backend",
     "cause": "tracedstore.stall.cause",
+    "phase": "tracedstore.stall.phase",
+    "awaited": "tracedstore.stall.awaited",
+    "remedy": "tracedstore.stall.remedy",
     "group": "tracedstore.process_group",
     "awaited_rank": "tracedstore.awaited.rank",
     "awaited_host": "tracedstore.awaited.host",

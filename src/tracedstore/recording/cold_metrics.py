@@ -78,6 +78,7 @@ TABLE: Final = (
     ColdMetric(names.RENDEZVOUS_OLDEST_HEARTBEAT),
     ColdMetric(names.JOB_AWAITED),
     ColdMetric(names.JOB_RANK_AWAITED),
+    ColdMetric(names.JOB_STALLED_START),
     ColdMetric(names.COLLECTIVE_SEQUENCE),
     ColdMetric(names.LAST_PROGRESS),
     ColdMetric(names.ETCD_REQUESTS_MADE, get_args(RequestResult), zeros=False),
