@@ -93,6 +93,7 @@ def _over_time() -> Row:
                 "The worst runs over time",
                 "The state of the 20 runs that are worst now.",
                 over_time(f"topk(20, {_STATE})", "{{run_id}}"),
+                height=12,
             ),
         ],
     )

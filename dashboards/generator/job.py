@@ -56,6 +56,23 @@ def _verdict() -> list[Any]:
         f"min by (awaited, phase, cause, remedy) ({series(names.JOB_STALLED_START)})"
     )
     return [
+        panels.rows(
+            "Whom the job waits for, and what to do",
+            "The verdict of the ranks that wait: whom they wait for and what these do,"
+            " what the others execute, why, and the remedy. The runbook has a section"
+            " for each cause.",
+            {
+                "awaited": Column("Waits for"),
+                "cause": Column("Cause", width=110),
+                "remedy": Column("What to do"),
+                "phase": Column("The others are in", width=200),
+                "Value": Column("Since", unit="dateTimeAsLocal", width=170),
+            },
+            as_rows(f"1000 * {verdict}"),
+            empty="The job waits for nobody.",
+            width=24,
+            height=6,
+        ),
         panels.state(
             "State",
             "Stalled: ranks wait for others, see below. Waits for busy ranks: it may go"
@@ -89,23 +106,6 @@ def _verdict() -> list[Any]:
             now(f"{_RANKS_DOWN} > 0", "lost"),
             bad=None,
             colors={"up": "blue", "lost": "red"},
-        ),
-        panels.rows(
-            "Whom the job waits for, and what to do",
-            "The verdict of the ranks that wait: whom they wait for and what these do,"
-            " what the others execute, why, and the remedy. The runbook has a section"
-            " for each cause.",
-            {
-                "awaited": Column("Waits for"),
-                "cause": Column("Cause", width=110),
-                "remedy": Column("What to do"),
-                "phase": Column("The others are in", width=200),
-                "Value": Column("Since", unit="dateTimeAsLocal", width=170),
-            },
-            as_rows(f"1000 * {verdict}"),
-            empty="The job waits for nobody.",
-            width=24,
-            height=6,
         ),
     ]
 

@@ -76,11 +76,13 @@ def state(title: str, what_to_do: str, target: Target, width: int = 6) -> Any:
     return _panel(panel, title, what_to_do, "none", width, 4, target)
 
 
-def state_over_time(title: str, what_to_do: str, *targets: Target) -> Any:
+def state_over_time(
+    title: str, what_to_do: str, target: Target, height: int = 4
+) -> Any:
     """The state of runs over time."""
     panel = statetimeline.Panel().mappings([_job_states()]).no_value(_LOADED)
     panel = panel.thresholds(_thresholds({None: _GREY}))
-    return _panel(panel, title, what_to_do, "none", 24, 4, *targets)
+    return _panel(panel, title, what_to_do, "none", 24, height, target)
 
 
 def yes_or_no(title: str, what_to_do: str, target: Target, yes: str, no: str) -> Any:
@@ -115,7 +117,7 @@ def bars(title: str, what_to_do: str, unit: str, target: Target) -> Any:
     panel = bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL)
     panel = panel.min(0).thresholds(_thresholds({None: _GREEN})).decimals(0)
     panel = panel.reduce_options(_last())
-    return _panel(panel, title, what_to_do, unit, 12, _HEIGHT, target)
+    return _panel(panel, title, what_to_do, unit, 24, _HEIGHT, target)
 
 
 @dataclass(frozen=True, slots=True)
