@@ -2,7 +2,7 @@
 
 Simulated nodes of eight ranks each serve the page of a rank of a real job. Prometheus
 scrapes them and evaluates the rules of this project. Then the expressions of these
-rules and the queries of the dashboard "Job coordination" are run once more, while
+rules and the queries of the dashboard "Job" are run once more, while
 nothing is scraped, to measure their CPU time. It ends at the first size that this
 machine does not carry; larger sizes are extrapolated in proportion to the largest
 measured one, and marked.
@@ -36,7 +36,7 @@ import tracedstore
 
 _ROOT = Path(__file__).parents[1]
 _RULES = _ROOT / "dashboards/rules/prometheus.yaml"
-_DASHBOARD = _ROOT / "dashboards/tracedstore-coordination.json"
+_DASHBOARD = _ROOT / "dashboards/tracedstore-job.json"
 # What "Time spent in barriers" would ask without a recording rule.
 _WITHOUT_RULE = (
     "histogram_quantile(0.99, sum by (barrier, le)"

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from generator import coordination, health, internals
+from generator import fleet, health, internals, job
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 FOLDER = Path(__file__).parent
-PAGES = (coordination.build, internals.build, health.build)
+PAGES = (job.build, fleet.build, internals.build, health.build)
 
 
 def rendered() -> dict[Path, str]:

@@ -4,7 +4,8 @@ from typing import Final
 
 TAG: Final = "tracedstore"
 # The uid of a dashboard is part of its URL, and its file name.
-COORDINATION: Final = "tracedstore-coordination"
+JOB: Final = "tracedstore-job"
+FLEET: Final = "tracedstore-fleet"
 INTERNALS: Final = "tracedstore-internals"
 HEALTH: Final = "tracedstore-health"
 

@@ -1,134 +1,31 @@
-"""The dashboard "Job coordination": what a job waits for. For the person on call."""
+"""The rows of the dashboard "Job" about how its ranks meet. They are closed."""
 
-from typing import Any
-
-from generator import config, panels, targets
-from generator.page import Row, page
-from generator.targets import (
-    age,
-    now,
-    over_time,
-    rate,
-    recorded,
-    series,
-    series_about,
-)
+from generator import panels, targets
+from generator.page import Row
+from generator.panels import Column
+from generator.targets import age, grown, now, over_time, recorded, series, series_about
 from generator.targets import rows as as_rows
 from tracedstore import names
 
-# Panels of whole runs read recording rules, so that their cost does not grow with the
-# number of ranks.
 _BARRIER = "job_run_id_barrier"
-_WHO = "run_id, host, rank"
-# The first two ranks that arrived report these, each with its last reading.
-_MISSING = recorded(_BARRIER, names.BARRIER_MISSING, "max")
-_ARRIVED = recorded(_BARRIER, names.BARRIER_ARRIVED, "max")
-# A few ranks report these. The count is 0 if the awaited ranks are unknown.
-_AWAITED = recorded("job_run_id", names.JOB_AWAITED, "max")
-_OLDEST = recorded("job_run_id_store_operation", names.OLDEST_START, "min")
+# The first two ranks that arrived report these, each with its last reading. Recorded
+# series differ in their names, which a table would show: so they are aggregated away.
+_MISSING = f"max by (barrier) ({recorded(_BARRIER, names.BARRIER_MISSING, 'max')})"
+_ARRIVED = f"max by (barrier) ({recorded(_BARRIER, names.BARRIER_ARRIVED, 'max')})"
 _BARRIER_RESULTS = recorded(
     f"{_BARRIER}_result", f"{names.BARRIER_DURATION.name}_count", "rate5m"
 )
 _BARRIER_TIMES = recorded(
     f"{_BARRIER}_le", f"{names.BARRIER_DURATION.name}_bucket", "rate5m"
 )
-_RANKS_UP = recorded("job_run_id", "up", "sum")
-_RANKS_DOWN = f"sum({recorded('job_run_id', 'up_zero', 'count')}) or vector(0)"
+# Columns of tables about ranks.
+RANK = Column("Rank", width=70)
+HOST = Column("Host")
+WHO = "host, rank"
 
 
-def build() -> Any:
-    """Build the dashboard."""
-    return page(
-        config.COORDINATION,
-        "Job coordination",
-        "Stalled jobs, barriers and rendezvous, and the ranks that they wait for, with"
-        " their hosts. Panels without ranks are of whole runs: host, rank and instance"
-        " above do not filter them.",
-        _now(),
-        _stalled_job(),
-        _barriers(),
-        _stragglers(),
-        _rendezvous(),
-        _logs_and_traces(),
-    )
-
-
-def _now() -> Row:
-    return Row(
-        "Now",
-        [
-            panels.number(
-                "Barriers stalled",
-                "Barriers that are waiting for ranks. If it is not 0, find the missing"
-                " ranks in the table below, and check their hosts first.",
-                now(f"count({_MISSING}) or vector(0)"),
-            ),
-            panels.number(
-                "Ranks missing",
-                "Ranks that stalled barriers wait for. All ranks of one host: check the"
-                " host. One rank: check its process.",
-                now(f"sum({_MISSING}) or vector(0)"),
-            ),
-            panels.number(
-                "Oldest wait",
-                "The age of the oldest Store call in flight. Minutes, with no barrier"
-                " stalled: find the rank in 'Waiting now', and read the key on its"
-                " /inflight page.",
-                now(f"max(time() - {_OLDEST}) or vector(0)"),
-                unit="s",
-                bad=300,
-            ),
-            panels.number(
-                "Ranks not scraped",
-                "Ranks that Prometheus or their agent cannot read. If other ranks are"
-                " up, these processes or their hosts have failed: check them.",
-                now(_RANKS_DOWN),
-            ),
-        ],
-    )
-
-
-def _stalled_job() -> Row:
-    awaited = series_about("awaited_", names.JOB_RANK_AWAITED)
-    unknown = f"{series(names.JOB_AWAITED)} == 0"
-    return Row(
-        "Stalled job",
-        [
-            panels.number(
-                "Jobs stalled",
-                "Jobs whose ranks have been blocked in Store calls for stall_after. If"
-                " it is not 0, the table has the ranks that they wait for and the"
-                " cause. The runbook has a section for each cause.",
-                now(f"count({_AWAITED}) or vector(0)"),
-            ),
-            panels.number(
-                "Ranks awaited",
-                "Ranks that stalled jobs wait for. 0 while a job is stalled: the ranks"
-                " are unknown; read `evidence` of job.stalled in the logs below.",
-                now(f"sum({_AWAITED}) or vector(0)"),
-            ),
-            panels.rows(
-                "Who the job waits for",
-                "The ranks that stalled jobs wait for, with their hosts and the cause,"
-                " at most 64 per job. A row without a rank: the cause is all that is"
-                " known. Host and rank above select awaited ranks here.",
-                {
-                    "run_id": "Run",
-                    "awaited_host": "Host",
-                    "awaited_rank": "Rank",
-                    "cause": "Cause",
-                    "Value": "Awaited",
-                },
-                as_rows(
-                    f"max by (run_id, awaited_host, awaited_rank, cause) ({awaited})"
-                    f" or max by (run_id, cause) ({unknown})"
-                ),
-            ),
-        ],
-    )
-
-
-def _barriers() -> Row:
+def barriers() -> Row:
+    """Barriers, and who is missing."""
     missing = series_about("missing_", names.BARRIER_RANK_MISSING)
     return Row(
         "Barriers",
@@ -139,30 +36,29 @@ def _barriers() -> Row:
                 " 64 per barrier. Log in to the host: check that the process runs, and"
                 " what it does. Host and rank above select missing ranks here.",
                 {
-                    "run_id": "Run",
-                    "barrier": "Barrier",
-                    "missing_host": "Host",
-                    "missing_rank": "Rank",
-                    "Value": "Missing",
+                    "missing_rank": RANK,
+                    "missing_host": HOST,
+                    "cause": Column("Cause"),
+                    "barrier": Column("Barrier"),
                 },
                 as_rows(
-                    f"max by (run_id, barrier, missing_host, missing_rank) ({missing})"
+                    f"max by (barrier, missing_host, missing_rank, cause) ({missing})"
                 ),
+                empty="No barrier is stalled.",
             ),
             panels.rows(
                 "Arrived and missing",
                 "The arrived and the missing ranks of each stalled barrier, at the last"
-                " reading. Empty if no barrier stalls. The same ranks missing in every"
-                " barrier: check them. Nearly all missing: check the ranks that"
-                " arrived.",
+                " reading. The same ranks missing in every barrier: check them. Nearly"
+                " all missing: check the ranks that arrived.",
                 {
-                    "run_id": "Run",
-                    "barrier": "Barrier",
-                    "Value #A": "Arrived",
-                    "Value #B": "Missing",
+                    "Value #B": Column("Missing", width=90),
+                    "Value #A": Column("Arrived", width=90),
+                    "barrier": Column("Barrier"),
                 },
                 as_rows(_ARRIVED),
                 as_rows(_MISSING),
+                empty="No barrier is stalled.",
             ),
             panels.lines(
                 "Arrived over expected",
@@ -170,18 +66,16 @@ def _barriers() -> Row:
                 " read after 30 seconds and each time the wait has doubled. If it does"
                 " not grow, the missing ranks need help.",
                 "percentunit",
-                over_time(
-                    f"{_ARRIVED} / ({_ARRIVED} + {_MISSING})", "{{run_id}} {{barrier}}"
-                ),
+                over_time(f"{_ARRIVED} / ({_ARRIVED} + {_MISSING})", "{{barrier}}"),
             ),
             panels.lines(
                 "Barriers by result",
-                "Completed, timed out and failed barriers per second, summed over"
+                "Completed, timed out and failed barriers per minute, summed over"
                 " ranks. Timeouts and failures are never normal: search the logs below"
                 " for barrier.timeout.",
-                "ops",
+                "cpm",
                 over_time(
-                    f"sum by (barrier, result) ({_BARRIER_RESULTS})",
+                    f"60 * sum by (barrier, result) ({_BARRIER_RESULTS})",
                     "{{barrier}} {{result}}",
                 ),
             ),
@@ -195,6 +89,7 @@ def _barriers() -> Row:
                 width=24,
             ),
         ],
+        closed=True,
     )
 
 
@@ -202,7 +97,8 @@ def _barrier_time(q: float) -> str:
     return f"histogram_quantile({q}, sum by (barrier, le) ({_BARRIER_TIMES}))"
 
 
-def _stragglers() -> Row:
+def stragglers() -> Row:
+    """Ranks that arrive last."""
     last = f"increase({series(names.BARRIER_LAST_ARRIVALS)}[$__range])"
     return Row(
         "Stragglers",
@@ -214,65 +110,30 @@ def _stragglers() -> Row:
                 " host with the others (clocks, disk, GPU).",
                 "short",
                 now(
-                    f"topk(16, sum by ({_WHO}) ({last}))",
+                    f"topk(16, round(sum by ({WHO}) ({last})))",
                     "rank {{rank}} on {{host}}",
                 ),
-            ),
-            panels.rows(
-                "Waiting now",
-                "Store calls in flight, the oldest of each rank and operation. A"
-                " missing rank that is not listed here does not wait for the store:"
-                " check for a collective, the data loader or a checkpoint.",
-                {
-                    "run_id": "Run",
-                    "host": "Host",
-                    "rank": "Rank",
-                    "store": "Store",
-                    "operation": "Operation",
-                    "Value": "Waits for",
-                },
-                as_rows(
-                    f"topk(32, max by ({_WHO}, store, operation)"
-                    f" ({age(names.OLDEST_START)}))"
-                ),
-                unit="s",
-            ),
-            panels.lines(
-                "Oldest wait by rank",
-                "The ranks with the oldest Store calls. A line that rises and does not"
-                " fall is a stuck rank. If all lines rise together, the ranks wait for"
-                " one that is not shown.",
-                "s",
-                over_time(
-                    f"topk(10, max by ({_WHO}) ({age(names.OLDEST_START)}))",
-                    "rank {{rank}} on {{host}}",
-                ),
-            ),
-            panels.lines(
-                "Ranks scraped",
-                "Ranks that answer Prometheus or their agent, and ranks that do not. A"
-                " step down is a rank that has exited or a host that has failed.",
-                "short",
-                over_time(f"sum by (run_id) ({_RANKS_UP})", "up {{run_id}}"),
-                over_time(_RANKS_DOWN, "not scraped"),
             ),
         ],
+        closed=True,
     )
 
 
-def _rendezvous() -> Row:
+def rendezvous() -> Row:
+    """The rendezvous of the nodes."""
+
     def seen(metric: names.Metric) -> str:
-        return f"max by (run_id, backend) ({series(metric)})"
+        return f"max by (backend) ({series(metric)})"
 
     return Row(
         "Rendezvous",
         [
-            panels.states(
+            panels.yes_or_no(
                 "Round complete",
                 "Whether the nodes have completed a round, as torchrun's agents last"
                 " read it. Not complete for minutes: a node has not joined, or its"
                 " agent cannot reach the endpoint.",
-                over_time(seen(names.RENDEZVOUS_COMPLETE), "{{run_id}} {{backend}}"),
+                over_time(seen(names.RENDEZVOUS_COMPLETE), "{{backend}}"),
                 "complete",
                 "not complete",
             ),
@@ -282,9 +143,9 @@ def _rendezvous() -> Row:
                 " one. Below its minimum the job cannot start. A wait list that remains"
                 " means that the job is at its maximum or does not restart.",
                 "short",
-                over_time(seen(names.RENDEZVOUS_PARTICIPANTS), "joined {{run_id}}"),
-                over_time(seen(names.RENDEZVOUS_WAIT_LIST), "waiting {{run_id}}"),
-                over_time(seen(names.RENDEZVOUS_ROUND), "round {{run_id}}"),
+                over_time(seen(names.RENDEZVOUS_PARTICIPANTS), "joined"),
+                over_time(seen(names.RENDEZVOUS_WAIT_LIST), "waiting"),
+                over_time(seen(names.RENDEZVOUS_ROUND), "round"),
             ),
             panels.lines(
                 "Oldest heartbeat",
@@ -293,28 +154,29 @@ def _rendezvous() -> Row:
                 " to the backend has failed.",
                 "s",
                 over_time(
-                    "max by (run_id, backend)"
-                    f" ({age(names.RENDEZVOUS_OLDEST_HEARTBEAT)})",
-                    "{{run_id}} {{backend}}",
+                    f"max by (backend) ({age(names.RENDEZVOUS_OLDEST_HEARTBEAT)})",
+                    "{{backend}}",
                 ),
             ),
             panels.lines(
                 "Joining, by result",
-                "Rendezvous that completed, timed out or failed, per second. Timeouts:"
+                "Rendezvous that completed, timed out or failed. Timeouts:"
                 " rendezvous.waiting and rendezvous.timeout in the logs list the nodes"
                 " that have joined.",
-                "ops",
+                "short",
                 over_time(
                     "sum by (backend, result)"
-                    f" ({rate(names.RENDEZVOUS_DURATION, suffix='_count')})",
+                    f" ({grown(names.RENDEZVOUS_DURATION, suffix='_count')})",
                     "{{backend}} {{result}}",
                 ),
             ),
         ],
+        closed=True,
     )
 
 
-def _logs_and_traces() -> Row:
+def logs_and_traces() -> Row:
+    """Events as sentences, and traces of barriers."""
     unfinished = (
         f'{{ {targets.OF_RUN} && (span.{names.BARRIER_RESULT} =~ "timeout|failed"'
         ' || (name =~ "barrier .*" && duration > 10s)) }'
@@ -324,9 +186,8 @@ def _logs_and_traces() -> Row:
         [
             panels.log_lines(
                 "Events",
-                "The events of stalled jobs, barriers, rendezvous and calls. `awaited`"
-                " and `missing` have the hosts and ranks; `trace_id` links to the"
-                " trace.",
+                "The events of stalled jobs, barriers, rendezvous and calls, one line"
+                " each. Open a line for its fields; `trace_id` links to the trace.",
                 targets.events(
                     names.JOB_STALLED,
                     names.JOB_RESUMED,
@@ -350,4 +211,5 @@ def _logs_and_traces() -> Row:
                 targets.traces(unfinished),
             ),
         ],
+        closed=True,
     )

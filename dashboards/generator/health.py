@@ -4,9 +4,14 @@ from typing import Any
 
 from generator import config, panels, targets
 from generator.page import Row, page
-from generator.targets import now, over_time, rate, series
+from generator.panels import Column
+from generator.targets import grown, now, over_time, rate, series
 from generator.targets import rows as as_rows
 from tracedstore import names
+
+# Prometheus has such series of all that it scrapes: the processes of a job have a run.
+_OURS = 'run_id!=""'
+_UP = series("up", _OURS)
 
 
 def build() -> Any:
@@ -30,17 +35,20 @@ def _now() -> Row:
                 "Parts of the telemetry that raised and are switched off, over all"
                 " processes. The job is not affected; signals are missing. Search the"
                 " logs for telemetry.disabled, and restart or call configure() again.",
-                now(f"sum({series(names.TELEMETRY_FAILURES)} > bool 0) or vector(0)"),
+                now(
+                    # A part has no series before its first failure.
+                    f"sum({series(names.TELEMETRY_FAILURES)} > bool 0)"
+                    f" or 0 * count({series(names.BUILD_INFO)})"
+                ),
+                empty="No process is scraped.",
             ),
             panels.number(
                 "Processes not scraped",
                 "Targets that Prometheus cannot scrape, and workers that do not answer"
                 " their agent. If the processes run, check TRACEDSTORE_HTTP_HOST,"
                 " firewalls and credentials.",
-                now(
-                    f"count(({series('up')} or {series(names.WORKER_UP)}) == 0)"
-                    " or vector(0)"
-                ),
+                now(f"sum(({_UP} or {series(names.WORKER_UP)}) == bool 0)"),
+                empty="No process is scraped.",
             ),
             panels.number(
                 "Versions in use",
@@ -51,14 +59,16 @@ def _now() -> Row:
                     f" ({series(names.BUILD_INFO)}))"
                 ),
                 bad=2,
+                empty="No process is scraped.",
             ),
             panels.number(
                 "Slowest scrape",
                 "The response time of the slowest target. Seconds: the process is short"
                 " of CPU, or a thread of it or of a worker of its node holds the GIL.",
-                now(f"max({series('scrape_duration_seconds')})"),
+                now(f"max({series('scrape_duration_seconds', _OURS)})"),
                 unit="s",
                 bad=5,
+                empty="No process is scraped.",
             ),
         ],
     )
@@ -74,9 +84,7 @@ def _scraping() -> Row:
                 " part is tried again. telemetry.disabled in the logs has the error.",
                 "short",
                 over_time(
-                    "sum by (observer)"
-                    f" (increase({series(names.TELEMETRY_FAILURES)}"
-                    "[$__rate_interval]))",
+                    f"sum by (observer) ({grown(names.TELEMETRY_FAILURES)})",
                     "{{observer}}",
                 ),
                 width=8,
@@ -125,7 +133,7 @@ def _scraping() -> Row:
                     f"sum by (run_id, host) ({series(names.OPERATIONS_DROPPED)})",
                     "{{run_id}} {{host}}, C++ calls",
                 ),
-                width=8,
+                width=12,
             ),
             panels.lines(
                 "Scrape duration",
@@ -134,10 +142,10 @@ def _scraping() -> Row:
                 "s",
                 over_time(
                     "topk(10, max by (run_id, host, instance)"
-                    f" ({series('scrape_duration_seconds')}))",
+                    f" ({series('scrape_duration_seconds', _OURS)}))",
                     "{{instance}} on {{host}}",
                 ),
-                width=8,
+                width=12,
             ),
             panels.lines(
                 "Series per target",
@@ -146,24 +154,25 @@ def _scraping() -> Row:
                 " barrier names, or TRACEDSTORE_METRICS=full; all have limits.",
                 "short",
                 over_time(
-                    f"max by (job, run_id) ({series('scrape_samples_scraped')})",
+                    f"max by (job, run_id) ({series('scrape_samples_scraped', _OURS)})",
                     "{{job}} {{run_id}}",
                 ),
-                width=8,
+                width=12,
             ),
             panels.rows(
                 "Versions",
                 "The number of processes per version.",
                 {
-                    "version": "tracedstore",
-                    "torch": "torch",
-                    "core": "Core",
-                    "Value": "Processes",
+                    "Value": Column("Processes", width=110),
+                    "version": Column("tracedstore"),
+                    "torch": Column("torch"),
+                    "core": Column("Core"),
                 },
                 as_rows(
                     f"count by (version, torch, core) ({series(names.BUILD_INFO)})"
                 ),
-                width=24,
+                empty="No process is scraped.",
+                width=12,
             ),
         ],
     )

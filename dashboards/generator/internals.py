@@ -1,26 +1,27 @@
 """The dashboard "Store internals": rate, errors, duration. For tuning a job."""
 
+from collections.abc import Callable
 from typing import Any
 
 from opentelemetry.semconv.attributes import db_attributes as db
 
 from generator import config, panels, targets
 from generator.page import Row, page
-from generator.targets import age, over_time, quantile, rate, series
+from generator.targets import age, grown, over_time, quantile, rate, series
 from tracedstore import names
 
 _CALL = "store, operation"
 _LEGEND = "{{store}} {{operation}}"
 
 
-def _ended(by: str, *matchers: str) -> str:
+def _ended(by: str, *matchers: str, count: Callable[..., str] = rate) -> str:
     """Return the rate of calls that ended, by operation and other labels.
 
     A blocking operation is in the histogram of waits, with `full` in both: `or` takes
     the first.
     """
     return " or ".join(
-        f"sum by ({by}) ({rate(metric, *matchers, suffix='_count')})"
+        f"sum by ({by}) ({count(metric, *matchers, suffix='_count')})"
         for metric in names.CALL_DURATIONS
     )
 
@@ -73,9 +74,9 @@ def _red() -> Row:
                 "Failures by type",
                 "timeout: the key was not set in time. DistNetworkError and similar:"
                 " the server has exited or is unreachable; check its host.",
-                "ops",
+                "short",
                 over_time(
-                    _ended(f"{_CALL}, error_type", 'error_type!=""'),
+                    _ended(f"{_CALL}, error_type", 'error_type!=""', count=grown),
                     "{{store}} {{operation}} {{error_type}}",
                 ),
             ),
@@ -130,27 +131,6 @@ def _waits() -> Row:
                 over_time(oldest, _LEGEND),
             ),
             panels.lines(
-                "Progress",
-                "Collectives of each process group, by the rank that is behind. A line"
-                " that stops rising is a job that computes for long, or hangs.",
-                "short",
-                over_time(
-                    f"min by (run_id, group) ({series(names.COLLECTIVE_SEQUENCE)})",
-                    "{{group}}",
-                ),
-            ),
-            panels.lines(
-                "Seconds without progress",
-                "The ranks in which no store call, barrier or collective has ended for"
-                " longest.",
-                "s",
-                over_time(
-                    "topk(10, max by (run_id, host, rank)"
-                    f" ({age(names.LAST_PROGRESS)}))",
-                    "rank {{rank}} on {{host}}",
-                ),
-            ),
-            panels.lines(
                 "Ended by TRACEDSTORE_ON_STALL",
                 "Processes that ended because their job could not go on. Such a process"
                 " is scraped once more at best: its event job.aborted is in the log.",
@@ -192,16 +172,16 @@ def _swaps() -> Row:
                 "Retries",
                 "Retries inside EtcdStore.add and of rendezvous writes. Each has a"
                 " delay, which makes the call slow. Use several keys for the adds.",
-                "ops",
-                over_time(f"sum by ({_CALL}) ({rate(names.CAS_RETRIES)})", _LEGEND),
+                "short",
+                over_time(f"sum by ({_CALL}) ({grown(names.CAS_RETRIES)})", _LEGEND),
             ),
             panels.lines(
                 "Writes of the rendezvous state",
                 "Conflicts rise with the number of nodes. Many conflicts while nodes"
                 " join: start the nodes in groups, or raise the join timeout.",
-                "ops",
+                "short",
                 over_time(
-                    f"sum by (backend, result) ({rate(names.RENDEZVOUS_WRITES)})",
+                    f"sum by (backend, result) ({grown(names.RENDEZVOUS_WRITES)})",
                     "{{backend}} {{result}}",
                 ),
             ),
@@ -244,7 +224,7 @@ def _volume() -> Row:
 
 
 def _etcd() -> Row:
-    failed = rate(names.ETCD_REQUESTS_MADE, 'result!="ok"')
+    failed = grown(names.ETCD_REQUESTS_MADE, 'result!="ok"')
     return Row(
         "etcd, v3 API",
         [
@@ -261,7 +241,7 @@ def _etcd() -> Row:
                 "Failed requests",
                 "failed: not applied. unknown: the answer was lost, and a write may"
                 " have been applied. Check the members of etcd and their leader.",
-                "ops",
+                "short",
                 over_time(
                     f"sum by (method, result) ({failed})", "{{method}} {{result}}"
                 ),
@@ -270,9 +250,9 @@ def _etcd() -> Row:
                 "Recoveries",
                 "What the clients did about failures. Many failovers: a member is down,"
                 " or its network is. Log-ins: tokens expire between calls.",
-                "ops",
+                "short",
                 over_time(
-                    f"sum by (kind) ({rate(names.ETCD_RECOVERIES_MADE)})", "{{kind}}"
+                    f"sum by (kind) ({grown(names.ETCD_RECOVERIES_MADE)})", "{{kind}}"
                 ),
             ),
             panels.lines(

@@ -1,6 +1,8 @@
 """Builds a dashboard from rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard as builders
@@ -11,16 +13,35 @@ from generator import config, variables
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a title."""
+    """Panels under a title; a row that is closed shows its title only."""
 
     title: str
     panels: list[Any]
+    closed: bool = False
 
 
-def page(uid: str, title: str, description: str, *rows: Row) -> Any:
-    """Build a dashboard with the variables, links to the other dashboards, and rows."""
+def page(
+    uid: str,
+    title: str,
+    description: str,
+    *rows: Row,
+    first: Sequence[Any] = (),
+    annotations: Sequence[Any] = (),
+    one_run: bool = False,
+) -> Any:
+    """Build a dashboard with the variables and links to the other dashboards.
+
+    Args:
+        uid: Its uid.
+        title: Its title, after the name of the project.
+        description: What it is for.
+        rows: Its rows.
+        first: Panels above all rows.
+        annotations: What marks all panels over time.
+        one_run: It shows one run.
+    """
     dashboard = (
-        builders.Dashboard(title)
+        builders.Dashboard(f"{config.TAG} {title}")
         .uid(uid)
         .description(description)
         .tags([config.TAG])
@@ -29,7 +50,7 @@ def page(uid: str, title: str, description: str, *rows: Row) -> Any:
         .time("now-1h", "now")
         .timezone("browser")
         .link(
-            builders.DashboardLink("tracedstore")
+            builders.DashboardLink(config.TAG)
             .type(DashboardLinkType.DASHBOARDS)
             .tags([config.TAG])
             .include_vars(True)
@@ -38,15 +59,23 @@ def page(uid: str, title: str, description: str, *rows: Row) -> Any:
     )
     for variable in (
         *variables.sources(),
-        *variables.targets(),
+        *variables.targets(one_run=one_run),
         variables.service(),
     ):
         dashboard = dashboard.with_variable(variable)
-    number = 0
+    for annotation in annotations:
+        dashboard = dashboard.annotation(annotation)
+    numbers = count(1)
+    for panel in first:
+        dashboard = dashboard.with_panel(panel.id(next(numbers)))
     for row in rows:
-        number += 1
-        dashboard = dashboard.with_row(builders.Row(row.title).id(number))
+        header = builders.Row(row.title).id(next(numbers))
+        if row.closed:
+            for panel in row.panels:
+                header = header.with_panel(panel.id(next(numbers)))
+            dashboard = dashboard.with_row(header)
+            continue
+        dashboard = dashboard.with_row(header)
         for panel in row.panels:
-            number += 1
-            dashboard = dashboard.with_panel(panel.id(number))
+            dashboard = dashboard.with_panel(panel.id(next(numbers)))
     return dashboard.build()

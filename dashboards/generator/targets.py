@@ -1,5 +1,6 @@
 """The queries of panels, each with the data source of a variable."""
 
+from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders import loki, prometheus, tempo
 from grafana_foundation_sdk.models.common import DataSourceRef
 from grafana_foundation_sdk.models.loki import LokiQueryType
@@ -15,6 +16,15 @@ Target = prometheus.Dataquery | loki.Dataquery | tempo.Dataquery
 # The labels of a run, which recording rules keep.
 RUN = ("job", "namespace", "run_id")
 CHOSEN = ", ".join(f'{name}=~"${name}"' for name in TARGET)
+
+# One line an event, for people. Fields that an event does not have are empty.
+_LINE = (
+    "{{.event}}{{if .rank}} rank {{.rank}}{{end}} on {{.host}}"
+    "{{if .phase}} in {{.phase}}{{end}}{{if .barrier}} at {{.barrier}}{{end}}"
+    "{{if .operation}} {{.operation}} {{.key}}{{end}}:"
+    " {{or .message .awaited .missing .error .url}}"
+    "{{if .remedy}}; {{.remedy}}{{end}}"
+)
 
 # Spans have the run id as an attribute.
 OF_RUN = f'span.{names.RUN_ID} =~ "$run_id"'
@@ -65,6 +75,11 @@ def quantile(q: float, metric: names.Metric, *by: str) -> str:
     return f"histogram_quantile({q}, sum by ({', '.join((*by, 'le'))}) ({buckets}))"
 
 
+def grown(metric: names.Metric, *matchers: str, suffix: str = "") -> str:
+    """Compute the increase: rare things are counted, they have no rate."""
+    return f"increase({series(metric, *matchers, suffix=suffix)}[$__rate_interval])"
+
+
 def age(metric: names.Metric, *matchers: str) -> str:
     """Compute the seconds since a timestamp."""
     return f"(time() - {series(metric, *matchers)})"
@@ -87,7 +102,7 @@ def rows(expr: str) -> Target:
 
 def buckets(metric: names.Metric) -> Target:
     """Query Prometheus for the buckets of a histogram over time."""
-    increase = f"increase({series(metric, suffix='_bucket')}[$__rate_interval])"
+    increase = grown(metric, suffix="_bucket")
     query = _prometheus(f"sum by (le) ({increase})").range().exemplar(True)
     return query.format(PromQueryFormat.HEATMAP).legend_format("{{le}}")
 
@@ -97,11 +112,27 @@ def events(*event_names: str) -> Target:
     pattern = "|".join(name.replace(".", "[.]") for name in event_names)
     chosen = " | ".join(f'{name}=~"${name}"' for name in ("run_id", "host", "rank"))
     expr = f'{{service_name=~"$service_name"}} | json | event=~"{pattern}" | {chosen}'
+    expr += f" | line_format `{_LINE}`"
     return (
         loki.Dataquery()
         .datasource(DataSourceRef(type_val="loki", uid=f"${{{config.LOKI}}}"))
         .expr(expr)
         .query_type(LokiQueryType.RANGE)
+    )
+
+
+def annotation(name: str, expr: str, text: str, color: str) -> builders.AnnotationQuery:
+    """Mark the times at which a query has a result."""
+    source = DataSourceRef(type_val="prometheus", uid=f"${{{config.PROMETHEUS}}}")
+    return (
+        builders.AnnotationQuery()
+        .name(name)
+        .datasource(source)
+        .enable(True)
+        .icon_color(color)
+        .expr(expr)
+        .title_format(name)
+        .text_format(text)
     )
 
 

@@ -7,14 +7,16 @@ from typing import Any
 
 
 def lines(page: dict[str, Any]) -> list[str]:
-    """Format one notification, with a line per alert."""
+    """Format one notification: for each alert its name, text and runbook section."""
     head = " ".join(f"{name}={value}" for name, value in page["groupLabels"].items())
-    return [f"PAGE {page['status']} {head}: {len(page['alerts'])} alerts"] + [
-        f"  {alert['status']} {alert['labels']['alertname']}:"
-        f" {alert['annotations'].get('description', '')}"
-        f" [{alert['annotations'].get('runbook_url', '')}]"
-        for alert in page["alerts"]
-    ]
+    printed = [f"PAGE {page['status']} {head}: {len(page['alerts'])} alerts"]
+    for alert in page["alerts"]:
+        labels, annotations = alert["labels"], alert["annotations"]
+        title = f"{alert['status']} {labels['alertname']} ({labels.get('severity')})"
+        text = annotations.get("description", "").splitlines()
+        link = annotations.get("runbook_url", "")
+        printed += [f"  {title}", *(f"    {line}" for line in (*text, link))]
+    return printed
 
 
 class Pager(BaseHTTPRequestHandler):

@@ -141,7 +141,7 @@ BARRIER_MISSING = Metric(
 BARRIER_RANK_MISSING = Metric(
     "tracedstore_barrier_rank_missing",
     "gauge",
-    ("barrier", "missing_rank", "missing_host"),
+    ("barrier", "missing_rank", "missing_host", "cause"),
     "1 for each rank missing at a stalled barrier, for at most 64 ranks per barrier.",
     unit="{rank}",
 )
@@ -237,6 +237,13 @@ JOB_ABORTS = Metric(
     "Processes that TRACEDSTORE_ON_STALL=abort ended. Such a process is scraped once"
     " more at best; OTLP has it.",
     unit="{process}",
+)
+JOB_STALLED_START = Metric(
+    "tracedstore_job_stalled_start_timestamp_seconds",
+    "gauge",
+    ("cause", "phase", "awaited", "remedy"),
+    "When the wait of the stalled job began; the labels are the verdict, for people.",
+    unit="s",
 )
 COLLECTIVE_SEQUENCE = Metric(
     "tracedstore_collective_sequence",

@@ -205,7 +205,7 @@ class TestJob:
 
         assert volume in SERVICES["job"]["volumes"]
         assert f"{volume}:ro" in SERVICES["otel-collector"]["volumes"]
-        files = collector["receivers"]["filelog"]
+        files = collector["receivers"]["file_log"]
         assert files["include"] == ["/var/log/job/**/stderr.log"]
         service = SERVICES["job"]["environment"]["OTEL_SERVICE_NAME"]
         assert files["resource"] == {"service.name": service}
@@ -243,13 +243,29 @@ class TestGrafana:
     def test_trace_ids_in_logs(self) -> None:
         """The expression finds the trace id in a line as events are written."""
         (loki,) = [s for s in self.SOURCES if s["type"] == "loki"]
-        (field,) = loki["jsonData"]["derivedFields"]
+        label, field = loki["jsonData"]["derivedFields"]
+        assert (label["matcherType"], label["matcherRegex"]) == ("label", "trace_id")
         line = f'{{"event": "{names.BARRIER_TIMEOUT}", "trace_id": "{"ab" * 16}"}}'
 
         match = re.search(field["matcherRegex"], line)
 
         assert match is not None
         assert match[1] == "ab" * 16
+
+    def test_links_in_pages(self) -> None:
+        """Links of alerts are to published ports, and visitors may follow them."""
+        grafana = SERVICES["grafana"]
+        base = f"http://{grafana['ports'][0].removesuffix(':3000')}"
+
+        for name in ("prometheus", "alertmanager"):
+            address = SERVICES[name]["ports"][0].rpartition(":")[0]
+            option = f"--web.external-url=http://{address}"
+            assert option in SERVICES[name]["command"]
+        ruler = read("deploy/loki/loki.yaml")["ruler"]
+        assert ruler["external_url"] == base
+        assert ruler["datasource_uid"] in {source["uid"] for source in self.SOURCES}
+        # Explore is not for viewers; nobody else reaches the port.
+        assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Editor"
 
     def test_dashboards(self) -> None:
         """Every dashboard is in the provisioned folder, and one is the home page."""

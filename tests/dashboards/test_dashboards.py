@@ -29,7 +29,10 @@ from support.tools import ROOT, query_errors, run
 from tracedstore import names
 
 # Metrics that Prometheus adds to every target.
-RAW_COUNTS = ("Parts that failed", "Events dropped", "Ended by TRACEDSTORE_ON_STALL")
+RAW_COUNTS = (
+    *("Parts that failed", "Events dropped", "Runs, the worst first"),
+    "Ended by TRACEDSTORE_ON_STALL",
+)
 PROMETHEUS_METRICS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
 TARGET_LABELS = {
     *("job", "instance", "namespace", "run_id", "host", "rank", "local_rank"),
@@ -57,6 +60,12 @@ def metric_of(name: str) -> names.Metric | None:
     return next((m for m in names.METRICS if m.name in (name, base)), None)
 
 
+def kind_of(panel: dict[str, Any]) -> str:
+    """Return the kind of the data source of a panel."""
+    kind: str = panel["datasource"]["type"]
+    return kind
+
+
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the generator of a directory in check mode."""
     return subprocess.run(
@@ -76,7 +85,7 @@ class TestGenerated:
         completed = check(FOLDER)
 
         assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
-        assert len(FILES) == 3
+        assert len(FILES) == 4
 
     def test_check_detects_manual_edit(self, tmp_path: Path) -> None:
         """The check fails for a dashboard that was edited by hand."""
@@ -122,7 +131,9 @@ class TestDashboard:
                 assert dashboard["editable"] is False
                 assert dashboard["title"]
                 assert dashboard["description"]
-                ids = [panel["id"] for panel in dashboard["panels"]]
+                assert dashboard["title"].startswith("tracedstore ")
+                rows = [row for row in dashboard["panels"] if row["type"] == "row"]
+                ids = [panel["id"] for panel in panels(dashboard) + rows]
                 assert len(ids) == len(set(ids))
 
     def test_sources_are_variables(self, subtests: pytest.Subtests) -> None:
@@ -142,32 +153,46 @@ class TestDashboard:
                 }
 
     def test_variables(self, subtests: pytest.Subtests) -> None:
-        """Run, host and rank are multi-value variables with an "All" option."""
+        """A run is chosen from a list that a text filters; ranks are a text."""
         for path in FILES:
             with subtests.test(dashboard=path.stem):
                 variables: dict[str, dict[str, Any]] = {
                     variable["name"]: variable
                     for variable in load(path)["templating"]["list"]
-                    if variable["type"] == "query"
                 }
+                one_run = path.stem == "tracedstore-job"
 
-                assert TARGET_LABELS - {"local_rank"} < set(variables)
-                for name, variable in variables.items():
+                for name in ("job", "run_id", "service_name"):
+                    several = not (one_run and name == "run_id")
+                    variable = variables[name]
                     assert (variable["multi"], variable["includeAll"]) == (
-                        True,
-                        True,
+                        several,
+                        several,
                     ), name
-                    assert variable["refresh"] == 2, (
-                        name
-                    )  # refreshed when the time range changes
+                    # Refreshed when the time range changes.
+                    assert variable["refresh"] == 2, name
                     assert variable["label"], name
                     assert re.fullmatch(
                         r"\$\{\w+_datasource\}", variable["datasource"]["uid"]
                     )
-                    # An agent has no rank, and a process may have no run id.
-                    # "All" must match them too.
-                    optional = name in ("namespace", "run_id", "host", "rank")
-                    assert variable["allValue"] == (".*" if optional else ".+"), name
+                # An agent has no rank, and a process may have no run id: "All" must
+                # match them too.
+                assert variables["run_id"]["allValue"] == ".*"
+                assert variables["job"]["allValue"] == ".+"
+                for name, every in {
+                    "host": ".*",
+                    "rank": ".*",
+                    "instance": ".+",
+                }.items():
+                    assert variables[name]["type"] == "textbox", name
+                    assert variables[name]["query"] == every, name
+                shown = {name for name, one in variables.items() if not one.get("hide")}
+                assert shown - {s for s in shown if "datasource" in s} == {
+                    "find",
+                    "run_id",
+                }
+                for name in ("job", "run_id"):
+                    assert "$find" in variables[name]["query"]["query"]
 
     def test_panels(self, subtests: pytest.Subtests) -> None:
         """Each panel has a title, a description, a unit and queries."""
@@ -178,6 +203,20 @@ class TestDashboard:
                     assert title
                     assert len(panel["description"]) > 20, title
                     assert panel["fieldConfig"]["defaults"]["unit"], title
+                    # Labels have no unit: only the columns of values have one.
+                    if panel["type"] == "table":
+                        assert panel["fieldConfig"]["defaults"]["unit"] == "none", title
+                    # Nor has it the color of what is well.
+                    if panel["type"] == "stat":
+                        (color,) = [
+                            mapping["options"]["result"]["color"]
+                            for mapping in panel["fieldConfig"]["defaults"]["mappings"]
+                            if mapping["type"] == "special"
+                        ]
+                        assert color == "#808080", title
+                    # No data is told in words where it means something.
+                    if panel["type"] in ("stat", "table") and kind_of(panel) != "tempo":
+                        assert panel["fieldConfig"]["defaults"]["noValue"], title
                     assert panel["targets"], title
                     kind = panel["datasource"]["type"]
                     uid = f"${{{kind}_datasource}}"
@@ -192,7 +231,8 @@ class TestDashboard:
         for path in FILES:
             with subtests.test(dashboard=path.stem):
                 taken: set[tuple[int, int]] = set()
-                for panel in load(path)["panels"]:
+                rows = [row for row in load(path)["panels"] if row["type"] == "row"]
+                for panel in panels(load(path)) + rows:
                     area = panel["gridPos"]
                     assert area["x"] + area["w"] <= 24, panel["title"]
                     cells = {
@@ -258,7 +298,7 @@ class TestPromql:
         """Counters are inside rate() or increase() over $__rate_interval.
 
         Exceptions: some panels show the raw count, because their series appear with
-        their first value, and "Last arrivals by rank" covers the whole time range.
+        their first value, and two cover the whole time range.
         """
         for query in PROMQL:
             with subtests.test(query=f"{query.panel} {query.target['refId']}"):
@@ -269,30 +309,29 @@ class TestPromql:
                     if query.panel not in RAW_COUNTS:
                         assert before.endswith(("rate(", "increase(")), query
                 windows = set(re.findall(r"\[([^]]*)\]", query.text))
-                whole_range = (
-                    {"$__range"} if query.panel == "Last arrivals by rank" else set()
-                )
+                of_range = query.panel in ("Last arrivals by rank", "State")
+                whole_range = {"$__range"} if of_range else set()
                 assert windows <= {"$__rate_interval", *whole_range}, query
 
 
 class TestStalledJob:
     """The panels about a stalled job, evaluated by promtool."""
 
-    REPORTERS = ('rank="0",host="n0"', 'rank="1",host="n0"')
+    REPORTERS = ('rank="0",host="n0"', 'rank="1",host="n1"')
 
     def samples(self, panel: str, tmp_path: Path, *expected: tuple[str, float]) -> None:
-        """Check the samples of a panel: two stalled runs, one with an unknown rank."""
-        (query,) = [query for query in PROMQL if query.panel == panel]
+        """Check the first query of a panel: one stalled run, and one that has ended."""
+        query = next(query for query in PROMQL if query.panel == panel)
         target = 'job="training",instance="a:1"'
         awaited = 'awaited_rank="2",awaited_host="n1",cause="busy"'
-        series = {
-            f'{names.JOB_AWAITED.name}{{{target},run_id="s",cause="unknown"}}': "0x5",
-            f'{names.JOB_AWAITED.name}{{{target},run_id="t",cause="gone"}}': "1 stale",
-        }
+        verdict = 'cause="gone",phase="barrier",awaited="rank 2",remedy="read its log"'
+        up = f'up{{{target},run_id="ended",rank="0"}}'
+        series = {up: "1 1 stale"}
         for reporter in self.REPORTERS:
             labels = f'{target},run_id="r",{reporter}'
-            series[f'{names.JOB_AWAITED.name}{{{labels},cause="busy"}}'] = "1x5"
+            series[f'{names.JOB_AWAITED.name}{{{labels},cause="gone"}}'] = "1x5"
             series[f"{names.JOB_RANK_AWAITED.name}{{{labels},{awaited}}}"] = "1x5"
+            series[f"{names.JOB_STALLED_START.name}{{{labels},{verdict}}}"] = "30x5"
         test = {
             "interval": "30s",
             "input_series": [{"series": s, "values": v} for s, v in series.items()],
@@ -321,22 +360,26 @@ class TestStalledJob:
 
         assert completed.returncode == 0, completed.stdout + completed.stderr
 
+    def test_verdict(self, tmp_path: Path) -> None:
+        """The first panel has one row for what two ranks report, with its start."""
+        labels = '{cause="gone",phase="barrier",awaited="rank 2",remedy="read its log"}'
+        self.samples("Whom the job waits for, and what to do", tmp_path, (labels, 3e4))
+
     def test_table(self, tmp_path: Path) -> None:
-        """A row has rank, host and cause; a job with an unknown rank has a row too."""
+        """A row has rank, host and cause."""
         self.samples(
             "Who the job waits for",
             tmp_path,
-            ('{run_id="r",awaited_rank="2",awaited_host="n1",cause="busy"}', 1),
-            ('{run_id="s",cause="unknown"}', 0),
+            ('{awaited_rank="2",awaited_host="n1",cause="busy"}', 1),
         )
 
-    def test_stalled_jobs_are_counted(self, tmp_path: Path) -> None:
-        """Runs are counted once, and not after they resumed."""
-        self.samples("Jobs stalled", tmp_path, ("{}", 2))
+    def test_state(self, tmp_path: Path) -> None:
+        """The state is that of the worst run that is chosen."""
+        self.samples("State", tmp_path, ("{}", 5))
 
-    def test_awaited_ranks_are_counted(self, tmp_path: Path) -> None:
-        """A rank that two ranks report is counted once."""
-        self.samples("Ranks awaited", tmp_path, ("{}", 1))
+    def test_runs_are_counted(self, tmp_path: Path) -> None:
+        """A stalled run is counted once."""
+        self.samples("Runs by state", tmp_path, ("{}", 1))
 
 
 def test_logql_and_traceql_parse() -> None:
@@ -371,7 +414,7 @@ def test_trace_panels_query_existing_attributes() -> None:
 
 
 def test_few_panels_read_every_rank() -> None:
-    """Job coordination reads recording rules; only panels that name ranks do not.
+    """The dashboard Job reads recording rules; only panels that name ranks do not.
 
     Series of stalls and of a rendezvous are of a few processes.
     """
@@ -381,17 +424,23 @@ def test_few_panels_read_every_rank() -> None:
             names.JOB_AWAITED,
             names.JOB_RANK_AWAITED,
             names.BARRIER_RANK_MISSING,
+            names.JOB_STALLED_START,
         )
     }
     of_ranks = {
         query.panel
         for query in PROMQL
-        if query.dashboard == "tracedstore-coordination"
+        if query.dashboard == "tracedstore-job"
         for name, _ in SELECTOR.findall(query.text)
         if name not in of_few and name not in RECORDED and "rendezvous" not in name
     }
 
-    assert of_ranks == {"Last arrivals by rank", "Waiting now", "Oldest wait by rank"}
+    assert of_ranks == {
+        "Last arrivals by rank",
+        "Waiting now",
+        "Oldest wait by rank",
+        "Ranks without progress",
+    }
 
 
 def test_exemplar_queries() -> None:

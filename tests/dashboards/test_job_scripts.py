@@ -42,12 +42,15 @@ def test_pager_and_probe(pager: tuple[Program, str]) -> None:
     wait_until(lambda: probe(url) == 0)
     page = {
         "status": "firing",
-        "groupLabels": {"run_id": "r", "barrier": "b"},
+        "groupLabels": {"run_id": "r"},
         "alerts": [
             {
                 "status": "firing",
-                "labels": {"alertname": "TracedstoreBarrierStalled"},
-                "annotations": {"description": "rank 3 on n1", "runbook_url": "x#y"},
+                "labels": {"alertname": "TracedstoreJobStalled", "severity": "warning"},
+                "annotations": {
+                    "description": "stalled\nrank 3 on n1",
+                    "runbook_url": "x#y",
+                },
             }
         ],
     }
@@ -56,8 +59,11 @@ def test_pager_and_probe(pager: tuple[Program, str]) -> None:
         pass
 
     assert program.log().splitlines() == [
-        "PAGE firing run_id=r barrier=b: 1 alerts",
-        "  firing TracedstoreBarrierStalled: rank 3 on n1 [x#y]",
+        "PAGE firing run_id=r: 1 alerts",
+        "  firing TracedstoreJobStalled (warning)",
+        "    stalled",
+        "    rank 3 on n1",
+        "    x#y",
     ]
     # The probe fails if one of its URLs does not answer.
     assert probe(url, f"http://127.0.0.1:{free_port()}/") == 1

@@ -78,9 +78,10 @@ class TestExport:
     def test_valid(self, exported: dict[str, dict[str, Any]]) -> None:
         """There is an object for each file, in the namespace, with its labels."""
         assert sorted(exported) == [
-            "ConfigMap/dashboard-tracedstore-coordination",
+            "ConfigMap/dashboard-tracedstore-fleet",
             "ConfigMap/dashboard-tracedstore-health",
             "ConfigMap/dashboard-tracedstore-internals",
+            "ConfigMap/dashboard-tracedstore-job",
             "ConfigMap/tracedstore-loki-rules",
             "NetworkPolicy/tracedstore",
             "PodMonitor/tracedstore",

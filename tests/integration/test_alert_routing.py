@@ -49,7 +49,7 @@ def alert_names(page: dict[str, Any]) -> set[str]:
     return {alert["labels"]["alertname"] for alert in page["alerts"]}
 
 
-def test_alerts_of_one_barrier_are_grouped(
+def test_alerts_of_one_run_are_grouped(
     alertmanager: Alertmanager, webhook: Webhook
 ) -> None:
     """Alerts of 1000 ranks and of two kinds are one notification."""
@@ -63,35 +63,34 @@ def test_alerts_of_one_barrier_are_grouped(
     page = webhook.wait_for("TracedstoreBarrierStalled")
 
     assert len(page["alerts"]) == 1001
-    assert page["groupLabels"] == {"run_id": "r", "barrier": "checkpoint/*"}
+    assert page["groupLabels"] == {"run_id": "r"}
     assert len(webhook.pages) == 1
 
 
-@pytest.mark.parametrize(
-    "source", ["TracedstoreBarrierStalled", "TracedstoreJobStalled"]
-)
-def test_stall_inhibits_stalled_operations(
-    alertmanager: Alertmanager, webhook: Webhook, source: str
+def test_one_incident_is_one_alert(
+    alertmanager: Alertmanager, webhook: Webhook
 ) -> None:
-    """Stalled operations of the same run are not sent, nor telemetry alerts."""
+    """Of a stalled run neither warnings nor alerts on logs are sent."""
     stalled = {"alertname": "TracedstoreOperationStalled", "severity": "warning"}
+    logs = {"alertname": "TracedstoreJobStalledInLogs", "severity": "critical"}
+    source = {"alertname": "TracedstoreJobStalled", "severity": "critical"}
     send(
         alertmanager,
-        {
-            "alertname": source,
-            "severity": "critical",
-            "run_id": "r",
-        },
+        source | {"run_id": "r"},
         {"alertname": "TracedstoreTelemetryOff", "severity": "info", "run_id": "r"},
         stalled | {"run_id": "r"},
+        logs | {"run_id": "r"},
     )
-    webhook.wait_for(source)
+    webhook.wait_for("TracedstoreJobStalled")
     # All groups wait equally long, so a later alert is notified later.
-    send(alertmanager, stalled | {"run_id": "s"})
-    other = webhook.wait_for("TracedstoreOperationStalled")
+    send(alertmanager, stalled | {"run_id": "s"}, logs | {"run_id": "t"})
+    webhook.wait_for("TracedstoreOperationStalled")
+    webhook.wait_for("TracedstoreJobStalledInLogs")
 
-    assert other["groupLabels"] == {"run_id": "s"}
-    assert [alert_names(page) for page in webhook.pages] == [
-        {source},
-        {"TracedstoreOperationStalled"},
-    ]
+    assert {
+        page["groupLabels"]["run_id"]: alert_names(page) for page in webhook.pages
+    } == {
+        "r": {"TracedstoreJobStalled"},
+        "s": {"TracedstoreOperationStalled"},
+        "t": {"TracedstoreJobStalledInLogs"},
+    }

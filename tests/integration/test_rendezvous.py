@@ -1,5 +1,6 @@
 """Failing rendezvous on real servers: events and exceptions."""
 
+import signal
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -391,6 +393,23 @@ class TestUnreachable:
                 handler("traced-c10d", endpoint, "run", is_host="1")
 
         assert only(events, names.RENDEZVOUS_FAILED)["cause"] == "address_in_use"
+
+    def test_ended_on_purpose(
+        self, events: Events, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A signal that ends the agent is no failure of the rendezvous."""
+        node = handler("traced-c10d", f"127.0.0.1:{free_port()}", "run", is_host="1")
+
+        def is_ended() -> int:
+            raise SignalException("SIGTERM", signal.SIGTERM)
+
+        monkeypatch.setattr(node._inner, "num_nodes_waiting", is_ended)  # type: ignore[attr-defined]
+
+        with pytest.raises(SignalException) as raised:
+            node.num_nodes_waiting()
+
+        assert [e for e in events() if e["event"] == names.RENDEZVOUS_FAILED] == []
+        assert not hasattr(raised.value, "__notes__")
 
     def test_etcd_without_v2(self, tmp_path: Path, events: Events) -> None:
         """The message has the option with which to start etcd."""

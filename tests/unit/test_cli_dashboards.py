@@ -25,8 +25,9 @@ class TestExport:
         assert main(["dashboards", "export", str(folder)]) == 0
 
         assert files(folder) == set(shipped())
-        printed = capsys.readouterr().out.splitlines()
-        assert printed == [str(folder / name) for name in shipped()]
+        out, error = capsys.readouterr()
+        assert out.splitlines() == [str(folder / name) for name in shipped()]
+        assert "--runbook-url URL" in error
 
     def test_overwrite(self, tmp_path: Path) -> None:
         """A second export overwrites the files of the first; other files stay."""
@@ -39,8 +40,19 @@ class TestExport:
         assert (tmp_path / "rules" / "prometheus.yaml").read_text() != "old"
         assert (tmp_path / "rules" / "own.yaml").read_text() == "own"
 
-    def test_runbook(self, tmp_path: Path) -> None:
-        """The runbook address of alerts can be changed."""
+    def test_no_url(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What is not a URL is refused before anything is written."""
+        folder = tmp_path / "new"
+
+        with pytest.raises(SystemExit) as ended:
+            main(["dashboards", "export", str(folder), "--runbook-url", "runbook.md"])
+
+        assert ended.value.code == 64
+        assert "'runbook.md' is no URL" in capsys.readouterr().err
+        assert not folder.exists()
+
+    def test_runbook(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The runbook address of alerts can be changed; nothing is left to say then."""
         url = "https://wiki.example/runbook"
 
         main(["dashboards", "export", str(tmp_path), "--runbook-url", url])
@@ -48,6 +60,7 @@ class TestExport:
         rules = (tmp_path / "rules" / "prometheus.yaml").read_text()
         assert f"{url}#" in rules
         assert "docs/runbook.md" not in rules
+        assert capsys.readouterr().err == ""
 
     def test_unwritable_folder(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

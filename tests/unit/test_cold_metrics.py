@@ -138,7 +138,7 @@ class TestGauges:
         ended: list[bool] = []
         assert cold.begin("call", stalled(), lambda: not ended)
         assert numbers(cold, names.BARRIER_ARRIVED) == {("b",): 1}
-        assert numbers(cold, names.BARRIER_RANK_MISSING) == {("b", "1", "node1"): 1}
+        assert numbers(cold, names.BARRIER_RANK_MISSING) == {("b", "1", "node1", ""): 1}
 
         ended.append(True)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from support.hostile_json import values
 from tracedstore.common.causes import CAUSES, REMEDIES, worst
+from tracedstore.diagnosis.judgement.stall_reports import page_text
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 
 VERDICT = Verdict(
@@ -65,6 +66,36 @@ def test_many_ranks_are_folded() -> None:
     assert verdict.describe_awaited().endswith("rank 7; and ranks 8-9999")
     one_more = replace(verdict, awaited=awaited[:9], awaited_ranks=tuple(range(9)))
     assert one_more.describe_awaited().endswith("rank 7; and rank 8")
+
+
+def test_page_text() -> None:
+    """It is as short for ten thousand ranks as for one, and has no duration."""
+    one = AwaitedRank(
+        rank=2,
+        host="node4",
+        pid=812,
+        cause="busy",
+        doing="alive",
+        idle_since=100.0,
+        place="data.py:88 load_dataset",
+    )
+    many = tuple(
+        replace(one, rank=rank, host=f"node{rank // 8:03d}", pid=rank)
+        for rank in range(64)
+    )
+    few = Verdict(phase="new_group 1", cause="busy", awaited=(one,), awaited_ranks=(2,))
+    all_but_one = replace(few, awaited=many, awaited_ranks=tuple(range(10_000)))
+
+    assert page_text(few) == (
+        "rank 2 on node4 (pid 812): alive, in data.py:88 load_dataset"
+    )
+    assert page_text(all_but_one) == (
+        "ranks 0-9999 (10,000); node000: 8, node001: 8, node002: 8, node003: 8,"
+        " node004: 8, ... and 3 more; alive, in data.py:88 load_dataset"
+    )
+    assert page_text(Verdict(phase="key a", cause="unknown", known="nothing")) == (
+        "nothing"
+    )
 
 
 def test_event_fields_are_json() -> None:

@@ -323,12 +323,14 @@ class StalledBarrier:
         missing: The ranks that did not, each with the name of its host.
         possible: Number of ranks that may be missing, where some arrived without a
             name.
+        causes: Why missing ranks did not arrive, where that is known.
     """
 
     family: str
     arrived: int
     missing: Mapping[int, str]
     possible: int
+    causes: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -340,7 +342,8 @@ class StalledBarrier:
         yield names.BARRIER_ARRIVED, (self.family,), self.arrived
         yield names.BARRIER_MISSING, (self.family,), len(self.missing) + self.possible
         for rank, host in list(self.missing.items())[:_MAX_RANKS_NAMED]:
-            yield names.BARRIER_RANK_MISSING, (self.family, str(rank), host), 1
+            labels = self.family, str(rank), host, self.causes.get(rank, "")
+            yield names.BARRIER_RANK_MISSING, labels, 1
 
 
 class Finding(NamedTuple):

@@ -515,6 +515,7 @@ class BarrierCall:
             arrived=report.arrived_count,
             missing=dict(zip(report.missing_ranks, report.missing_names, strict=True)),
             possible=report.missing_count if report.possibly_missing_ranks else 0,
+            causes=dict(zip(report.missing_ranks, report.missing_causes, strict=True)),
         )
         if not RECORDER.cold.begin(self, stalled, lambda: not self.ended):
             return

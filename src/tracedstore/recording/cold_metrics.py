@@ -80,6 +80,7 @@ TABLE: Final = (
     ColdMetric(names.JOB_AWAITED),
     ColdMetric(names.JOB_RANK_AWAITED),
     ColdMetric(names.JOB_ABORTS),
+    ColdMetric(names.JOB_STALLED_START),
     ColdMetric(names.COLLECTIVE_SEQUENCE),
     ColdMetric(names.LAST_PROGRESS),
     ColdMetric(names.ETCD_REQUESTS_MADE, get_args(RequestResult), zeros=False),

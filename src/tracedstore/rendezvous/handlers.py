@@ -290,6 +290,10 @@ class TracedRendezvousHandler(RendezvousHandler):
         self._sharing = report_other_runs(runs, self._endpoint, self.get_run_id())
 
     def _failed(self, during: str, error: Exception, started: int) -> None:
+        # A scheduler or a person ends the job: no failure, whatever was lost before.
+        # By name: only torchrun imports the module of that class.
+        if type(error).__name__ == "SignalException":
+            return
         if during == "next_rendezvous":
             timed_out = isinstance(error, RendezvousTimeoutError)
             self._ended("timeout" if timed_out else "failed", started)

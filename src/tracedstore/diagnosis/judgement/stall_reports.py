@@ -19,12 +19,16 @@ import fcntl
 import hashlib
 import os
 import struct
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tracedstore import names
-from tracedstore.diagnosis.judgement.verdict import Verdict
+from tracedstore.common.ranges import ranks_text
+from tracedstore.common.text import number, shorten
+from tracedstore.diagnosis.judgement.verdict import Verdict, worst_first
 from tracedstore.local import sockets
 from tracedstore.recording.cold_metrics import Labels
 from tracedstore.recording.recorder import RECORDER
@@ -36,6 +40,12 @@ VERDICT: Final = "tracedstore/VERDICT"
 LOOKERS: Final = "tracedstore/DIAGNOSING"
 
 _MAX_RANKS_NAMED = 64
+# A page on a telephone names so many ranks; of more it has the hosts, with counts.
+_MAX_RANKS_ON_PAGE: Final = 3
+_MAX_HOSTS_ON_PAGE: Final = 5
+# Characters of a label.
+_MAX_PHASE: Final = 80
+_MAX_TEXT: Final = 400
 _FILE: Final = "claims"
 # struct flock: type, whence, start, length and pid.
 _LOCK: Final = struct.Struct("@hhqqi4x")
@@ -139,11 +149,16 @@ class StalledJob:
         cause: Why it is stalled.
         awaited_count: Number of ranks that it waits for, 0 if they are unknown.
         awaited: Host and cause of each of the first 64 of them.
+        started: When the longest wait began, in seconds since the epoch.
+        verdict: What the waiting ranks execute, whom they wait for, and what to do, for
+            people.
     """
 
     cause: str
     awaited_count: int
     awaited: Mapping[int, tuple[str, str]]
+    started: float = 0.0
+    verdict: tuple[str, str, str] = ("", "", "")
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -155,6 +170,32 @@ class StalledJob:
         yield names.JOB_AWAITED, (self.cause,), self.awaited_count
         for rank, (host, cause) in list(self.awaited.items())[:_MAX_RANKS_NAMED]:
             yield names.JOB_RANK_AWAITED, (str(rank), host, cause), 1
+        yield names.JOB_STALLED_START, (self.cause, *self.verdict), self.started
+
+
+def page_text(verdict: Verdict) -> str:
+    """Describe the awaited ranks for a page: as short for a thousand as for one.
+
+    It has no duration, because each text is a label of a series.
+    """
+    if not verdict.awaited_ranks:
+        return verdict.describe_awaited()
+    noun = "agent" if verdict.agents else "rank"
+    awaited = [replace(one, idle_since=None) for one in worst_first(verdict.awaited)]
+    if len(verdict.awaited_ranks) <= _MAX_RANKS_ON_PAGE:
+        return "; ".join(one.describe(0, noun) for one in awaited)
+    hosts = Counter(one.host for one in awaited if one.host).most_common()
+    parts = [ranks_text(verdict.awaited_ranks, noun)]
+    parts[0] += f" ({number(len(verdict.awaited_ranks))})"
+    if hosts:
+        shown = [f"{host}: {count}" for host, count in hosts[:_MAX_HOSTS_ON_PAGE]]
+        more = len(hosts) - len(shown)
+        parts.append(", ".join(shown) + (f", ... and {more} more" if more else ""))
+    ((activity, count),) = Counter(one.activity(0) for one in awaited).most_common(1)
+    if activity:
+        most = "" if count == len(awaited) else "most of them "
+        parts.append(f"{most}{activity}")
+    return "; ".join(parts)
 
 
 def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
@@ -169,6 +210,12 @@ def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
         cause=verdict.cause,
         awaited_count=len(verdict.awaited_ranks),
         awaited={one.rank: (one.host, one.cause) for one in verdict.awaited},
+        started=round(time.time() - verdict.waited_seconds),
+        verdict=(
+            shorten(verdict.phase, _MAX_PHASE),
+            shorten(page_text(verdict), _MAX_TEXT),
+            shorten(verdict.remedy, _MAX_TEXT),
+        ),
     )
     RECORDER.cold.begin(wait, stalled)
     if emit:

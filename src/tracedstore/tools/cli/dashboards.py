@@ -31,6 +31,10 @@ from tracedstore.common.errors import CommandError
 _IN_WHEEL = Path(__file__).parent / "shipped"
 _REPOSITORY = Path(__file__).parents[4]
 _RUNBOOK = "docs/runbook.md"
+_NO_URL = (
+    f"tracedstore: runbook_url of the alerts is {_RUNBOOK}, which no pager can open:"
+    " publish that page, and export again with --runbook-url URL\n"
+)
 # Pods that have this label are scraped, at the container port of this name.
 _SCRAPE_LABEL = "tracedstore-metrics"
 _PORT_NAME = "metrics"
@@ -166,6 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runbook-url",
         metavar="URL",
+        type=_url,
         default=_RUNBOOK,
         help=f"the address of the runbook in alerts ({_RUNBOOK})",
     )
@@ -189,6 +194,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the label release: NAME, by which kube-prometheus-stack selects objects;"
         " NAME is that of its Helm release",
     )
+
+
+def _url(text: str) -> str:
+    if text != _RUNBOOK and not re.fullmatch(r"https?://[^/\s].*", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no URL: alerts need one, such as https://wiki.example/runbook"
+        )
+    return text
 
 
 def _name(text: str) -> str:
@@ -238,6 +251,8 @@ def run(arguments: argparse.Namespace) -> int:
             # A failed write has no file name.
             raise _failure(error, target) from None
         sys.stdout.write(f"{target}\n")
+    if arguments.runbook_url == _RUNBOOK:
+        sys.stderr.write(_NO_URL)
     return 0
 
 
