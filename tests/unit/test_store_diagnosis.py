@@ -137,7 +137,8 @@ def test_thread_that_hung_ends(events: Events) -> None:
 
     with waiting_in_two(HangingStore(), HashStore()):
         wait_until(lambda: stalls(events))
-        assert len(threads()) == 2
+        # A busy machine may take so long for a step that one more is started.
+        assert len(threads()) >= 2
 
     wait_until(lambda: len(threads()) == 1)
     assert not {*threads()} & own_threads._threads
