@@ -262,13 +262,17 @@ class TestTraces:
         barrier.start(0, **options)
 
         barrier.assert_completed(0, 1, 2)
-        alone, *others = exported.spans(3, first=0)
+        # One in the trace of its caller, and one in that of the barrier.
+        alone, *others = exported.spans(5, first=0)
         steps = {span["context"]["span_id"]: span for span in exported.all("step")}
-        for span in others:
+        own = [span for span in others if span["parent_id"] in steps]
+        shared = [span for span in others if span not in own]
+        assert_one_parent([alone, *shared])
+        assert {span["attributes"][RANK] for span in own} == {1, 2}
+        assert {span["attributes"][RANK] for span in shared} == {1, 2}
+        for span in own:
             (link,) = span["links"]
-            assert link["context"]["span_id"] == alone["parent_id"]
             assert link["context"]["trace_id"] == alone["context"]["trace_id"]
-            assert span["parent_id"] in steps
             assert span["context"]["trace_id"] != alone["context"]["trace_id"]
 
     def test_timeout(self, barrier: FleetBarrier, exported: "Exported") -> None:
@@ -350,6 +354,7 @@ RANK = "tracedstore.rank"
 ARRIVAL_ORDER = "tracedstore.barrier.arrival_order"
 RESULT = "tracedstore.barrier.result"
 LAST = "tracedstore.barrier.last_rank"
+ROOT = "tracedstore.barrier.root"
 
 
 class Exported:
@@ -364,7 +369,8 @@ class Exported:
         return [span for span in map(json.loads, lines) if span["name"] == name]
 
     def spans(self, count: int, first: int = 0) -> list[dict[str, Any]]:
-        """Return all spans of barriers, `count` in number, with one rank's first."""
+        """Return all spans of ranks in barriers, `count`, with one rank's first."""
         spans = self.all("barrier barrier/*")
+        spans = [span for span in spans if ROOT not in span["attributes"]]
         assert len(spans) == count
         return sorted(spans, key=lambda span: span["attributes"][RANK] != first)

@@ -195,6 +195,7 @@ class TestPages:
             b"/healthz",
             b"/inflight",
             b"/metrics",
+            b"/metrics/ranks",
             b"/sd",
         ]
 

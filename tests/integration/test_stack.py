@@ -264,6 +264,7 @@ def run_query(stack: Stack, query: Query) -> list[dict[str, Any]]:
 QUIET = {
     "Calls without a span",
     "Events dropped",
+    "Ended by TRACEDSTORE_ON_STALL",
     "Failures of the telemetry",
     "Failed requests",
     "Recoveries",

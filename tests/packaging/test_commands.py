@@ -23,6 +23,7 @@ import tracedstore
 from integration.harness import wait_until
 from support import processes
 from support.etcd import EtcdServer, free_port
+from support.flight_entries import entry, write_dumps
 from support.log_events import completed_event
 from support.otlp_receiver import OTLPReceiver, resources_of
 from support.pseudo_terminal import Terminal
@@ -61,6 +62,7 @@ RUN_BELOW = {
 }
 # Without --store; integration/test_local_jobs.py runs these.
 FOUND_STATUS, FOUND_STACKS = "tracedstore status", "tracedstore stacks"
+FOUND_TOP = "tracedstore top"
 # It needs a terminal. The other commands of its page do not.
 DEMO_ON_TOP = "tracedstore demo --top"
 # The tests have no Docker. tests/dashboards/test_compose.py checks the compose file
@@ -260,7 +262,7 @@ class TestMake:
         """The demo on the screen of top ends on `q`, and prints its lines."""
         environ = {"PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
         with Terminal(["bash", "-c", DEMO_ON_TOP], tmp_path, environ) as screen:
-            screen.wait_for("Scenario 1 of 5")
+            screen.wait_for("Scenario 1 of 6")
             screen.press(b"q")
 
             assert screen.end() == 0
@@ -376,7 +378,8 @@ class TestTracedstore:
 
     def test_top(self, store_url: str, tmp_path: Path) -> None:
         """`tracedstore top` shows both on a terminal: a running job, and logs."""
-        live, replay, _ = commands("tracedstore top")
+        found, live, replay, _ = commands("tracedstore top")
+        assert found == FOUND_TOP
         (tmp_path / "logs").mkdir()
         event = completed_event(0, 20, 10)
         (tmp_path / "logs/rank0.log").write_text(json.dumps(event) + "\n")
@@ -438,8 +441,11 @@ class TestTracedstore:
             "tracedstore.barrier(store, 2, 'checkpoint/7', 0.1, rank=1)\n"
         )
         run(f"python -c {shlex.quote(script)} 2> logs/rank1.log", tmp_path)
+        dumps = tmp_path / ".cache/torch/comm_lib_trace_rank_"
+        dumps.parent.mkdir(parents=True)
+        write_dumps(dumps, {0: [entry(1)], 1: [entry(1)]}, {"0": [0, 1]})
         for command in commands("tracedstore report"):
-            code, out, err = run(command, tmp_path)
+            code, out, err = run(command.replace("~", "."), tmp_path)
 
             assert (code, err) == (0, "")
             assert "1 incident" in out
@@ -450,7 +456,9 @@ class TestTracedstore:
         for command in commands("tracedstore dashboards"):
             code, out, err = run(command, tmp_path)
 
-            assert (code, err) == (0, "")
+            # What to set for links in pages, unless the command sets it.
+            assert code == 0
+            assert ("--runbook-url" in err) == ("--runbook-url" not in command)
             assert all((tmp_path / line).is_file() for line in out.splitlines())
         assert (tmp_path / "monitoring/rules/prometheus.yaml").is_file()
 

@@ -337,7 +337,7 @@ class TestMetrics:
 
         def gauges() -> tuple[Any, ...]:
             family = {"barrier": "barrier/*"}
-            rank = family | {"missing_rank": "2", "missing_host": "h2"}
+            rank = family | {"missing_rank": "2", "missing_host": "h2", "cause": ""}
             return (
                 registry.get_sample_value("tracedstore_barrier_arrived_ranks", family),
                 registry.get_sample_value("tracedstore_barrier_missing_ranks", family),

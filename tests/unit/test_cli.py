@@ -130,7 +130,10 @@ def full_disk() -> Iterator[int]:
         yield file.fileno()
 
 
-@pytest.mark.parametrize("given", [["--help"], ["dashboards", "export", "here"]])
+EXPORT = ["dashboards", "export", "files", "--runbook-url", "https://wiki/runbook"]
+
+
+@pytest.mark.parametrize("given", [["--help"], EXPORT])
 class TestStandardOutput:
     """Standard output that cannot be written."""
 
@@ -244,9 +247,7 @@ class TestOtherMachines:
             cwd=folder,
         )
 
-    @pytest.mark.parametrize(
-        "arguments", [["--version"], ["--help"], ["dashboards", "export", "files"]]
-    )
+    @pytest.mark.parametrize("arguments", [["--version"], ["--help"], EXPORT])
     def test_without_torch(self, arguments: list[str], tmp_path: Path) -> None:
         """These never import torch, so they answer at once, on a laptop too."""
         done = self.run("torch", *arguments, folder=tmp_path)

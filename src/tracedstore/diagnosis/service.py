@@ -102,9 +102,9 @@ class Diagnosis:
         self._thread: DaemonThread | None = None
         # The store that it is in, or was in last.
         self._visited: StoreDiagnosis | None = None
-        self._pending = Waits(self._recorder)
         after = self._stall_after if self._watches_groups else 0.0
         self._collectives = Collectives(after)
+        self._pending = Waits(self._recorder, self._collectives.moved_at)
         self._pending_collectives = PendingCollectives(self._collectives)
         self._movement = Movement(self._collectives, self._stall_after)
         self._action = (

@@ -463,6 +463,12 @@ class KeyWriters:
 KEY_WRITERS: Final = KeyWriters()
 
 
+def ended_calls(recorder: Recorder) -> int:
+    """Return the number of Store calls of this process that have ended."""
+    sums = recorder.counters.sums().values()
+    return sum(sum(counts[BUCKETS:]) for counts in sums)
+
+
 class LastCall:
     """Estimates when the last Store call ended.
 
@@ -499,9 +505,7 @@ class LastCall:
     def sample(self) -> None:
         """Compare the number of ended calls with that of the last sample."""
         now = self._monotonic()
-        count = sum(
-            sum(counts[BUCKETS:]) for counts in self._recorder.counters.sums().values()
-        )
+        count = ended_calls(self._recorder)
         if count != self._count:
             self._changed, self._before = now, self._sampled
             self._count = count

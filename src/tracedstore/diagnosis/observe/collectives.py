@@ -254,6 +254,10 @@ class Collectives:
         """Whether groups are watched."""
         return self._stall_after > 0
 
+    def moved_at(self) -> float:
+        """Return when a number last moved, by the clock; 0 without a group."""
+        return self.moved[0] if self.moved is not None else 0.0
+
     def look(self) -> list[StuckCall]:
         """Read the numbers; return the calls that do not end, the most telling first.
 

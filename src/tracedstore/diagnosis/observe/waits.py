@@ -2,7 +2,9 @@
 
 A wait is not the same as a call. A program may repeat a call as soon as it has timed
 out, for the same keys: that is one wait, which began with the first call. torch does
-so in its barrier after the creation of a process group.
+so in its barrier after the creation of a process group. A program that asks for a key
+in each step of its work, with a short timeout, does not wait: between two of these
+calls the process goes on.
 
 Not every blocked call is the wait of a rank (`local.rank_threads`). Of several waits of
 a rank one counts, because a rank has one record: that of the main thread, else that of
@@ -13,7 +15,7 @@ of these the oldest.
 
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -30,6 +32,7 @@ from tracedstore.diagnosis.observe.blocked_calls import (
 )
 from tracedstore.diagnosis.observe.blocked_record import MAX_KEYS, BlockedRecord
 from tracedstore.diagnosis.observe.polls import POLLS, Poll
+from tracedstore.local.facts import ended_calls
 from tracedstore.local.rank_threads import AWAITED, rank_threads
 from tracedstore.recording.counters import ActiveCall, StoreState
 from tracedstore.recording.recorder import Recorder
@@ -41,6 +44,9 @@ _DOUBLED: Final = 0.9
 # Seconds by which two readings of when a call began may differ.
 _TOLERANCE: Final = 0.5
 _MAX_WAITS: Final = 256
+# Store calls between two of a wait, itself included: a loop may look for a key to stop
+# at, or write that it is alive.
+_MAX_CALLS_BETWEEN: Final = 4
 OF_GROUP: Final = AWAITED + 1
 
 
@@ -52,11 +58,17 @@ class Repeated:
         since: When the first one began, by ``time.monotonic``.
         ended_at: When the latest one timed out, by the same clock; None before that.
         report_at: When the next report is due, by the same clock.
+        lasted: Seconds of the latest one that timed out.
+        calls: The number of Store calls of this process that had ended then.
+        latest: When the latest one began, by the same clock.
     """
 
     since: float
     ended_at: float | None = None
     report_at: float = 0.0
+    lasted: float = 0.0
+    calls: int = 0
+    latest: float = 0.0
 
     def waited(self) -> float:
         """Return for how many seconds it has lasted."""
@@ -192,10 +204,19 @@ PENDING: Final[set[Pending]] = set()
 
 
 class Waits:
-    """The waits of this process, with the calls that are repeated."""
+    """The waits of this process, with the calls that are repeated.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Args:
+        recorder: What records the calls.
+        moved_at: Returns when a collective of this process last moved, by
+            ``time.monotonic``.
+    """
+
+    def __init__(
+        self, recorder: Recorder, moved_at: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._recorder = recorder
+        self._moved_at = moved_at
         self._by_key: dict[Hashable, Repeated] = {}
         # A call that has timed out is noted by the thread that made it.
         self._lock = threading.RLock()
@@ -264,14 +285,29 @@ class Waits:
             known = self._by_key.pop(key, None)
             # One that is in flight all the time, or was repeated at once.
             ended_at = None if known is None else known.ended_at
-            if known is None or (ended_at is not None and began > ended_at + PAUSE):
+            if known is None or (
+                ended_at is not None
+                and (began > ended_at + PAUSE or self._went_on(known, ended_at, began))
+            ):
                 known = Repeated(since=began)
             elif ended_at is None and began > known.since + _TOLERANCE:
                 known = Repeated(since=began)  # the one before has returned
+            known.latest = began
             self._by_key[key] = known
             if len(self._by_key) > _MAX_WAITS:
                 del self._by_key[next(iter(self._by_key))]
             return known
+
+    def _went_on(self, known: Repeated, ended_at: float, began: float) -> bool:
+        """Return whether the process did other things before a call was repeated.
+
+        For longer than it had waited: torch's barrier counts its arrivals in between.
+        """
+        is_latest = began - known.latest <= known.lasted  # and was looked at before
+        if is_latest or began - ended_at <= known.lasted:
+            return False
+        between = ended_calls(self._recorder) - known.calls
+        return between > _MAX_CALLS_BETWEEN or self._moved_at() > ended_at
 
     def _polled(self, poll: Poll) -> Repeated:
         with self._lock:
@@ -285,6 +321,8 @@ class Waits:
         with self._lock:
             known = self._repeated(active)
             known.ended_at = time.monotonic()
+            known.lasted = waited_seconds(self._recorder, active)
+            known.calls = ended_calls(self._recorder)
             return known
 
     def forget(self, key: Hashable) -> None:
