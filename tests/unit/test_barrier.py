@@ -337,11 +337,16 @@ class TestMetrics:
 
         def gauges() -> tuple[Any, ...]:
             family = {"barrier": "barrier/*"}
-            rank = family | {"missing_rank": "2", "missing_host": "h2", "cause": ""}
+            rank = family | {"missing_rank": "2", "missing_host": "h2"}
+            name = "tracedstore_barrier_rank_missing"
+            found = (
+                registry.get_sample_value(name, rank | {"cause": cause})
+                for cause in ("", "not_started")
+            )
             return (
                 registry.get_sample_value("tracedstore_barrier_arrived_ranks", family),
                 registry.get_sample_value("tracedstore_barrier_missing_ranks", family),
-                registry.get_sample_value("tracedstore_barrier_rank_missing", rank),
+                next((value for value in found if value is not None), None),
             )
 
         monkeypatch.setattr(TELEMETRY, "emit", observe)

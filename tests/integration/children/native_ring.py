@@ -35,15 +35,15 @@ if sys.argv[1] == "wait":
         caught = type(error).__name__
     wait_until(lambda: not tracedstore.in_flight())
     known = {thread.ident for thread in threading.enumerate()}
-    report(
-        thread=call.thread,
-        caught=caught,
-        counted=operation_counts(REGISTRY)["hash_store.wait"],
-        observed=[
+    counted = operation_counts(REGISTRY)["hash_store.wait"]
+    # Whichever thread reads the ring first notifies the observers.
+    observed = wait_until(
+        lambda: [
             (operation.method.name, operation.error_type)
             for operation in log.operations
             if operation.thread_id not in known
-        ],
+        ]
     )
+    report(thread=call.thread, caught=caught, counted=counted, observed=observed)
 else:
     report(thread=call.thread)
