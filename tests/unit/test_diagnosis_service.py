@@ -509,6 +509,37 @@ def test_verdict_of_another_rank_is_used(bare: HashStore, events: Events) -> Non
     assert named(events, "job.stalled") == []
 
 
+@pytest.mark.parametrize("reported_here", [True, False])
+def test_rank_that_has_not_reported_looks_later(
+    bare: HashStore, reported_here: bool
+) -> None:
+    """The wait has doubled since one rank reported it: this one, or another one."""
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    (call,) = wait_until(Waits(RECORDER).pending)
+    call.repeated.since -= 1000.0
+    # Later than what this process does by itself.
+    tracedstore.configure(stall_after=600, log_format="off")
+    diagnosis = diagnosis_of(bare)
+    wait = Wait(call, call.repeated, diagnosis)
+    wait.elected, wait.reported = reported_here, True
+    bare.add("tracedstore/VERDICTS", 1000)
+    lookers = "tracedstore/DIAGNOSING/1000"
+    diagnosis.advance(wait)  # publishes the record
+    wait.look_at = 0.0
+
+    diagnosis.advance(wait)
+    at_first = bare.add(lookers, 0)
+    wait.round_started -= 1000.0
+    wait.look_at = 0.0
+    diagnosis.advance(wait)
+
+    bare.set("go", "")
+    waiting.result(60)
+    assert at_first == int(reported_here)
+    assert bare.add(lookers, 0) == 1
+
+
 @pytest.mark.parametrize("found", ["while this rank asks", "at the same time"])
 def test_two_ranks_find_the_same(
     bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch, found: str

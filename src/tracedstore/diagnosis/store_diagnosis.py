@@ -324,7 +324,7 @@ class StoreDiagnosis:
             return
         # The records of ten thousand ranks take seconds to read.
         late = (_VERDICT_TIMEOUT + self._interval) * wait.allowed / election.REPORTERS
-        if not wait.order:
+        if not wait.order and wait.looking() >= 0:
             wait.order = self._take_order()
         elif wait.looking() > late:
             wait.allowed += election.REPORTERS
