@@ -577,6 +577,31 @@ def test_two_ranks_find_the_same(
     assert named(events, "job.stalled") == []
 
 
+def test_ranks_that_have_come_since_do_not_make_it_another_verdict(
+    bare: HashStore,
+) -> None:
+    """The record of this rank still awaits rank 2, which has come: rank 1 has not."""
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    (call,) = wait_until(Waits(RECORDER).pending)
+    diagnosis = diagnosis_of(bare, world_size=3)
+    record = diagnosis._describe(Wait(call, call.repeated, diagnosis), time.time() - 9)
+    assert record is not None
+    own = Verdict(phase="key go", cause="busy", awaited_ranks=(1,), time=time.time())
+    wait = Wait(call, call.repeated, diagnosis)
+    wait.record, wait.verdict = replace(record, awaits=(1, 2)), own
+
+    found = {}
+    for awaited in ((1,), (2,)):
+        theirs = replace(own, awaited_ranks=awaited, time=own.time + 1)
+        bare.set(VERDICT, theirs.to_bytes().decode())
+        found[awaited] = diagnosis._is_replaced(wait)
+
+    bare.set("go", "")
+    waiting.result(60)
+    assert found == {(1,): True, (2,): False}
+
+
 def test_hostile_verdict_is_not_used(bare: HashStore, events: Events) -> None:
     """This process finds its own."""
     bare.set(VERDICT, '{"phase": "key go", "cause": "busy"}')

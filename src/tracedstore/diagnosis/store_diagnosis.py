@@ -249,8 +249,7 @@ class StoreDiagnosis:
     def _report_if_held(self, wait: Wait) -> None:
         if not self._holds(wait, wait.verdict):
             wait.discard_verdict()
-        # Two ranks that found it at the same time: the store has the one that is
-        # reported.
+        # Of two ranks that found it at the same time, one has its verdict in the store.
         elif self._is_replaced(wait):
             wait.elected = False
         else:
