@@ -8,8 +8,11 @@ from hangs.hang import SecondStore, StoreKind
 from hangs.scenarios import SCENARIOS, Kind, Scenario
 
 # How the ranks become processes: each is forked before tracedstore is set up, or by a
-# program that has set it up, or it is an interpreter of its own.
-Start = Literal["forked", "forked_later", "executed"]
+# program that has set it up, or it is an interpreter of its own. Or a launcher starts
+# them: torchrun, torch.multiprocessing.spawn, or an agent of torchrun on each of two
+# nodes.
+Start = Literal["forked", "forked_later", "executed", "torchrun", "spawn", "two nodes"]
+LAUNCHERS: Final[tuple[Start, ...]] = ("torchrun", "spawn", "two nodes")
 # One interpreter takes seconds of processor time to import torch.
 _MAX_EXECUTED: Final = 4
 # How the victims of kind `mixed` hang, one after the other.
@@ -94,7 +97,10 @@ class Case:
     @property
     def hung(self) -> tuple[int, ...]:
         """The numbers of the processes that reach the point where they hang."""
-        if self.scenario.harmless or self.kind in ("twice", "pairs", "not_started"):
+        # That a rank is killed in a collective is harmless: gloo notices it.
+        if self.scenario.harmless and self.kind != "gone":
+            return ()
+        if self.kind in ("twice", "pairs", "not_started"):
             return ()
         if self.kind in ("server_stopped", "server_killed"):
             return tuple(range(self.world_size))
@@ -136,6 +142,7 @@ def make_case(seed: int, number: int, *, max_world_size: int, name: str = "") ->
             world_size=4,
             victims=(2, 3),
             store="tcp",
+            start="two nodes",
         )
     wraps = scenario.wraps and choose.random() < 1 / 4
     start: Start = choose.choices(("forked", "forked_later", "executed"), (4, 1, 1))[0]

@@ -1,7 +1,8 @@
 """Makes each hang in a collective, with few ranks and with many, and checks the bars.
 
 Each is named right within `stall_after` and five seconds, by at most three ranks. In a
-healthy job nobody is named.
+healthy job nobody is named. Some run below torchrun, by torch.multiprocessing.spawn,
+and on two nodes.
 """
 
 import argparse
@@ -17,8 +18,9 @@ from typing import Final
 
 import forking_environment  # noqa: F401 - before torch
 
-from hangs.cases import Case
+from hangs.cases import LAUNCHERS, Case
 from hangs.collective_scenarios import COLLECTIVES
+from hangs.nodes import NODES, RANKS_PER_NODE, missing
 from hangs.oracle import Outcome
 from hangs.rank_process import STALL_AFTER
 from hangs.runner import run_case
@@ -27,12 +29,23 @@ from tracedstore.tools.attach.child_process import die_with_parent
 
 _MAX_SECONDS: Final = STALL_AFTER + 5
 _MAX_REPORTERS: Final = 3
+# What each launcher runs. The launchers differ in how a rank starts, and in what it
+# knows of the others, and not in the collectives.
+_LAUNCHED: Final = (
+    "all_reduce",
+    "skips_one",
+    "ddp_constructor",
+    "killed",
+    "busy_with_gil",
+)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-collectives", description=__doc__)
     parser.add_argument(
-        "--ranks", default="2,5,16", help="numbers of ranks (default: 2,5,16)"
+        "--ranks",
+        default="2,5,16",
+        help='numbers of ranks (default: 2,5,16); "" for the launchers alone',
     )
     parser.add_argument(
         "--jobs", type=int, default=2, help="hangs at the same time (default: 2)"
@@ -68,6 +81,29 @@ def _victims(scenario: Scenario, world_size: int) -> tuple[int, ...]:
     return {0: (), 1: (last,), 2: (0, last)}[scenario.max_victims]
 
 
+def make_launched_cases(only: str = "") -> list[Case]:
+    """Return some scenarios below each launcher that there can be here."""
+    why = missing()
+    if why:
+        print(f"no two nodes: {why}; these cases are left out")
+    world_size = len(NODES) * RANKS_PER_NODE
+    return [
+        Case(
+            number=0,
+            scenario=COLLECTIVES[name],
+            kind=COLLECTIVES[name].kinds[0],
+            world_size=world_size,
+            victims=_victims(COLLECTIVES[name], world_size),
+            store="tcp",
+            start=launcher,
+        )
+        for launcher in LAUNCHERS
+        if not why or launcher != "two nodes"
+        for name in _LAUNCHED
+        if not only or name == only
+    ]
+
+
 def missed(outcome: Outcome) -> Iterator[str]:
     """Yield the bars that an outcome misses."""
     if outcome.result != "right":
@@ -81,7 +117,8 @@ def missed(outcome: Outcome) -> Iterator[str]:
 def main() -> int:
     """Run the hangs; return 1 if one of them misses a bar."""
     options = _options()
-    cases = make_cases([int(one) for one in options.ranks.split(",")], options.only)
+    ranks = [int(one) for one in options.ranks.split(",") if one]
+    cases = make_cases(ranks, options.only) + make_launched_cases(options.only)
     outcomes = []
     # Its workers fork the ranks.
     with multiprocessing.get_context("fork").Pool(
@@ -131,6 +168,7 @@ def _print_summary(outcomes: list[Outcome]) -> int:
             f"time to the name: median {statistics.median(seconds):.1f} s, longest"
             f" {seconds[-1]:.1f} s; at most {reporters} reporters"
         )
+    print(f"load average: {os.getloadavg()[1]:.0f}")
     return int(any(bar for one in outcomes for bar in missed(one)))
 
 

@@ -1,8 +1,9 @@
-"""Two nodes on one machine: network namespaces with a link between them.
+"""Jobs that a launcher starts: torchrun, torch.multiprocessing.spawn, or two nodes.
 
-They have host names, process ids and addresses of their own, and an agent of torchrun
-each. The second node is lost, and the first one serves the store. This needs root and a
-kernel with namespaces.
+The two nodes are on one machine, in network namespaces with a link between them. They
+have host names, process ids and addresses of their own, and an agent of torchrun each.
+The second node is lost, or a rank on it is late, and the first one serves the store.
+This needs root and a kernel with namespaces.
 """
 
 import os
@@ -28,8 +29,9 @@ _ADDRESSES: Final = ("10.99.0.1", "10.99.0.2")
 _PORT: Final = 29400
 _NAMESPACES: Final = ("--net", "--uts", "--pid", "--mount-proc", "--fork")
 # Seconds for agents and workers to start on a busy machine, or a healthy job to end;
-# and for reports, which are repeated when a wait has doubled.
-_START, _REPORTED = 240.0, 30.0
+# and for reports, which are repeated when a wait has doubled: those of a node that is
+# lost, which torchrun notices late, and of a rank.
+_START, _NODE_REPORTED, _RANK_REPORTED = 240.0, 30.0, 15.0
 
 
 def missing() -> str:
@@ -41,30 +43,40 @@ def missing() -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def run_nodes(case: Case, directory: Path) -> float:
-    """Run a job on two nodes; return when the second one was lost."""
-    with _start_nodes(case, directory) as nodes:
-        _wait_until(lambda: len(list(directory.glob("reached.*"))) == case.world_size)
+def run_launched(case: Case, directory: Path) -> float:
+    """Run a job of a launcher; return when its victims were lost."""
+    # All ranks of a job that loses a node reach this point, and the victims of others.
+    reached = case.world_size if case.scenario.nodes else len(case.victims)
+    with _start_programs(case, directory) as programs:
+        _wait_until(lambda: len(list(directory.glob("reached.*"))) == reached)
         lost_at = time.time()
-        _lose(case, nodes[1])
-        end = _START if case.scenario.harmless else _REPORTED
-        _wait_for(lambda: all(node.poll() is not None for node in nodes), end)
+        if case.scenario.nodes:
+            _lose(case, programs[1])
+        end = _NODE_REPORTED if case.scenario.nodes else _RANK_REPORTED
+        end = _START if case.scenario.harmless else end
+        # After a rank has died, the agent of the other node waits at its exit barrier.
+        ending = programs[-1:] if case.kind == "gone" else programs
+        _wait_for(lambda: all(one.poll() is not None for one in ending), end)
         return lost_at
 
 
 @contextmanager
-def _start_nodes(
+def _start_programs(
     case: Case, directory: Path
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    nodes: list[subprocess.Popen[bytes]] = []
+    programs: list[subprocess.Popen[bytes]] = []
+    nodes = case.start == "two nodes"
     try:
-        for number, name in enumerate(NODES):
+        for number, command in enumerate(_commands(case, directory)):
             with (directory / f"log.{number}").open("wb") as log:
-                nodes.append(
+                programs.append(
                     subprocess.Popen(
-                        _node_command(name, _agent(case, number, directory)),
+                        command,
                         stdin=subprocess.DEVNULL,
-                        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+                        env={
+                            **os.environ,
+                            **({"GLOO_SOCKET_IFNAME": "eth0"} if nodes else {}),
+                        },
                         stdout=log,
                         stderr=log,
                         preexec_fn=partial(  # noqa: PLW1509 - there are no threads yet
@@ -72,13 +84,31 @@ def _start_nodes(
                         ),
                     )
                 )
-        _connect([node.pid for node in nodes])
-        yield nodes
+        if nodes:
+            _connect([node.pid for node in programs])
+        yield programs
     finally:
-        for node in nodes:
-            _signal(node.pid, signal.SIGKILL)
-            node.kill()
-            node.wait()
+        for program in programs:
+            _signal(program.pid, signal.SIGKILL)
+            program.kill()
+            program.wait()
+
+
+def _commands(case: Case, directory: Path) -> list[list[str]]:
+    """Return the programs that start the ranks of a case."""
+    module = (sys.executable, "-W", "ignore", "-m", "hangs.node_process")
+    work = (case.scenario.name, case.kind, str(directory))
+    if case.start == "spawn":
+        return [[*module, "spawn", str(case.world_size), *work]]
+    agent = [*module, "agent"]
+    worker = ("-m", "hangs.node_process", "worker", *work)
+    if case.start == "torchrun":
+        ranks = ("--nproc-per-node", str(case.world_size))
+        return [[*agent, "--standalone", *ranks, *worker]]
+    return [
+        _node_command(name, [*agent, *_node_options(case, number), *worker])
+        for number, name in enumerate(NODES)
+    ]
 
 
 def _node_command(name: str, agent: Sequence[str]) -> list[str]:
@@ -87,17 +117,16 @@ def _node_command(name: str, agent: Sequence[str]) -> list[str]:
     return ["unshare", *_NAMESPACES, "--kill-child", "sh", "-c", script, "sh", *agent]
 
 
-def _agent(case: Case, number: int, directory: Path) -> list[str]:
+def _node_options(case: Case, number: int) -> list[str]:
     # torch itself removes a healthy node that is late on a busy machine.
-    heartbeats = "" if case.scenario.harmless else f",{_HEARTBEATS}"
+    lost = case.scenario.nodes and not case.scenario.harmless
+    heartbeats = f",{_HEARTBEATS}" if lost else ""
     return [
-        *(sys.executable, "-W", "ignore", "-m", "hangs.node_process", "agent"),
         *("--nnodes", "2", "--nproc-per-node", str(RANKS_PER_NODE)),
         *("--node-rank", str(number), "--local-addr", _ADDRESSES[number]),
         *("--rdzv-backend", "traced-c10d", "--rdzv-id", f"hang-{case.number}"),
         *("--rdzv-endpoint", f"{_ADDRESSES[0]}:{_PORT}"),
         *("--rdzv-conf", f"is_host={1 - number}{heartbeats}"),
-        *("-m", "hangs.node_process", case.scenario.name, str(directory)),
     ]
 
 

@@ -27,7 +27,7 @@ class Outcome:
         case: The case.
         result: How right the reports are.
         seconds: From the hang to the first right name.
-        reporters: The number of processes that reported.
+        reporters: The number of ranks that reported.
         errors: How each survivor that raised ended: ``type``, ``message``, ``args``,
             ``notes`` and ``pickled``, by the number of its process.
         why: Why the result is not right.
@@ -87,7 +87,9 @@ def judge(case: Case, directory: Path, hung_at: float) -> Outcome:
     outcome = Outcome(case=case)
     for seat in range(case.world_size):
         events = _events(directory / f"log.{seat}")
-        outcome.reporters += any(one.get("event") == "job.stalled" for one in events)
+        # A launcher's log is that of several ranks.
+        stalls = (one for one in events if one.get("event") == "job.stalled")
+        outcome.reporters += len({one.get("rank") for one in stalls})
         outcome.events += events
         ended = directory / f"outcome.{seat}"
         if ended.exists() and seat in case.survivors:

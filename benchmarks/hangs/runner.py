@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hangs.cases import Case
-from hangs.nodes import run_nodes
+from hangs.cases import LAUNCHERS, Case
+from hangs.nodes import run_launched
 from hangs.oracle import Outcome, judge
 from hangs.rank_process import STALL_AFTER, TIMEOUT, RankProcess, set_up
 from tracedstore.tools.attach.child_process import die_with_parent
@@ -41,8 +41,8 @@ def run_case(case: Case, etcd_port: int = 0) -> Outcome:
     directory = Path(tempfile.mkdtemp(prefix="hangs-"))
     run = _Run(case, directory, etcd_port)
     try:
-        if case.scenario.nodes:
-            return judge(case, directory, run_nodes(case, directory))
+        if case.start in LAUNCHERS:
+            return judge(case, directory, run_launched(case, directory))
         return judge(case, directory, run.run())
     except TimeoutError as error:
         return Outcome(case=case, result="not made", why=str(error))
@@ -142,9 +142,7 @@ class _Run:
             self._signal(_SERVER, signal.SIGSTOP)
         elif case.kind == "server_killed":
             self.kill((_SERVER,))
-        if case.scenario.harmless:
-            return
-        for rank in case.victims:
+        for rank in case.victims if case.hung else ():
             if case.kind_of(rank) == "gone":
                 self.kill((rank,))
             elif case.kind_of(rank) == "stopped":

@@ -52,25 +52,46 @@ pytestmark = [
 ]
 
 
-def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
-    """Make one hang of a scenario; return what it led to."""
+def run_module(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a benchmark of hangs, one at a time."""
     path = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "hangs", "--hangs", "1"),
-            # Hangs go through the scenarios in order.
-            *("--first", str(sorted(SCENARIOS).index(scenario)), "--seed", str(SEED)),
-            *("--jobs", "1", "--max-world-size", "4", "--results", str(results)),
-        ],
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *arguments, "--jobs", "1"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
+    )
+
+
+def outcome_of(scenario: str, results: Path) -> dict[str, Any]:
+    """Make one hang of a scenario; return what it led to."""
+    run = run_module(
+        *("hangs", "--hangs", "1", "--seed", str(SEED)),
+        # Hangs go through the scenarios in order.
+        *("--first", str(sorted(SCENARIOS).index(scenario))),
+        *("--max-world-size", "4", "--results", str(results)),
     )
     assert results.exists(), run.stdout + run.stderr
     outcome: dict[str, Any] = json.loads(results.read_text())
     return outcome
+
+
+@pytest.mark.soak
+def test_collective_below_each_launcher(tmp_path: Path) -> None:
+    """The rank that does not come is named; on two nodes where there can be some."""
+    results = tmp_path / "hangs.jsonl"
+    run = run_module(
+        *("hangs.collective_bars", "--ranks", "", "--only", "all_reduce"),
+        *("--results", str(results)),
+    )
+
+    outcomes = [json.loads(line) for line in results.read_text().splitlines()]
+    launchers = {one["case"].rpartition(", ")[2] for one in outcomes}
+    expected = {"torchrun", "spawn"} | (set() if missing() else {"two nodes"})
+    assert launchers == expected, run.stdout + run.stderr
+    assert {one["result"] for one in outcomes} == {"right"}, outcomes
 
 
 @pytest.mark.parametrize(

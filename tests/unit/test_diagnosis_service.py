@@ -509,6 +509,37 @@ def test_verdict_of_another_rank_is_used(bare: HashStore, events: Events) -> Non
     assert named(events, "job.stalled") == []
 
 
+@pytest.mark.parametrize("reported_here", [True, False])
+def test_rank_that_has_not_reported_looks_later(
+    bare: HashStore, reported_here: bool
+) -> None:
+    """The wait has doubled since one rank reported it: this one, or another one."""
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    (call,) = wait_until(Waits(RECORDER).pending)
+    call.repeated.since -= 1000.0
+    # Later than what this process does by itself.
+    tracedstore.configure(stall_after=600, log_format="off")
+    diagnosis = diagnosis_of(bare)
+    wait = Wait(call, call.repeated, diagnosis)
+    wait.elected, wait.reported = reported_here, True
+    bare.add("tracedstore/VERDICTS", 1000)
+    lookers = "tracedstore/DIAGNOSING/1000"
+    diagnosis.advance(wait)  # publishes the record
+    wait.look_at = 0.0
+
+    diagnosis.advance(wait)
+    at_first = bare.add(lookers, 0)
+    wait.round_started -= 1000.0
+    wait.look_at = 0.0
+    diagnosis.advance(wait)
+
+    bare.set("go", "")
+    waiting.result(60)
+    assert at_first == int(reported_here)
+    assert bare.add(lookers, 0) == 1
+
+
 @pytest.mark.parametrize("found", ["while this rank asks", "at the same time"])
 def test_two_ranks_find_the_same(
     bare: HashStore, events: Events, monkeypatch: pytest.MonkeyPatch, found: str
@@ -544,6 +575,31 @@ def test_two_ranks_find_the_same(
     assert error is not None
     assert "waiting in key go for rank 1" in error.__notes__[0]
     assert named(events, "job.stalled") == []
+
+
+def test_ranks_that_have_come_since_do_not_make_it_another_verdict(
+    bare: HashStore,
+) -> None:
+    """The record of this rank still awaits rank 2, which has come: rank 1 has not."""
+    store = tracedstore.wrap(bare)
+    waiting = in_background(lambda: store.wait(["go"], timedelta(seconds=60)))
+    (call,) = wait_until(Waits(RECORDER).pending)
+    diagnosis = diagnosis_of(bare, world_size=3)
+    record = diagnosis._describe(Wait(call, call.repeated, diagnosis), time.time() - 9)
+    assert record is not None
+    own = Verdict(phase="key go", cause="busy", awaited_ranks=(1,), time=time.time())
+    wait = Wait(call, call.repeated, diagnosis)
+    wait.record, wait.verdict = replace(record, awaits=(1, 2)), own
+
+    found = {}
+    for awaited in ((1,), (2,)):
+        theirs = replace(own, awaited_ranks=awaited, time=own.time + 1)
+        bare.set(VERDICT, theirs.to_bytes().decode())
+        found[awaited] = diagnosis._is_replaced(wait)
+
+    bare.set("go", "")
+    waiting.result(60)
+    assert found == {(1,): True, (2,): False}
 
 
 def test_hostile_verdict_is_not_used(bare: HashStore, events: Events) -> None:

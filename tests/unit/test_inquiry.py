@@ -14,7 +14,12 @@ from tracedstore.coordination import rank_registry
 from tracedstore.coordination.rank_registry import Member
 from tracedstore.diagnosis.judgement import inquiry
 from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
-from tracedstore.diagnosis.observe.blocked_record import BlockedRecord, publish_blocked
+from tracedstore.diagnosis.observe import collective_ledger
+from tracedstore.diagnosis.observe.blocked_record import (
+    BlockedRecord,
+    CollectivePosition,
+    publish_blocked,
+)
 from tracedstore.local.facts import ProcessFacts
 
 Answering = Callable[..., None]
@@ -292,6 +297,30 @@ class TestFailedCall:
 
         assert verdict is not None
         assert (verdict.cause, verdict.waiting_ranks) == ("too_many", (0, 1))
+
+
+def test_record_of_a_rank_in_the_ledger_is_awaited(store: HashStore) -> None:
+    """A rank enters the ledger before its record says what it has called.
+
+    Until then it is not known that rank 1 has called something else.
+    """
+    position = CollectivePosition(group="0", number=8, operation="all_reduce")
+    other = replace(position, operation="broadcast")
+    own = replace(record(0, awaits=()), protocol="collective", collective=position)
+    for rank, called in enumerate((position, other, position)):
+        collective_ledger.enter(store, rank, called, own.attempt)
+    publish_blocked(store, replace(own, rank=2), first=True)
+
+    assert inquire(store, own, records_until=math.inf) is None
+
+    late = inquire(store, own, records_until=time.time())
+    publish_blocked(store, replace(own, rank=1, collective=other), first=True)
+    verdict = inquire(store, own, records_until=math.inf)
+
+    assert late is not None
+    assert (late.cause, late.awaited_ranks) == ("all_entered", ())
+    assert verdict is not None
+    assert (verdict.cause, verdict.awaited_ranks) == ("mismatch", (1,))
 
 
 class TestConfirmation:

@@ -5,7 +5,7 @@ In a round a verdict is looked for. The next round begins when the wait has doub
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tracedstore.common import election
 from tracedstore.diagnosis.judgement.verdict import Verdict
@@ -14,6 +14,11 @@ from tracedstore.diagnosis.observe.waits import Pending, Repeated
 
 if TYPE_CHECKING:
     from tracedstore.diagnosis.store_diagnosis import StoreDiagnosis
+
+# Ranks that have not reported a wait look so much later than those that have: a share
+# of the wait, and at most so many seconds. Some of these have waited for less.
+_LATER_SHARE: Final = 0.5
+_MAX_LATER: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +36,8 @@ class Wait:
         refuted: A rank that the verdict names has arrived since.
         look_at: When to look next, by ``time.monotonic``.
         refresh_at: When to check next what it waits for, by the same clock.
-        round_started: When the current round of looking began, since the epoch.
+        round_started: When the current round of looking began, since the epoch. In the
+            future while those look that have reported the wait before.
         order: The position of this process among those that look in this round; 0
             before it took one.
         allowed: How many of them may look.
@@ -71,7 +77,7 @@ class Wait:
     claimed: str = ""
 
     def looking(self) -> float:
-        """Return the seconds since the current round of looking began."""
+        """Return the seconds since the round of looking began; negative before it."""
         return time.time() - self.round_started
 
     def is_to_look_again(self, now: float, stall_after: float) -> bool:
@@ -88,11 +94,17 @@ class Wait:
         return time.time() - self.verdict.time > waited / 2
 
     def begin_round(self) -> None:
-        """Look again."""
+        """Look again; first those that have reported the wait.
+
+        Else other ranks would report the same stall each time it has doubled.
+        """
+        later = 0.0
+        if self.reported and not self.elected:
+            later = min(_LATER_SHARE * self.repeated.waited(), _MAX_LATER)
         self.current = self.elected = self.reported = False
         self.order, self.allowed = 0, election.REPORTERS
         self.fruitless = 0
-        self.round_started = time.time()
+        self.round_started = time.time() + later
 
     def accept(self, verdict: Verdict) -> None:
         """Take a verdict of the current round."""

@@ -249,16 +249,18 @@ class StoreDiagnosis:
     def _report_if_held(self, wait: Wait) -> None:
         if not self._holds(wait, wait.verdict):
             wait.discard_verdict()
-        # Two ranks that found it at the same time: the store has the one that is
-        # reported.
-        elif not self._is_replaced(wait):
+        # Of two ranks that found it at the same time, one has its verdict in the store.
+        elif self._is_replaced(wait):
+            wait.elected = False
+        else:
             self.report(wait)
 
     def _is_replaced(self, wait: Wait) -> bool:
         """Return whether another rank has published a verdict on a wait since."""
         if wait.record is None or wait.verdict is None:
             return False
-        published = self.read_verdict(wait.record, wait.verdict.time)
+        record = _about(wait.record, wait.verdict)
+        published = self.read_verdict(record, wait.verdict.time)
         return published is not None and published.time > wait.verdict.time
 
     @property
@@ -324,7 +326,7 @@ class StoreDiagnosis:
             return
         # The records of ten thousand ranks take seconds to read.
         late = (_VERDICT_TIMEOUT + self._interval) * wait.allowed / election.REPORTERS
-        if not wait.order:
+        if not wait.order and wait.looking() >= 0:
             wait.order = self._take_order()
         elif wait.looking() > late:
             wait.allowed += election.REPORTERS
@@ -337,7 +339,9 @@ class StoreDiagnosis:
             wait.fruitless += 1
             wait.look_at = now + step_interval(self._stall_after)
         # Another rank may have found one while this one asked.
-        elif at_once or not self._accept_published(wait, record, waited, None):
+        elif at_once or not self._accept_published(
+            wait, _about(record, verdict), waited
+        ):
             wait.accept(verdict)
             self.publish_verdict(verdict)
 
@@ -377,7 +381,7 @@ class StoreDiagnosis:
         wait: Wait,
         record: BlockedRecord,
         waited: float,
-        fresh: BlockedRecord | None,
+        fresh: BlockedRecord | None = None,
     ) -> bool:
         """Take the verdict of another rank, which reports it; return whether one holds.
 
@@ -606,6 +610,11 @@ class StoreDiagnosis:
             # At the end of a job its server ends first: that is no failure.
             self._clone = self._responder = None
             self._poll_at = now + _RETRY_AFTER
+
+
+def _about(record: BlockedRecord, verdict: Verdict) -> BlockedRecord:
+    """Return a record without the ranks that have come since it was published."""
+    return replace(record, awaits=verdict.awaited_ranks or record.awaits)
 
 
 class StoreDiagnoses:

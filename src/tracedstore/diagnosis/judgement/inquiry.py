@@ -151,10 +151,9 @@ def inquire(
     # The next look takes as long as this one.
     # A rank in a collective publishes that, now that it was asked.
     new |= any(_is_in_collective(answers.get(rank)) for rank in suspects.ranks)
-    may_publish = now + (now - started) < records_until and any(
-        _is_blocked(answers.get(rank)) for rank in suspects.ranks
-    )
-    if new or may_publish:
+    may_publish = now + (now - started) < records_until
+    in_calls = any(_is_blocked(answers.get(rank)) for rank in suspects.ranks)
+    if new or (may_publish and in_calls):
         return None
     verdict = judge_waits(
         blocked, suspects, world_size, answers, registered, member.host_of, now
@@ -163,7 +162,10 @@ def inquire(
     if member.agents is not None:
         verdict = _of_agents(verdict)
     verdict = _with_replacements(connection, verdict)
-    is_idle = all(one.may_be_idle for one in blocked.values())
+    # What a rank has called is in its record: it may be something else.
+    is_unread = not set(verdict.group_ranks).issubset(verdict.waiting_ranks)
+    is_early = may_publish and verdict.cause == "all_entered" and is_unread
+    is_idle = is_early or all(one.may_be_idle for one in blocked.values())
     return verdict if verdict.awaited_ranks or not is_idle else None
 
 
