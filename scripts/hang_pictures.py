@@ -44,10 +44,8 @@ for step in range(5):
 """
 _TORCHRUN = "tracedstore-run torchrun --nproc-per-node 3 train.py"
 # torchrun ends the others when a rank crashes. Without it they wait.
-_RANKS = (
-    "export MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=3; clear;"
-    " for r in 0 1 2; do RANK=$r tracedstore-run python train.py & done; wait"
-)
+_RANKS = "for r in 0 1 2; do RANK=$r tracedstore-run python train.py & done; wait"
+_ENVIRONMENT = "OMP_NUM_THREADS=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=3"
 _HANGS = {
     "asleep": _TORCHRUN,
     "crash": _RANKS,
@@ -67,7 +65,7 @@ def make_pictures(
     for hang, command in _HANGS.items():
         name = output / f"hang-{hang}"
         with Tmux(folder) as job, Tmux(folder) as tool:
-            _type(job, f"export HANG={hang} OMP_NUM_THREADS=1; PS1='$ '; clear")
+            _type(job, f"export HANG={hang} {_ENVIRONMENT}; PS1='$ '; clear")
             job.press(command, "Enter")
             job.wait_for(": stalled ")
             _save(job, name.with_name(f"{name.name}-log.svg"), draw, "the job")
