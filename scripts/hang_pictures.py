@@ -53,6 +53,8 @@ _HANGS = {
     "skipped": _TORCHRUN,
 }
 _WEB = "http://127.0.0.1:8080"
+# Seconds for a job to end.
+_TIMEOUT = 120.0
 _WINDOW = "--window-size=1000,560"
 
 
@@ -85,13 +87,17 @@ def make_pictures(
             tool.press("C-c")
             job.press("C-c")
             # Of ranks in the background, the next hang would be a second job.
-            _type(job, "kill $(jobs -p); wait; clear")
+            job.press("kill %1 %2; wait", "Enter")
+            _type(job, "clear")
 
 
 def _type(terminal: Tmux, command: str) -> None:
     """Type a command that clears the screen, and wait until it has."""
     terminal.press(command, "Enter")
-    while terminal.screen().strip() != "$":
+    deadline = time.monotonic() + _TIMEOUT
+    while (screen := terminal.screen().strip()) != "$":
+        if time.monotonic() > deadline:
+            raise TimeoutError(screen)
         time.sleep(0.05)
 
 
