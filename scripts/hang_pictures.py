@@ -54,7 +54,7 @@ _HANGS = {
 }
 _WEB = "http://127.0.0.1:8080"
 # Seconds for a job to end.
-_TIMEOUT = 120.0
+_TIMEOUT = 240.0
 _WINDOW = "--window-size=1000,560"
 
 
