@@ -3,14 +3,18 @@
 docs/pictures/demo.svg is the demo on a terminal: the skipped collective, the last
 two scenarios and the summary. docs/pictures/report.png is the page of ``tracedstore
 report`` for the same run. docs/pictures/top.svg is `tracedstore top` on a job of
-torchrun that hangs. The runs have their own host name and a relative folder, so that
-the pictures show neither the host nor a path of their maker.
+torchrun that hangs. docs/pictures/hang-* are four hangs in terminals and a browser.
+
+All of it runs on a host of its own, as far as a namespace is one: with another name,
+other processes, ports and sockets. So the pictures show neither the host nor a path of
+their maker, nor another job.
 """
 
 import argparse
 import io
 import os
 import pty
+import socket
 import subprocess
 import sys
 import termios
@@ -25,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 # The tests open pages and read terminals too.
+from hang_pictures import make_pictures  # noqa: E402
 from top_picture import make_picture  # noqa: E402
 
 from support.pages import browse  # noqa: E402
@@ -32,6 +37,26 @@ from support.terminal import without_styles  # noqa: E402
 
 _COLUMNS, _ROWS = 80, 60
 _HOST = "demo-host"
+# Without root, a user namespace is needed for the others.
+_NAMESPACES = [
+    *([] if os.geteuid() == 0 else ["--map-root-user"]),
+    *("--uts", "--net", "--mount", "--mount-proc", "--pid", "--fork", "--kill-child"),
+]
+# gloo looks the host up. The directory of the sockets has other jobs of this user.
+_SET_UP = f"""\
+set -e
+hostname {_HOST}
+ip link set lo up
+mkdir -p -m 700 /tmp/tracedstore-$(id -u)
+mount -t tmpfs -o mode=700 tmpfs /tmp/tracedstore-$(id -u)
+hosts=$(mktemp)
+printf '%s\\n' '127.0.0.1 localhost {_HOST}' '::1 localhost' \
+  '::ffff:127.0.0.1 localhost' > $hosts
+mount --bind $hosts /etc/hosts
+rm $hosts
+mount -t tmpfs tmpfs /mnt
+exec "$@"
+"""
 _DEMO_TIMEOUT = 120.0
 _PAGE_SIZE = (1200, 700)
 # Readable on a light page and on a dark one.
@@ -83,25 +108,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures")
     output: Path = parser.parse_args().output.resolve()
     output.mkdir(parents=True, exist_ok=True)
+    if socket.gethostname() != _HOST:
+        run = ["sh", "-c", _SET_UP, "sh", sys.executable, *sys.argv]
+        os.execvp("unshare", ["unshare", *_NAMESPACES, *run])  # noqa: S606, S607 - ours
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with TemporaryDirectory(prefix="pictures-") as name:
         folder = Path(name)
         lines = run_demo(folder).splitlines()
-        (output / "demo.svg").write_text(draw(select_lines(lines)), "utf-8")
+        svg = draw(select_lines(lines), "tracedstore demo")
+        (output / "demo.svg").write_text(svg, "utf-8")
         take_screenshot(folder, output / "report.png")
         make_picture(folder, output / "top.svg")
-    for picture in ("demo.svg", "report.png", "top.svg"):
-        print(f"{output / picture}: {(output / picture).stat().st_size:,} bytes")
+        make_pictures(Path("/mnt/job"), output, draw)
+    for picture in sorted(output.iterdir()):
+        print(f"{picture}: {picture.stat().st_size:,} bytes")
 
 
 def run_demo(folder: Path) -> str:
     """Run the demo on a terminal and return its output."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (_ROWS, _COLUMNS))
-    # Without root, a user namespace is needed to set a host name.
-    namespace = (
-        ["--uts"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--uts"]
-    )
-    named = ["sh", "-c", f'hostname {_HOST} && exec "$@"', "sh"]
     command = [
         sys.executable,
         "-m",
@@ -113,7 +139,7 @@ def run_demo(folder: Path) -> str:
     ignored = {"NO_COLOR", "LINES", "COLUMNS"}
     environ = {name: os.environ[name] for name in os.environ.keys() - ignored}
     process = subprocess.Popen(  # noqa: S603 - fixed commands
-        ["unshare", *namespace, *named, *command],  # noqa: S607 - from the PATH
+        command,
         cwd=folder,
         env={**environ, "TERM": "xterm"},
         stdin=subprocess.DEVNULL,
@@ -147,7 +173,7 @@ def _find(lines: list[str], text: str) -> int:
     return next(number for number, line in enumerate(plain) if text in line)
 
 
-def draw(lines: list[str]) -> str:
+def draw(lines: list[str], title: str) -> str:
     """Return an SVG of lines with their colours."""
     console = Console(
         record=True,
@@ -159,7 +185,7 @@ def draw(lines: list[str]) -> str:
     )
     console.print(Text.from_ansi("\n".join(lines)), highlight=False, soft_wrap=True)
     svg = console.export_svg(
-        title="tracedstore demo", theme=_THEME, code_format=_SVG, unique_id="demo"
+        title=title, theme=_THEME, code_format=_SVG, unique_id="demo"
     )
     return "".join(f"{line.rstrip()}\n" for line in svg.splitlines() if line.strip())
 

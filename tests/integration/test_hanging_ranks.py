@@ -67,7 +67,7 @@ def stalls_of(ranks: list[Child]) -> list[dict[str, Any]]:
 )
 def test_late_rank_is_named(start_job: Any, scenario: str, core: str) -> None:
     """It alone, in every report, and the job goes on when it arrives."""
-    ranks, _ = start_job(scenario)
+    ranks, url = start_job(scenario)
 
     wait_until(lambda: stalls_of(ranks))
     # Reports are repeated when the wait has doubled.
@@ -78,6 +78,7 @@ def test_late_rank_is_named(start_job: Any, scenario: str, core: str) -> None:
 
     assert statuses == [0] * WORLD_SIZE
     assert {tuple(one["awaited_ranks"]) for one in stalls} == {(LATE,)}
+    assert {one["store_url"] for one in stalls} == {url}
     key = "epoch/5/go" if scenario == "writes_in_turn" else "go"
     assert {one["phase"] for one in stalls} == {f"key {key}"}
     assert all(one["waited_seconds"] >= STALL_AFTER for one in stalls)

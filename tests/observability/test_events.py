@@ -70,11 +70,15 @@ class TestSchema:
                 "pid": 1,
                 "level": names.EVENT_LEVELS[name],
             }
+            if name == names.JOB_STALLED:
+                event["store_url"] = "tcp://node1:29400"
             check(event | verdict.event_fields())
             check(event | in_collective.event_fields())
-            assert documented_fields(name) == set(SCHEMA["properties"]) | set(
-                in_collective.event_fields()
-            )
+            assert documented_fields(name) == {
+                *SCHEMA["properties"],
+                *event,
+                *in_collective.event_fields(),
+            }
 
     def test_causes(self) -> None:
         """The schema has the causes of a verdict, and no others."""
@@ -91,7 +95,7 @@ class TestSchema:
     )
     def test_wrong_verdict(self, field: str, value: object) -> None:
         """A verdict with a field of a wrong type or value does not conform."""
-        event = {"event": names.JOB_STALLED, "host": "h", "pid": 1}
+        event: dict[str, Any] = {"event": names.JOB_RESUMED, "host": "h", "pid": 1}
         event |= Verdict(phase="new_group 1", cause="busy").event_fields()
 
         assert Draft202012Validator(SCHEMA).is_valid(event)

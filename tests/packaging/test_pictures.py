@@ -33,6 +33,11 @@ def texts() -> list[str]:
     return [line for line in ordered if line.strip() not in PICTURE_TEXT]
 
 
+def hang(name: str) -> list[str]:
+    """Return the names of the drawings of a hang: its log, and its screen."""
+    return [f"hang-{name}-log", f"hang-{name}-top"]
+
+
 def words() -> set[str]:
     """Return the words that a run of the demo can print."""
     printed = f"{strings()} {load_dataset.__name__} {JOB_RESUMED}"
@@ -120,19 +125,34 @@ class TestDemo:
 
 
 class TestTop:
-    """docs/pictures/top.svg."""
+    """docs/pictures/top.svg, and the pictures of four hangs."""
 
-    def test_picture(self) -> None:
+    @pytest.mark.parametrize(
+        ("names", "phase", "rank", "doing"),
+        [
+            (["top"], "new_group", 5, "in job/train.py:9 load_dataset"),
+            (hang("asleep"), "init_process_group", 2, "in job/train.py:11 load_data"),
+            (hang("crash"), "new_group 1", 2, "its process has ended"),
+            (hang("loader"), "new_group 1", 2, "in job/train.py:11 load_dataset"),
+            (hang("skipped"), "all_reduce 4", 2, "in job/train.py:15 evaluate"),
+        ],
+    )
+    def test_picture(self, names: list[str], phase: str, rank: int, doing: str) -> None:
         """It loads nothing, has no path or host of its maker, and names the rank."""
-        svg = (PICTURES / "top.svg").read_text("utf-8")
-        text = "".join(ET.fromstring(svg).itertext()).replace("\xa0", " ")
+        for name in names:
+            svg = (PICTURES / f"{name}.svg").read_text("utf-8")
+            # A terminal wraps where the line ends, `top` between words.
+            shown = "".join("".join(ET.fromstring(svg).itertext()).split())
+            named = set(re.findall(r"waitingforrank(\d+)on([\w-]+)\(pid", shown))
 
-        assert not re.findall(r"url\((?!#)", svg)
-        assert not re.search(r"@import|@font-face|href|<script|<image|\son\w+=", svg)
-        assert set(re.findall(r" on ([\w-]+)", text)) == {"demo-host"}
-        assert not re.search(r"\s/(?:root|home|tmp)", text)
-        assert "waiting for rank 5 on demo-host" in text
-        assert "in job/train.py:9 load_dataset" in text
+            assert not re.findall(r"url\((?!#)", svg)
+            assert not re.search(
+                r"@import|@font-face|href|<script|<image|\son\w+=", svg
+            )
+            assert not re.search(r"/(?:root|home|tmp)", shown)
+            assert named == {(str(rank), "demo-host")}
+            assert phase.replace(" ", "") in shown
+            assert doing.replace(" ", "") in shown
 
 
 class TestReport:

@@ -55,9 +55,9 @@ class Tmux:
         """Press keys by tmux's names, such as ``Enter``; other text is typed."""
         self._run("send-keys", *keys)
 
-    def screen(self) -> str:
-        """Return the text on the screen."""
-        return self._run("capture-pane", "-p")
+    def screen(self, *options: str) -> str:
+        """Return the text on the screen; with ``-e`` its colours too."""
+        return self._run("capture-pane", "-p", *options)
 
     def wait_for(self, text: str) -> str:
         """Wait for a text on the screen, and return the screen."""

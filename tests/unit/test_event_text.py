@@ -44,10 +44,18 @@ class TestSentences:
             waited_seconds=31,
         )
 
-        assert line_of(names.JOB_STALLED, rank=0, **verdict.event_fields()) == (
+        fields = verdict.event_fields()
+        expected = (
             "tracedstore TIME rank 0: stalled 31 s in new_group 1: waiting for rank 2"
             " on node4 (pid 7445): alive, in data.py:88 load. See: tracedstore status"
         )
+
+        for url, address in (
+            ("tcp://node1:29400", " --store tcp://node1:29400"),
+            ("", ""),
+        ):
+            line = line_of(names.JOB_STALLED, rank=0, store_url=url, **fields)
+            assert line == f"{expected}{address}"
 
     def test_nobody_named(self) -> None:
         """What is known stands in the place of a rank."""

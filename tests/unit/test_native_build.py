@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -398,6 +399,34 @@ class TestFind:
             raised.append(error.value)
 
         assert raised[0] is not raised[1]
+
+    @pytest.mark.parametrize(
+        ("local_rank", "said"), [(None, True), ("0", True), ("1", False)]
+    )
+    def test_says_what_to_build(
+        self,
+        local_rank: str | None,
+        said: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """One process of a node says at info that there is no build, and the remedy."""
+        monkeypatch.setattr(load, "PACKAGE_DIRECTORY", tmp_path)
+        monkeypatch.setenv(load.DIRECTORY_VARIABLE, str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        monkeypatch.delitem(sys.modules, load._AGENT, raising=False)
+        if local_rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+        with caplog.at_level("INFO", "tracedstore"):
+            reason = load._load_once.__wrapped__()
+
+        told = [(one.levelname, one.getMessage()) for one in caplog.records]
+        expected = f"the Python base records, which has limits: {reason}"
+        assert told == ([("INFO", expected)] if said else [])
+        assert "`tracedstore build-native`" in reason
 
     def test_other_file_is_not_loaded(self, tmp_path: Path) -> None:
         """A file that is no extension is refused with its name."""

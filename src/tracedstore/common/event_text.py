@@ -145,8 +145,10 @@ def _verdict(fields: Fields) -> str:
 
 def _stalled(fields: Fields) -> str:
     waited = _seconds(fields, "waited_seconds")
-    # On the node of this terminal the command finds the job.
-    return f"stalled {waited} {_verdict(fields)}. See: tracedstore status"
+    # A store in memory has no address.
+    url = fields.get("store_url")
+    store = f" --store {url}" if url else ""
+    return f"stalled {waited} {_verdict(fields)}. See: tracedstore status{store}"
 
 
 def _resumed(fields: Fields) -> str:

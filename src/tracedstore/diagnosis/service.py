@@ -525,7 +525,7 @@ class Diagnosis:
         what = f"{pending.state.identity.server}/{verdict.cause}"
         if stall_reports.keep_claim(what):
             wait.claimed = what
-            stall_reports.report(wait, wait.verdict)
+            stall_reports.report(wait, wait.verdict, pending.state.identity.url)
 
 
 def _may_be_repeated(wait: Wait) -> bool:

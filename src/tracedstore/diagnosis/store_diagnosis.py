@@ -55,6 +55,7 @@ from tracedstore.diagnosis.observe.blocked_record import (
 from tracedstore.diagnosis.observe.incarnations import check_earlier, check_replaced
 from tracedstore.diagnosis.observe.waits import Pending, PendingCall, PendingPoll
 from tracedstore.diagnosis.rounds import Wait
+from tracedstore.local.facts import store_url
 from tracedstore.local.sockets import host_has_agent
 from tracedstore.naming import decoders
 from tracedstore.recording.counters import (
@@ -475,7 +476,8 @@ class StoreDiagnosis:
         if wait.verdict is None or wait.repeated.waited() < self._stall_after:
             return
         waited = replace(wait.verdict, waited_seconds=wait.repeated.waited())
-        stall_reports.report(wait, waited, emit=wait.repeated.is_due())
+        url = store_url(self.handle)
+        stall_reports.report(wait, waited, url, emit=wait.repeated.is_due())
 
     def resumed(self, wait: Wait) -> None:
         """Report that a wait is over, if it was reported."""

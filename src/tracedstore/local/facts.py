@@ -363,6 +363,11 @@ class LocalIdentity:
         )
 
 
+def store_url(handle: Any) -> str:
+    """Return a store's address as ``--store`` takes it; "" without one, or freed."""
+    return "" if handle is None else _store_of(handle).url
+
+
 def _store_of(handle: Any) -> StoreIdentity:
     bottom = handle_of(bottom_of(handle))
     return bottom.identity if isinstance(bottom, StoreState) else identify(bottom)

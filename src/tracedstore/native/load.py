@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 from tracedstore import names
 from tracedstore._version import __version__
 from tracedstore.common.errors import TracedStoreError
+from tracedstore.common.identity import process_identity
 
 SOURCE: Final = Path(__file__).with_name("store.cpp")
 MODULE: Final = "tracedstore_native"
@@ -38,6 +39,8 @@ _CONTENT: Final = re.compile(rb"([0-9a-f]{64}) ([0-9]{1,12})\n")
 _MAX_CONTENT: Final = 128
 _BUILD: Final = "run `tracedstore build-native` again"
 _ROOT: Final = 0
+# The module of torchrun's agent.
+_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
 
 _logger = logging.getLogger(names.SCOPE)
 
@@ -331,12 +334,24 @@ def _load_once() -> Any:
     try:
         file = find()
     except NativeUnavailable as error:
+        if _speaks_for_node():
+            _logger.info("the Python base records, which has limits: %s", error)
         return str(error)
     try:
         return load_file(file)
     except NativeUnavailable as error:
         _logger.warning("%s; the Python base records instead", error)
         return str(error)
+
+
+def _speaks_for_node() -> bool:
+    """Return whether this is the process of a node that says what is true of all.
+
+    It is local rank 0. A program without ranks speaks for itself, but torchrun's agent
+    leaves it to its workers.
+    """
+    local_rank = process_identity().local_rank
+    return local_rank == 0 or (local_rank is None and _AGENT not in sys.modules)
 
 
 def describe() -> str:

@@ -302,6 +302,11 @@ class ConnectTarget:
         """host:port, or the path."""
         return self.path or host_port(self.host, self.port_text)
 
+    @property
+    def url(self) -> str:
+        """Its address as ``--store`` takes it."""
+        return f"file://{self.path}" if self.path else f"tcp://{self.server}"
+
     def check_spelling(self) -> AddressDefect | None:
         """Check the address without I/O; None if it can work."""
         if self.path:

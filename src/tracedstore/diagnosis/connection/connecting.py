@@ -543,7 +543,7 @@ class ConnectingPhase:
         if self._server is None and not self._take_claim(verdict):
             return
         self._reported = verdict
-        stall_reports.report(self, verdict)
+        stall_reports.report(self, verdict, self._target.url)
 
     def _take_claim(self, verdict: Verdict) -> bool:
         """Return whether this process reports, of those of its host.

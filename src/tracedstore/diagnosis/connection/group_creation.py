@@ -47,6 +47,7 @@ from tracedstore.diagnosis.judgement.verdict import AwaitedRank, Verdict
 from tracedstore.diagnosis.observe import incarnations
 from tracedstore.diagnosis.observe.blocked_record import CONNECTS, BlockedRecord
 from tracedstore.diagnosis.observe.waits import OF_GROUP, PENDING, Pending, Repeated
+from tracedstore.local.facts import store_url
 from tracedstore.recording.counters import StoreState, handle_of
 from tracedstore.recording.recorder import RECORDER
 from tracedstore.recording.watcher import WATCHER, Watch
@@ -254,7 +255,7 @@ class GroupCreation:
                 position = election.take_position(store, f"{LOOKERS}/{launch}")
             self.elected = election.is_elected(position, reporters=1)
         if self.elected:
-            stall_reports.report(self, verdict)
+            stall_reports.report(self, verdict, store_url(self.store))
 
     def _set_verdict(self, verdict: Verdict) -> None:
         self.verdict = replace(

@@ -198,12 +198,15 @@ def page_text(verdict: Verdict) -> str:
     return "; ".join(parts)
 
 
-def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
+def report(
+    wait: object, verdict: Verdict, store_url: str, *, emit: bool = True
+) -> None:
     """Emit `job.stalled` and set the gauges.
 
     Args:
         wait: The wait that the verdict is about; `resumed` gets the same.
         verdict: The verdict.
+        store_url: The address of the store, as ``--store`` takes it; "" without one.
         emit: False to set the gauges alone.
     """
     stalled = StalledJob(
@@ -219,7 +222,8 @@ def report(wait: object, verdict: Verdict, *, emit: bool = True) -> None:
     )
     RECORDER.cold.begin(wait, stalled)
     if emit:
-        TELEMETRY.emit(names.JOB_STALLED, **verdict.event_fields())
+        fields = verdict.event_fields()
+        TELEMETRY.emit(names.JOB_STALLED, store_url=store_url, **fields)
 
 
 def resumed(wait: object, verdict: Verdict) -> None:
