@@ -19,6 +19,7 @@ from support.torchrun import one_node
 pytestmark = pytest.mark.processes
 
 JOBS = Path(__file__).parent / "jobs"
+TORCH_ABORTS = "terminate called without an active exception"
 
 
 def counted(folder: Path, rank: int) -> dict[str, float]:
@@ -44,7 +45,11 @@ class TestTorchrun:
             folder.mkdir()
         torchrun = ("torchrun", "--nproc-per-node", 2, JOBS / "train.py")
         # One after the other: torch looks for a free port, and binds it later.
-        bare = start_command(*torchrun, folders[0], **one_node())
+        for _ in range(3):
+            bare = start_command(*torchrun, folders[0], **one_node())
+            # torch alone aborts at the end of some processes.
+            if bare.exit_status() == 0 or TORCH_ABORTS not in bare.errors():
+                break
         assert bare.exit_status() == 0, bare.errors()
         traced = start_command("tracedstore-run", *torchrun, folders[1], **one_node())
         assert traced.exit_status() == 0, traced.errors()
