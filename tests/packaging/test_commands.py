@@ -80,7 +80,9 @@ NOT_RUN = {
         " --field-selector status.phase=Running --output name | head -n 1) --"
         " tracedstore status"
     ),
+    "kubectl exec train-0-abcde -- tracedstore status",
     "kubectl port-forward pod/train-0-x7f9k 27400",
+    "srun --jobid 4711 --overlap --nodes 1 --ntasks 1 tracedstore status",
     (
         "kubectl logs --selector app.kubernetes.io/instance=train --prefix --tail=-1"
         " --max-log-requests=64 > logs/train.log"

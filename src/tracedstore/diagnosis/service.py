@@ -25,6 +25,7 @@ from tracedstore.diagnosis.connection.connection_attempt import examine_server
 from tracedstore.diagnosis.judgement import stall_reports
 from tracedstore.diagnosis.judgement.verdict import Verdict
 from tracedstore.diagnosis.observe.blocked_calls import (
+    MIN_EXPLAINED_WAIT,
     blocked_calls,
     examine_after,
     is_barrier,
@@ -52,9 +53,8 @@ from tracedstore.recording.counters import ActiveCall, Call
 from tracedstore.recording.recorder import Recorder
 
 # Seconds that a call which timed out before a verdict was found waits for one: a share
-# of its own duration, between these bounds. Shorter calls than the minimum get none.
+# of its own duration, between these bounds. Calls shorter than a second get none.
 _EXPLAIN_SHARE, _EXPLAIN_BOUNDS = 0.1, (0.5, 2.0)
-_MIN_EXPLAINED_WAIT = 1.0
 # Seconds in one store after which another thread goes on with the others. Asking the
 # processes of awaited ranks takes three.
 _HAND_OVER_AFTER = 3.5
@@ -265,7 +265,7 @@ class Diagnosis:
         if self._thread is None or is_barrier(pending.active):
             return
         waited = waited_seconds(self._recorder, pending.active)
-        is_short = waited < _MIN_EXPLAINED_WAIT
+        is_short = waited < MIN_EXPLAINED_WAIT
         if is_short and pending.repeated.waited() < self._examine_after(pending):
             return
         self._recorder.failures.guarded(names.DIAGNOSIS, self._hand_over)

@@ -4,9 +4,7 @@ There is one object for each store and rank of this process. It has its own conn
 and one thread at a time works in it (`service`). So a store that hangs, or refuses
 connections, holds up nothing but itself.
 
-A blocked call goes through rounds. In a round this process publishes what the call
-waits for, and reads the verdict of another process or finds one if it is elected. The
-next round begins when the wait has doubled.
+Each round of a wait publishes what is waited for, and reads or finds a verdict.
 """
 
 import os

@@ -31,6 +31,8 @@ from tracedstore.recording.recorder import Recorder
 _SHARE_OF_STALL = 0.8
 # The share of its own timeout after which it is examined, if that is sooner.
 _SHARE_OF_TIMEOUT = 0.4
+# Seconds from which on a call that times out is explained.
+MIN_EXPLAINED_WAIT: Final = 1.0
 # Maximum number of keys of a call that are checked.
 _MAX_KEYS_CHECKED = 8192
 # Ranks of a group up to which each of them checks the keys of all. In a larger one,
@@ -217,9 +219,15 @@ def waited_seconds(recorder: Recorder, call: ActiveCall) -> float:
 
 
 def examine_after(timeout: float, stall_after: float) -> float:
-    """Return the seconds after which a call with a timeout is examined; 0 is none."""
+    """Return the seconds after which a call with a timeout is examined; 0 is none.
+
+    A call with a shorter timeout than `MIN_EXPLAINED_WAIT` gets no note. A program may
+    make such calls in each step of its work, so they are examined if they are repeated.
+    """
     after = stall_after * _SHARE_OF_STALL
-    return min(after, timeout * _SHARE_OF_TIMEOUT) if timeout > 0 else after
+    if timeout < MIN_EXPLAINED_WAIT:
+        return after
+    return min(after, timeout * _SHARE_OF_TIMEOUT)
 
 
 def timeout_of(call: ActiveCall) -> timedelta:
