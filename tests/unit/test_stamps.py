@@ -114,7 +114,7 @@ def test_earlier_groups_show_which_of_two_ranks_is_odd() -> None:
 
 
 def test_innocent_minority_is_not_named() -> None:
-    """Two ranks have another order: whoever agrees with one of the two may be right."""
+    """Of two pairs of ranks with different members, either pair may be right."""
     store = HashStore()
     for rank, ranks in {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}.items():
         incarnations.write_stamp(store, "1", rank, ranks)

@@ -384,8 +384,8 @@ def answer_before_registration() -> None:
 def _answer_in_children(_module: ModuleType) -> None:
     """Let workers that multiprocessing forks answer before they register.
 
-    They get their rank after the fork, so it is not known which of them are ranks. Who
-    asks is told the rank that a process has by then.
+    They get their rank after the fork, so it is not known here which of them are ranks.
+    The answer to a question has the rank of the moment at which it is asked.
     """
     global _answers_in_children  # noqa: PLW0603 - a hook cannot be removed
     if _answers_in_children:

@@ -33,7 +33,7 @@ Work = Callable[[], object]
 
 
 class _Awaited:
-    """A piece of work that somebody waits for."""
+    """A piece of work whose caller waits for it."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

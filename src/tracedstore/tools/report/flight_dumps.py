@@ -45,7 +45,6 @@ _FORM: Final = plain_pickle.Form(
 MAX_BYTES: Final = _FORM.max_bytes
 _RANK_IN_NAME: Final = re.compile(r"(\d{1,7})(?:\.gz|\.pickle|\.pkl)?$")
 _RANKS: Final = re.compile(r"[\[\], 0-9]*")
-_MAX_DUMPS: Final = 100_000
 _MAX_GROUPS: Final = 1024
 _MAX_FRAMES: Final = 64
 _MAX_NAME: Final = 100
